@@ -1,0 +1,113 @@
+// The definition of attention: FP64, whole rows, one loop per line of the formula. No tiles, no rounding, no
+// shortcuts; every other implementation is tested against this one.
+#include <cmath>
+#include <limits>
+
+#include "attention/attention.h"
+#include "base/error.h"
+#include "base/threads.h"
+
+namespace evenkeel {
+namespace {
+
+struct Problem {
+  const AttentionConfig& config;
+  const AttentionInputs& in;
+  AttentionShape shape;
+};
+
+bool is_visible(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const AttentionMask& mask = p.config.mask;
+  const auto [first, last] = p.shape.key_range(mask, b, i);
+  return j >= first && j < last && (!mask.visible.present() || *mask.visible.at(b, h, i, j) != 0);
+}
+
+double dot(int64_t D, View<const float> x, int64_t x_head, int64_t x_row, View<const float> y, int64_t y_head,
+           int64_t y_row, int64_t b) {
+  double sum = 0;
+  for (int64_t d = 0; d < D; ++d)
+    sum += double{*x.at(b, x_head, x_row, d)} * double{*y.at(b, y_head, y_row, d)};
+  return sum;
+}
+
+// One row of one head. Adds to dk and dv.
+void reference_row(const Problem& p, View<const float> grad_output, int64_t b, int64_t h, int64_t i,
+                   AttentionReference& out) {
+  const auto& [B, H, G, T, N, D, scale] = p.shape;
+  const int64_t g = h / (H / G);
+  const double a = scale, c = p.config.softcap;
+
+  double m = -std::numeric_limits<double>::infinity();
+  std::vector<double> S(N, m), slope(N, 1.0);  // slope: of the soft cap at S
+  for (int64_t j = 0; j < N; ++j) {
+    if (!is_visible(p, b, h, i, j)) continue;
+    S[j] = a * dot(D, p.in.q, h, i, p.in.k, g, j, b);
+    if (c > 0) {
+      const double t = std::tanh(S[j] / c);
+      S[j] = c * t;
+      slope[j] = 1 - t * t;
+    }
+    m = std::max(m, S[j]);
+  }
+  *out.lse.view().at(b, h, i) = m;
+  if (m == -std::numeric_limits<double>::infinity()) return;  // sees no key: O = 0, L = -inf, no gradient
+
+  double l = 0;
+  for (double s : S) l += std::exp(s - m);
+  const double L = m + std::log(l);
+  *out.lse.view().at(b, h, i) = L;
+  std::vector<double> P(N), O(D);
+  for (int64_t j = 0; j < N; ++j) P[j] = std::exp(S[j] - m) / l;
+  for (int64_t j = 0; j < N; ++j)
+    if (P[j] != 0)
+      for (int64_t d = 0; d < D; ++d) O[d] += P[j] * double{*p.in.v.at(b, g, j, d)};
+  for (int64_t d = 0; d < D; ++d) *out.o.view().at(b, h, i, d) = O[d];
+  if (!grad_output.present()) return;
+
+  double delta = 0;
+  for (int64_t d = 0; d < D; ++d) delta += double{*grad_output.at(b, h, i, d)} * O[d];
+  *out.delta.view().at(b, h, i) = delta;
+  const auto& plans = p.config.plans;
+  const double z = plans[plans.size() == 1 ? 0 : h].keel;
+  for (int64_t j = 0; j < N; ++j) {
+    if (P[j] == 0) continue;
+    const double dP = dot(D, grad_output, h, i, p.in.v, g, j, b);
+    const double dS = a * slope[j] * (P[j] * (dP - delta) + 2 * z * L * P[j]);
+    for (int64_t d = 0; d < D; ++d) {
+      *out.dv.view().at(b, g, j, d) += P[j] * double{*grad_output.at(b, h, i, d)};
+      *out.dq.view().at(b, h, i, d) += dS * double{*p.in.k.at(b, g, j, d)};
+      *out.dk.view().at(b, g, j, d) += dS * double{*p.in.q.at(b, h, i, d)};
+    }
+  }
+}
+
+}  // namespace
+
+AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputs& in,
+                                       View<const float> grad_output) {
+  const Problem p{config, in, AttentionShape(config, in)};
+  const auto& [B, H, G, T, N, D, scale] = p.shape;
+  const std::array<int64_t, 4> per_feature{B, H, T, D}, per_key{B, G, N, D}, per_row{B, H, T, 1};
+
+  AttentionReference out;
+  out.o = Tensor<double>(per_feature);
+  out.lse = Tensor<double>(per_row);
+  for (double& L : out.lse.values()) L = -std::numeric_limits<double>::infinity();
+  if (grad_output.present()) {
+    require(grad_output.shape == per_feature,
+            "[attention] expected grad_output of q's shape ({}, {}, {}, {}), got ({}, {}, {}, {})", B, H, T,
+            D, grad_output.shape[0], grad_output.shape[1], grad_output.shape[2], grad_output.shape[3]);
+    out.dq = Tensor<double>(per_feature);
+    out.dk = out.dv = Tensor<double>(per_key);
+    out.delta = Tensor<double>(per_row);
+  }
+  // One key/value head with its query heads is one item: no two items add to the same dk and dv.
+  parallel_for(B * G, [&](int64_t item, int) {
+    const int64_t b = item / p.shape.G, g = item % p.shape.G, group = p.shape.H / p.shape.G;
+    for (int64_t h = g * group; h < (g + 1) * group; ++h)
+      for (int64_t i = 0; i < p.shape.rows(config.mask, b); ++i) reference_row(p, grad_output, b, h, i, out);
+  });
+  return out;
+}
+
+}  // namespace evenkeel

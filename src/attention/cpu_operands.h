@@ -1,0 +1,93 @@
+// What a call of CPU attention works out before its tiles: what each head's plan asks for, and k and v as the
+// products read them. Internal to src/attention.
+#pragma once
+
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/attention_kernels.h"
+#include "numerics/tensor_core.h"
+
+namespace evenkeel {
+
+constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// target[n] = source[n * stride].
+void copy_strided(float* target, const float* source, int64_t stride, int64_t count);
+// target[c * target_stride + r] = source[r * source_stride + c].
+void transpose(float* target, int64_t target_stride, const float* source, int64_t source_stride, int64_t rows,
+               int64_t columns);
+
+// One head's plan, resolved.
+struct HeadPlan {
+  explicit HeadPlan(const PrecisionPlan& asked);
+
+  PrecisionPlan plan;
+  bool zero_sum, consistent;
+  // wide_output and consistent: the O for delta is FP32, or what the plan says of output_for_delta where that
+  // is not what it says of output (e8m15: eight more bits than BF16). consistent also leaves dP in FP32,
+  // where any fused kernel has it: delta knows nothing of a rounding of dP.
+  bool wide;
+  // consistent: m is a whole number of log 2, so that a later, larger m scales by a power of two. Rounding
+  // commutes with that, so the backward pass finds the forward's Pb again, to the bit. Where S - m is itself
+  // rounded (site shifted) it does not commute, and the row's maximum is found in a pass of its own instead.
+  bool power_shift, max_first;
+  // wide, and pv or row_sum is rounded: a second O-bar and l are kept, unrounded.
+  bool shadow;
+};
+
+// The stream of random numbers of a site (or of the rows' shifts) in this layer and step.
+inline constexpr uint32_t kShiftStream = 63;
+static_assert(kSiteCount <= static_cast<int>(kShiftStream));
+inline RandomKey stream_key(const AttentionConfig& config, const PrecisionPlan& plan, uint32_t stream) {
+  return {plan.seed, config.step, config.layer * 64 + stream};
+}
+
+// k and v of every sequence and head: packed, keys centred where asked, rounded at their sites. Heads of one
+// group share a copy unless their plans differ in it. Memory: O(B G N D).
+class Operands {
+ public:
+  Operands(const AttentionConfig& config, const AttentionShape& shape, const std::vector<HeadPlan>& plans,
+           const AttentionInputs& in, SiteObserver* observer);
+
+  int64_t stride() const { return stride_; }  // D padded to kColumnStep, with zeros
+  const float* k(int64_t b, int64_t h, int64_t key) const {
+    return k_.data() + offset(b, h, key);
+  }  // (N, stride)
+  const float* v(int64_t b, int64_t h, int64_t key) const {
+    return v_.data() + offset(b, h, key);
+  }  // (N, stride)
+  // The mean key that centre_keys took away; zeros elsewhere. (stride)
+  const float* mean_key(int64_t b, int64_t h) const {
+    return mean_.data() + (b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * stride_;
+  }
+
+ private:
+  int64_t offset(int64_t b, int64_t h, int64_t key) const {
+    return ((b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * keys_ + key) * stride_;
+  }
+
+  int64_t keys_, stride_, copies_ = 0;
+  std::vector<int64_t> copy_of_head_;  // (H)
+  std::vector<float> k_, v_;           // (B, copies, N, stride)
+  std::vector<float> mean_;            // (B, copies, stride)
+};
+
+// What every tile of one call shares.
+struct Call {
+  const AttentionConfig& config;
+  const AttentionShape& shape;
+  const std::vector<HeadPlan>& plans;  // (H)
+  const AttentionInputs& in;
+  const Operands& operands;
+  SiteObserver* observer;
+  const AttentionKernels& kernels = attention_kernels();
+
+  // Whole vectors, and whole blocks of a tensor core, which adds over rows in dK and dV.
+  static constexpr int64_t kRowStep = 32;
+  static_assert(kRowStep % kColumnStep == 0 && kRowStep % kMaxBlockTerms == 0);
+  int64_t tile_rows() const { return round_up(std::min(config.tile_rows, shape.T), kRowStep); }
+  int64_t tile_keys() const { return config.tile_keys == 0 ? shape.N : std::min(config.tile_keys, shape.N); }
+};
+
+}  // namespace evenkeel

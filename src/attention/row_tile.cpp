@@ -1,0 +1,173 @@
+#include "attention/row_tile.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "numerics/round_array.h"
+#include "numerics/tensor_core.h"
+
+namespace evenkeel {
+
+RowTile::RowTile(const Call& call)
+    : call_(call),
+      kernels_(call.kernels),
+      observer_(call.observer),
+      D_(call.shape.D),
+      width_(call.tile_rows()),
+      depth_(call.operands.stride()) {
+  const size_t rows = at(width_);
+  first_key_.resize(rows);
+  last_key_.resize(rows);
+  tile_.resize(at(call.tile_keys() * width_));
+  zeros_.resize(rows);
+  unused_.resize(rows);
+  counts_.resize(rows);
+}
+
+void RowTile::start(int64_t b, int64_t h, int64_t first_row) {
+  b_ = b;
+  h_ = h;
+  row_ = first_row;
+  head_ = &call_.plans[at(h)];
+  rows_ = std::min(width_, call_.shape.rows(call_.config.mask, b) - first_row);
+  columns_ = round_up(rows_, kColumnStep);
+  for (int64_t i = 0; i < columns_; ++i) {
+    const auto [first, last] =
+        i < rows_ ? call_.shape.key_range(call_.config.mask, b, row_ + i) : std::pair<int64_t, int64_t>{0, 0};
+    first_key_[at(i)] = first;
+    last_key_[at(i)] = last;
+  }
+}
+
+void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
+                   std::vector<float>& transposed) {
+  rows.assign(at(width_ * depth_), 0.0f);
+  transposed.resize(at(D_ * width_));
+  for (int64_t i = 0; i < rows_; ++i) {
+    copy_strided(&rows[at(i * depth_)], from.at(b_, h_, row_ + i), from.stride[3], D_);
+  }
+  const Rounding& rounding = plan().at(site);
+  if (!is_identity(rounding) || observer_) {
+    if (observer_) exact_ = rows;
+    for (int64_t i = 0; i < rows_; ++i)
+      round_array(rounding, &rows[at(i * depth_)], &rows[at(i * depth_)], at(D_),
+                  stream_key(call_.config, plan(), static_cast<uint32_t>(site)),
+                  static_cast<uint64_t>((head_index() * call_.shape.T + row_ + i) * D_));
+    if (observer_)
+      observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
+  }
+  transpose(transposed.data(), width_, rows.data(), depth_, columns_, D_);
+}
+
+void RowTile::pack_plain(View<const float> from, std::vector<float>& transposed) {
+  transposed.assign(at(D_ * width_), 0.0f);
+  if (from.stride[3] == 1) {
+    transpose(transposed.data(), width_, from.at(b_, h_, row_), from.stride[2], rows_, D_);
+    return;
+  }
+  for (int64_t i = 0; i < rows_; ++i)
+    for (int64_t d = 0; d < D_; ++d) transposed[at(d * width_ + i)] = *from.at(b_, h_, row_ + i, d);
+}
+
+void RowTile::unpack(const View<float>& to, const std::vector<float>& transposed) {
+  if (to.stride[3] == 1) {
+    transpose(to.at(b_, h_, row_), to.stride[2], transposed.data(), width_, D_, rows_);
+    return;
+  }
+  for (int64_t i = 0; i < rows_; ++i)
+    for (int64_t d = 0; d < D_; ++d) *to.at(b_, h_, row_ + i, d) = transposed[at(d * width_ + i)];
+}
+
+void RowTile::unpack_row_values(const View<float>& to, const std::vector<float>& values) {
+  for (int64_t i = 0; i < rows_; ++i) *to.at(b_, h_, row_ + i) = values[at(i)];
+}
+
+void RowTile::round_lines(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines,
+                          int64_t column) {
+  if (is_identity(plan().at(site)) && !observer_) return;
+  if (observer_) exact_.assign(block, block + lines * width_);
+  round_only(site, block, lines, first_line, all_lines);
+  if (observer_) show(site, block, lines, column);
+}
+
+void RowTile::round_only(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines) {
+  const Rounding& rounding = plan().at(site);
+  if (is_identity(rounding)) return;
+  if (columns_ == width_ && rounding.mode != RoundingMode::stochastic) {
+    round_array(rounding, block, block, at(lines * width_));
+    return;
+  }
+  // T is padded to the random numbers' group, so that tiles of 64 rows start at a group. The O that delta uses draws
+  // as O does: rounded alike, they are the same numbers.
+  const Site stream = site == Site::output_for_delta ? Site::output : site;
+  const int64_t pitch = round_up(call_.shape.T, static_cast<int64_t>(kRandomGroup));
+  for (int64_t line = 0; line < lines; ++line)
+    round_array(rounding, block + line * width_, block + line * width_, at(columns_),
+                stream_key(call_.config, plan(), static_cast<uint32_t>(stream)),
+                static_cast<uint64_t>((head_index() * all_lines + first_line + line) * pitch + row_));
+}
+
+void RowTile::show(Site site, const float* block, int64_t lines, int64_t column) {
+  observer_->observe({site, b_, h_, row_, column, rows_, lines, 1, width_, exact_.data(), block});
+}
+
+void RowTile::multiply(Site operand, int64_t rows, int64_t columns, int64_t depth, const float* a,
+                       int64_t a_row, int64_t a_column, const float* b, int64_t b_stride, float* c,
+                       int64_t c_stride, bool accumulate, float scale) const {
+  if (plan().accumulate == Accumulate::fp32_sequential) {
+    kernels_.multiply(rows, columns, depth, a, a_row, a_column, b, b_stride, c, c_stride, accumulate, scale);
+    return;
+  }
+  // Of the operand's format; what no tensor core takes is added as BF16 is.
+  const Format format = plan().at(operand).format;
+  const bool known = format == kFp16 || format == kTf32 || format == kE4m3 || format == kE5m2;
+  const TensorCoreModel& model = find_tensor_core_model(known ? format : kBf16);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t n = 0; n < columns; ++n) {
+      float& result = c[m * c_stride + n];
+      const float sum = tensor_core_dot(model, a + m * a_row, a_column, b + n, b_stride,
+                                        static_cast<size_t>(depth), accumulate ? result : 0.0f);
+      result = accumulate ? sum : sum * scale;
+    }
+}
+
+void RowTile::score_tile(int64_t key, int64_t keys) {
+  multiply(Site::k, keys, columns_, D_, call_.operands.k(b_, h_, key), depth_, 1, qt_.data(), width_,
+           tile_.data(), width_, /*accumulate=*/false, call_.shape.scale);
+  if (const float cap = call_.config.softcap; cap > 0)
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < rows_; ++i) {
+        float& s = tile_[at(j * width_ + i)];
+        s = cap * std::tanh(s / cap);
+      }
+  if (observer_) exact_.assign(tile_.begin(), tile_.begin() + keys * width_);
+  round_only(Site::scores, tile_.data(), keys, key, call_.shape.N);
+  mask_tile(tile_.data(), key, keys);
+  if (observer_) {
+    mask_tile(exact_.data(), key, keys);
+    show(Site::scores, tile_.data(), keys, key);
+  }
+}
+
+void RowTile::mask_tile(float* scores, int64_t key, int64_t keys) const {
+  bool whole = true;
+  for (int64_t i = 0; i < columns_; ++i) whole &= first_key_[at(i)] <= key && last_key_[at(i)] >= key + keys;
+  if (!whole)
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < columns_; ++i) {
+        const bool seen = first_key_[at(i)] <= key + j && key + j < last_key_[at(i)];
+        float& s = scores[j * width_ + i];
+        s = seen ? s : RowShift::kNone;
+      }
+  if (const auto& visible = call_.config.mask.visible; visible.present())
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < rows_; ++i)
+        if (*visible.at(b_, h_, row_ + i, key + j) == 0) scores[j * width_ + i] = RowShift::kNone;
+}
+
+void RowTile::count_at_least(const std::vector<float>& threshold, int64_t keys) {
+  for (int64_t j = 0; j < keys; ++j)
+    for (int64_t i = 0; i < columns_; ++i) counts_[at(i)] += tile_[at(j * width_ + i)] >= threshold[at(i)];
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,130 @@
+#include "base/threads.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace evenkeel {
+namespace {
+
+thread_local int current_worker = -1;  // >= 0 inside a parallel_for body
+
+class Pool {
+ public:
+  explicit Pool(int count) {
+    for (int worker = 1; worker < count; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
+
+  void run(int64_t items, const std::function<void(int64_t, int)>& body) {
+    std::lock_guard one_caller(callers_);
+    {
+      std::lock_guard lock(mutex_);
+      body_ = &body;
+      items_ = items;
+      next_.store(0);
+      busy_ = static_cast<int>(threads_.size());
+      failure_ = nullptr;
+      ++generation_;
+    }
+    wake_.notify_all();
+    work(0);
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return busy_ == 0; });
+    body_ = nullptr;
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
+
+ private:
+  void serve(int worker) {
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return ending_ || generation_ != seen; });
+      if (ending_) return;
+      seen = generation_;
+      lock.unlock();
+      work(worker);
+      lock.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+  }
+
+  void work(int worker) {
+    current_worker = worker;
+    try {
+      for (int64_t item; (item = next_.fetch_add(1)) < items_;) (*body_)(item, worker);
+    } catch (...) {
+      next_.store(items_);
+      std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+    }
+    current_worker = -1;
+  }
+
+  std::vector<std::thread> threads_;
+  std::mutex callers_, mutex_;
+  std::condition_variable wake_, done_;
+  const std::function<void(int64_t, int)>* body_ = nullptr;
+  int64_t items_ = 0;
+  std::atomic<int64_t> next_{0};
+  int busy_ = 0;
+  uint64_t generation_ = 0;
+  bool ending_ = false;
+  std::exception_ptr failure_;
+};
+
+std::mutex pool_mutex;
+int wanted_threads = 0;
+std::shared_ptr<Pool> pool;
+
+std::shared_ptr<Pool> current_pool() {
+  std::lock_guard lock(pool_mutex);
+  if (wanted_threads == 0)
+    wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  if (!pool || pool->size() != wanted_threads) {
+    pool.reset();
+    pool = std::make_shared<Pool>(wanted_threads);
+  }
+  return pool;
+}
+
+}  // namespace
+
+int thread_count() {
+  std::lock_guard lock(pool_mutex);
+  if (wanted_threads == 0)
+    wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  return wanted_threads;
+}
+
+void set_thread_count(int count) {
+  std::lock_guard lock(pool_mutex);
+  wanted_threads = std::clamp(count, 1, 1024);
+}
+
+void parallel_for(int64_t items, const std::function<void(int64_t, int)>& body) {
+  if (items <= 0) return;
+  if (current_worker >= 0) {  // nested: this thread has its items already
+    for (int64_t item = 0; item < items; ++item) body(item, current_worker);
+    return;
+  }
+  current_pool()->run(items, body);
+}
+
+}  // namespace evenkeel

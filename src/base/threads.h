@@ -1,0 +1,19 @@
+// A pool of threads and one verb. Which thread runs which item is not fixed, so items must not share results:
+// that is how the thread count never changes a bit.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace evenkeel {
+
+// The number of threads parallel_for uses: all of the machine's by default. At least 1.
+int thread_count();
+void set_thread_count(int count);
+
+// body(item, worker) for every item in [0, items), in any order; worker in [0, thread_count()) names the
+// thread, for scratch memory. Returns when all are done; the first exception thrown is thrown again here.
+// A call from inside a body runs its items in order on that thread.
+void parallel_for(int64_t items, const std::function<void(int64_t item, int worker)>& body);
+
+}  // namespace evenkeel

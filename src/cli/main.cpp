@@ -1,0 +1,69 @@
+// The command `evenkeel`: picks the subcommand, turns exceptions into messages and exit codes.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+
+#include "base/error.h"
+#include "cli/options.h"
+
+namespace {
+
+using namespace evenkeel;
+
+struct Command {
+  const char *name, *summary;
+  int (*run)(int, char**);
+};
+constexpr Command kCommands[] = {
+    {"demo", "the story so far, on built-in inputs: no GPU, no download", cli::run_demo},
+    {"explain", "one operation, or one tensor-core sum, bit by bit", cli::run_explain},
+    {"conform", "judge attention by the sign of its errors, on hard inputs", cli::run_conform},
+    {"bench", "speed as ratios: round | attention", cli::run_bench},
+    {"info", "version, CPU features, which kernels will run and why", cli::run_info},
+};
+
+void print_usage(std::FILE* to) {
+  fmt::print(
+      to,
+      "Evenkeel finds, explains and prevents the training failures that rounding in attention causes.\n\n"
+      "usage: evenkeel COMMAND [options]\n\n");
+  for (const Command& command : kCommands) fmt::print(to, "  {:<10}{}\n", command.name, command.summary);
+  fmt::print(to,
+             "\n`evenkeel COMMAND --help` shows options and an example.\n"
+             "exit codes: 0 ok, 1 finding or failed check, 2 usage, 3 data or environment\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
+    print_usage(argc < 2 ? stderr : stdout);
+    return argc < 2 ? 2 : 0;
+  }
+  if (std::strcmp(argv[1], "--version") == 0) {
+    fmt::print("evenkeel {}\n", EVENKEEL_VERSION);
+    return 0;
+  }
+  for (const Command& command : kCommands) {
+    if (std::strcmp(argv[1], command.name) != 0) continue;
+    try {
+      const int code = command.run(argc - 1, argv + 1);
+      // A full disk or a closed pipe shows only when the buffer is written.
+      if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw DataError("cannot write the output");
+      return code;
+    } catch (const std::invalid_argument& error) {
+      fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
+      return 2;
+    } catch (const std::exception& error) {
+      fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
+      return 3;
+    }
+  }
+  fmt::print(stderr, "evenkeel: unknown command '{}': expected one of", argv[1]);
+  for (const Command& command : kCommands) fmt::print(stderr, " {}", command.name);
+  fmt::print(stderr, "\n");
+  return 2;
+}

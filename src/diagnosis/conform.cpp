@@ -1,0 +1,395 @@
+#include "diagnosis/conform.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "base/threads.h"
+#include "numerics/random.h"
+
+namespace evenkeel {
+namespace {
+
+// --- Inputs
+// -------------------------------------------------------------------------------------------------------
+// Scores are set exactly by one-hot keys: with k_j = sqrt(D) e_j and a = 1 / sqrt(D), S_ij = q_ij. The last
+// kOffsetFeatures features are the same in every key, so that q sets there what is common to a row's scores.
+constexpr int64_t kHeadSize = 64, kOffsetFeatures = 16, kKeys = kHeadSize - kOffsetFeatures;
+
+float bf16(double x) { return round_to(Rounding{kBf16}, static_cast<float>(x)); }
+
+// A stream of random numbers for one head.
+class Draw {
+ public:
+  explicit Draw(RandomKey key) : key_(key) {}
+  double unit() { return random_unit(key_, element_++); }
+  double between(double low, double high) { return low + (high - low) * unit(); }
+  double normal() {  // Box-Muller
+    const double radius = std::sqrt(-2 * std::log(unit()));
+    return radius * std::cos(2 * 3.14159265358979323846 * unit());
+  }
+  int64_t below(int64_t count) {
+    return std::min(count - 1, static_cast<int64_t>(unit() * static_cast<double>(count)));
+  }
+
+ private:
+  RandomKey key_;
+  uint64_t element_ = 0;
+};
+
+struct HeadInputs {
+  float *q, *k, *v, *d_o;  // (T, D), (N, D), (N, D), (T, D)
+  int64_t T, N, D;
+};
+
+void fill_normal(float* x, int64_t count, Draw& draw, double scale) {
+  for (int64_t n = 0; n < count; ++n) x[n] = bf16(scale * draw.normal());
+}
+
+// V and dO as in the paper's guilty features: one sign throughout, so that delta has one sign and errors of O
+// do too.
+void fill_one_signed(HeadInputs h, Draw& draw) {
+  for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(-(1.5 + 0.6 * std::fabs(draw.normal())));
+  for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] = bf16(-0.1 * std::fabs(draw.normal()));
+}
+
+void fill_one_hot_keys(HeadInputs h) {
+  const auto length = static_cast<float>(std::sqrt(static_cast<double>(h.D)));
+  std::fill_n(h.k, h.N * h.D, 0.0f);
+  for (int64_t j = 0; j < h.N; ++j) {
+    h.k[j * h.D + j] = length;
+    for (int64_t d = kKeys; d < h.D; ++d) h.k[j * h.D + d] = length / kOffsetFeatures;
+  }
+}
+
+// The row's scores: score(j) for every key, plus an offset common to them all.
+template <class Score>
+void set_scores(HeadInputs h, int64_t row, Score score, double offset = 0) {
+  for (int64_t j = 0; j < h.N; ++j) h.q[row * h.D + j] = bf16(score(j));
+  for (int64_t d = kKeys; d < h.D; ++d) h.q[row * h.D + d] = bf16(offset);
+}
+
+// `ties` scores at `top`, the others a tail below it (none: so far below that they vanish).
+void set_ties(HeadInputs h, int64_t row, Draw& draw, int64_t ties, bool tail, double top, int64_t apart = 1) {
+  std::vector<int64_t> chosen;
+  while (static_cast<int64_t>(chosen.size()) < ties) {
+    const int64_t key = draw.below(h.N);
+    bool free = true;
+    for (int64_t other : chosen) free &= apart > 1 ? key / apart != other / apart : key != other;
+    if (free) chosen.push_back(key);
+  }
+  set_scores(h, row, [&](int64_t j) {
+    const bool tied = std::find(chosen.begin(), chosen.end(), j) != chosen.end();
+    return tied ? top : tail ? top - draw.between(10, 14) : top - 200;
+  });
+}
+
+void fill_head(const ConformCase& which, HeadInputs h, Draw draw) {
+  const std::string_view name = which.name;
+  fill_normal(h.q, h.T * h.D, draw, 1);
+  fill_normal(h.k, h.N * h.D, draw, 1);
+  fill_normal(h.v, h.N * h.D, draw, 1);
+  fill_normal(h.d_o, h.T * h.D, draw, 0.1);
+  const auto rows = [&](auto set_row) {
+    fill_one_hot_keys(h);
+    for (int64_t row = 0; row < h.T; ++row) set_row(row);
+  };
+  if (name == "loss_feedback") {
+    fill_one_signed(h, draw);
+  } else if (name.starts_with("ties_")) {
+    const bool tail = name.ends_with("_tail"), across = name.find("across") != std::string_view::npos;
+    const int64_t ties = across ? 2 : name[5] - '0';
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      set_ties(h, row, draw, ties, tail, draw.between(1, 6), across ? which.tile_keys : 1);
+    });
+  } else if (name == "one_signed_v") {
+    fill_one_signed(h, draw);
+  } else if (name == "sink") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      const double top = draw.between(4, 9);
+      set_scores(h, row, [&](int64_t j) { return j == 0 ? top : draw.normal() - 2; });
+    });
+  } else if (name == "row_max_zero") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) { set_ties(h, row, draw, 2, /*tail=*/true, 0); });
+  } else if (name == "tiny_scores") {
+    rows([&](int64_t row) { set_scores(h, row, [&](int64_t) { return 1e-4 * draw.normal(); }); });
+  } else if (name == "scores_100" || name == "scores_2500") {
+    fill_one_signed(h, draw);
+    const double size = name == "scores_100" ? 100 : 2500;
+    rows([&](int64_t row) {
+      const double centre = row % 2 == 0 ? size : -size;
+      set_scores(h, row, [&](int64_t) { return centre + size / 100 * draw.normal(); });
+    });
+  } else if (name == "common_offset") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      set_scores(
+          h, row, [&](int64_t) { return draw.normal(); }, draw.between(-300, 300));
+    });
+  } else if (name == "subnormal_v") {
+    for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(static_cast<double>(h.v[n]) * 0x1p-127);
+    for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] *= 1024;  // so that dP is normal
+  }
+}
+
+// --- Judgement
+// ------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kRowsAChunk = 6400;
+
+int64_t chunks_of(const ConformCase& which, int64_t rows) {
+  const int64_t wanted = std::max<int64_t>(1, rows / which.rows_divisor);
+  return (wanted + kRowsAChunk - 1) / kRowsAChunk;
+}
+
+int64_t heads_a_chunk(const ConformCase& which) {
+  return std::max<int64_t>(1, (kRowsAChunk + which.rows_per_head - 1) / which.rows_per_head);
+}
+
+void compare(const Tensor<float>& found, const Tensor<double>& exact, ErrorStats& stats, double& max_error,
+             int64_t& nonfinite) {
+  const int64_t width = found.shape()[3], rows = static_cast<int64_t>(found.values().size()) / width;
+  double squares = 0;
+  for (double truth : exact.values()) squares += truth * truth;
+  const double rms = std::sqrt(squares / static_cast<double>(exact.values().size()));
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* values = found.values().data() + row * width;
+    const double* truths = exact.values().data() + row * width;
+    // Of the row's largest value, or of a usual one of the tensor where the row has next to nothing.
+    double largest = rms;
+    for (int64_t d = 0; d < width; ++d) largest = std::max(largest, std::fabs(truths[d]));
+    const double unit = ulp(kBf16, static_cast<float>(largest));
+    RowError error;
+    for (int64_t d = 0; d < width; ++d) {
+      if (!std::isfinite(values[d])) {
+        ++nonfinite;
+        continue;
+      }
+      const double difference = values[d] - truths[d];
+      error.add(difference / unit, 1.0);
+      max_error = std::max(max_error, std::fabs(difference));
+    }
+    stats.add(error);
+  }
+}
+
+// Sums over the rows of a case, before they are put in units of delta's root mean square.
+struct Totals {
+  std::vector<double> residuals;
+  double delta_squares = 0, forced_squares = 0, arithmetic_squares = 0, size_squares = 0;
+};
+
+double norm(const float* x, int64_t count) {
+  double squares = 0;
+  for (int64_t d = 0; d < count; ++d) squares += static_cast<double>(x[d]) * x[d];
+  return std::sqrt(squares);
+}
+
+// What FP32 arithmetic leaves in a row even where nothing is rounded below FP32, relative to |dO| max|v|,
+// which bounds |dP| and |delta|: 2^-24 for each of about 16 roundings on the way, and |L| 2^-24 of relative
+// error in P through L.
+double arithmetic_noise(double lse) { return 0x1p-24 * (16 + std::fabs(lse)); }
+// And its systematic part: the last places of exp, of the products' order, of the division: a few units of
+// 2^-24.
+constexpr double kArithmeticBias = 4 * 0x1p-24;
+
+void judge(const ConformInputs& inputs, const AttentionReference& exact, const AttentionBuffers& found,
+           Totals& totals, ConformResult& result) {
+  const auto [B, H, T, D] = inputs.q.shape();
+  const int64_t N = inputs.k.shape()[2];
+  for (int64_t h = 0; h < H; ++h) {
+    double v_norm = 0;
+    for (int64_t j = 0; j < N; ++j) v_norm = std::max(v_norm, norm(inputs.v.view().at(0, h, j), D));
+    for (int64_t i = 0; i < T; ++i) {
+      const double lse = *exact.lse.view().at(0, h, i), delta = *exact.delta.view().at(0, h, i);
+      if (!std::isfinite(lse)) continue;  // sees no key
+      const double residual = *found.residual.view().at(0, h, i),
+                   forced = *found.residual_floor.view().at(0, h, i);
+      const double size = norm(inputs.d_o.view().at(0, h, i), D) * v_norm,
+                   arithmetic = arithmetic_noise(lse) * size;
+      ++result.rows;
+      if (!std::isfinite(residual)) {
+        ++result.nonfinite;
+        continue;
+      }
+      totals.residuals.push_back(residual);
+      totals.delta_squares += delta * delta;
+      totals.forced_squares += forced * forced;
+      totals.arithmetic_squares += arithmetic * arithmetic;
+      totals.size_squares += size * size;
+    }
+  }
+  struct Comparison {
+    const Tensor<float>& found;
+    const Tensor<double>& exact;
+    ErrorStats& stats;
+    double& max_error;
+    int64_t nonfinite = 0;
+  };
+  std::array comparisons{Comparison{found.o, exact.o, result.o, result.max_o},
+                         Comparison{found.delta, exact.delta, result.delta, result.max_delta},
+                         Comparison{found.dq, exact.dq, result.dq, result.max_dq},
+                         Comparison{found.dk, exact.dk, result.dk, result.max_dk},
+                         Comparison{found.dv, exact.dv, result.dv, result.max_dv}};
+  parallel_for(static_cast<int64_t>(comparisons.size()), [&](int64_t n, int) {
+    Comparison& c = comparisons[static_cast<size_t>(n)];
+    compare(c.found, c.exact, c.stats, c.max_error, c.nonfinite);
+  });
+  for (const Comparison& c : comparisons) result.nonfinite += c.nonfinite;
+}
+
+void finish(const Totals& totals, ConformResult& result) {
+  const auto rows = static_cast<double>(std::max<size_t>(1, totals.residuals.size()));
+  result.delta_rms = std::sqrt(totals.delta_squares / rows);
+  const double unit = result.delta_rms > 0 ? result.delta_rms : 1;
+  for (double residual : totals.residuals) result.residual.add(residual / unit);
+  result.forced_rms = std::sqrt(totals.forced_squares / rows) / unit;
+  result.arithmetic_rms = std::sqrt(totals.arithmetic_squares / rows) / unit;
+  result.bias_floor = kArithmeticBias * std::sqrt(totals.size_squares / rows) / unit;
+}
+
+}  // namespace
+
+const std::vector<ConformCase>& conform_cases() {
+  constexpr int64_t T = 64, D = kHeadSize, N = kKeys;
+  static const std::vector<ConformCase> cases = {
+      {"random", "q, k, v, dO normal", T, 64, D},
+      {"one_signed_v", "the same, V and dO of one sign", T, 64, D},
+      {"ties_2", "two keys share the maximum, nothing else counts", T, N, D},
+      {"ties_2_tail", "two keys share the maximum, the others hold about 0.1 %", T, N, D},
+      {"ties_3", "three", T, N, D},
+      {"ties_3_tail", "three, with a tail", T, N, D},
+      {"ties_4_tail", "four, with a tail", T, N, D},
+      {"ties_8", "eight", T, N, D},
+      {"ties_8_tail", "eight, with a tail", T, N, D},
+      {"ties_across_tail", "two, in different tiles of 16 keys, with a tail", T, N, D, false, 16},
+      {"sink", "key 0 holds nearly all of every row", T, N, D},
+      {"row_max_zero", "two tied at a score of exactly 0, with a tail", T, N, D},
+      {"tiny_scores", "scores near 1e-4", T, N, D},
+      {"scores_100", "scores near +-100", T, N, D},
+      {"scores_2500", "scores near +-2500", T, N, D},
+      {"common_offset", "normal scores plus up to +-300 common to the row", T, N, D},
+      {"subnormal_v", "values of V and O below 2^-126", T, 64, D},
+      {"loss_feedback", "one-signed V; dO from a loss that saw this kernel's O", T, 64, D, false, 64, false,
+       1, true},
+      {"masked_rows", "a quarter of the rows see no key", T, 64, D, false, 64, true, 8},
+      {"one_row", "T = 1", 1, 16, D, false, 64, false, 8},
+      {"odd_rows", "T = 65, causal, tiles of 16 keys", 65, 65, D, true, 16, false, 8},
+  };
+  return cases;
+}
+
+ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed)
+    : which(&c),
+      q({1, heads, c.rows_per_head, c.head_size}),
+      k({1, heads, c.keys, c.head_size}),
+      v(k.shape()),
+      d_o(q.shape()) {
+  if (c.masked_rows) visible = Tensor<uint8_t>({1, heads, c.rows_per_head, 1});
+  for (int64_t h = 0; h < heads; ++h) {
+    const HeadInputs head{q.view().at(0, h, 0), k.view().at(0, h, 0),
+                          v.view().at(0, h, 0), d_o.view().at(0, h, 0),
+                          c.rows_per_head,      c.keys,
+                          c.head_size};
+    fill_head(c, head, Draw(RandomKey{seed, 0, static_cast<uint32_t>(h)}));
+    if (c.masked_rows)
+      for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
+  }
+}
+
+AttentionInputs ConformInputs::inputs() const { return {q.view(), k.view(), v.view()}; }
+View<const float> ConformInputs::grad_output() const { return d_o.view(); }
+AttentionMask ConformInputs::mask() const {
+  AttentionMask mask;
+  mask.causal = which->causal;
+  if (which->masked_rows) {
+    mask.visible = visible.view();
+    mask.visible.shape[3] = which->keys;
+    mask.visible.stride[3] = 0;
+  }
+  return mask;
+}
+
+void ConformInputs::set_feedback(const Tensor<float>& o, const Tensor<double>& exact_o, uint64_t seed) {
+  // Noise of 1/8 beside values of about 2: a model that predicts well, and errors of O (2^-9 of it) well
+  // below that.
+  Draw draw({seed, 1, 0});
+  for (size_t n = 0; n < o.values().size(); ++n)
+    d_o.values()[n] = bf16(o.values()[n] - (exact_o.values()[n] + 0.125 * draw.normal()));
+}
+
+double ConformResult::noise_bound() const {
+  return std::sqrt(kNoiseVariance * forced_rms * forced_rms + arithmetic_rms * arithmetic_rms);
+}
+
+bool ConformResult::biased() const {
+  return rows >= kBiasRows && std::fabs(residual.z()) >= kBiasZ && std::fabs(residual.mean()) > bias_floor;
+}
+
+bool ConformPlan::passes() const {
+  return std::all_of(results.begin(), results.end(), [](const ConformResult& r) { return r.passes(); });
+}
+
+std::vector<std::string> default_conform_plans() {
+  return {"bf16_all",
+          "flash2,row_sum=bf16",
+          "flash2",
+          "flash2,stabiliser=paper_capped",
+          "flash2,stabiliser=wide_output",
+          "flash2,stabiliser=consistent",
+          "flash2,stabiliser=zero_sum",
+          "bf16_all,stabiliser=consistent",
+          "bf16_all,stabiliser=zero_sum",
+          "fp32"};
+}
+
+int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows) {
+  int64_t work = 0;
+  for (const ConformCase& c : cases) work += chunks_of(c, rows) * static_cast<int64_t>(plans);
+  return work;
+}
+
+void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
+             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance) {
+  for (ConformPlan& plan : plans) plan.results.clear();
+  for (const ConformCase& c : cases) {
+    std::vector<Totals> totals(plans.size());
+    for (ConformPlan& plan : plans) plan.results.emplace_back().case_name = c.name;
+    for (int64_t chunk = 0; chunk < chunks_of(c, rows); ++chunk) {
+      // The same inputs for every plan, other ones in every chunk.
+      const uint64_t chunk_seed = seed * 1'000'003 + static_cast<uint64_t>(chunk);
+      ConformInputs inputs(c, heads_a_chunk(c), chunk_seed);
+      AttentionConfig config;
+      config.plans = {PrecisionPlan{}};
+      config.mask = inputs.mask();
+      config.tile_keys = c.tile_keys;
+      config.step = static_cast<uint32_t>(chunk);  // fresh random numbers for stochastic sites and shifts
+      AttentionReference exact = attention_reference(config, inputs.inputs(), inputs.grad_output());
+      AttentionBuffers found(inputs.inputs(), /*with_facts=*/true);
+      for (size_t p = 0; p < plans.size(); ++p) {
+        config.plans = {plans[p].plan};
+        kernel(config, inputs.inputs(), inputs.grad_output(), found);
+        if (c.feedback) {
+          inputs.set_feedback(found.o, exact.o, chunk_seed);
+          exact = attention_reference(config, inputs.inputs(), inputs.grad_output());
+          kernel(config, inputs.inputs(), inputs.grad_output(), found);
+        }
+        judge(inputs, exact, found, totals[p], plans[p].results.back());
+        if (advance) advance();
+      }
+    }
+    for (size_t p = 0; p < plans.size(); ++p) finish(totals[p], plans[p].results.back());
+  }
+}
+
+void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,
+                        View<const float> grad_output, AttentionBuffers& buffers) {
+  attention_forward(config, in, buffers.forward());
+  attention_backward(config, in, grad_output, buffers.forward(), buffers.backward());
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,92 @@
+// Conformance of attention, judged by what training feels: the sign of errors on hard inputs, and above all
+// the zero-sum residual rho_i = sum_j dS_ij / a, which exact softmax makes 0 in every row and which nothing
+// in training pulls back (docs/numerics.md derives the bounds).
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention/attention.h"
+#include "numerics/error_stats.h"
+
+namespace evenkeel {
+
+// A family of hard inputs.
+struct ConformCase {
+  std::string_view name, description;
+  int64_t rows_per_head, keys, head_size;  // T, N, D
+  bool causal = false;
+  int64_t tile_keys = 64;
+  bool masked_rows = false;  // a quarter of the rows see no key
+  int64_t rows_divisor = 1;  // structural cases run on fewer rows, and are not judged for bias
+  bool feedback = false;  // dO is the gradient of a loss that saw the kernel's own O, rounding errors and all
+};
+const std::vector<ConformCase>& conform_cases();
+
+// The inputs of `heads` heads of a case: bf16 numbers, the same for the same seed.
+struct ConformInputs {
+  ConformInputs(const ConformCase& which, int64_t heads, uint64_t seed);
+  AttentionInputs inputs() const;
+  View<const float> grad_output() const;
+  AttentionMask mask() const;
+  // dO = O - target, the gradient of a squared error at the kernel's own O; the target is the exact O plus
+  // noise.
+  void set_feedback(const Tensor<float>& o, const Tensor<double>& exact_o, uint64_t seed);
+
+  const ConformCase* which;
+  Tensor<float> q, k, v, d_o;  // (1, heads, T or N, D)
+  Tensor<uint8_t> visible;     // (1, heads, T, 1) or empty
+};
+
+// A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config.
+using ConformKernel = std::function<void(const AttentionConfig&, const AttentionInputs&,
+                                         View<const float> grad_output, AttentionBuffers&)>;
+
+// One plan on one case.
+struct ConformResult {
+  std::string_view case_name;
+  int64_t rows = 0;
+  // The residual, in units of delta's root mean square over the case.
+  ErrorStats residual;
+  double delta_rms = 0;
+  // sqrt(mean of: what the plan's own rounding of dS must leave, and FP32 arithmetic), same units.
+  double forced_rms = 0, arithmetic_rms = 0;
+  double bias_floor = 0;  // a mean this small is FP32's own, same units
+  // Errors against FP64, aggregated by row (key), in BF16 ulps of the row's largest true value
+  // (of the tensor's root mean square where that is larger).
+  ErrorStats o, delta, dq, dk, dv;
+  double max_o = 0, max_delta = 0, max_dq = 0, max_dk = 0, max_dv = 0;  // largest absolute errors
+  int64_t nonfinite = 0;                                                // values that are NaN or Inf
+
+  double noise_bound() const;  // on residual.rms()
+  bool biased() const;         // |z| >= kBiasZ on at least kBiasRows rows, and above FP32's own arithmetic
+  bool noisy() const { return residual.rms() > noise_bound(); }
+  bool passes() const { return nonfinite == 0 && !biased() && !noisy(); }
+};
+inline constexpr double kBiasZ = 4;
+inline constexpr int64_t kBiasRows = 100'000;
+// Sources other than the rounding of dS may add at most half of its variance.
+inline constexpr double kNoiseVariance = 1.5;
+
+struct ConformPlan {
+  std::string name;
+  PrecisionPlan plan;
+  std::vector<ConformResult> results;  // one a case
+  bool passes() const;
+};
+// The plans that are judged where none is named.
+std::vector<std::string> default_conform_plans();
+
+// Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is told of
+// every finished (plan, chunk of rows) pair; `conform_work` says how many there will be.
+void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
+             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance);
+int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows);
+
+// attention_forward and attention_backward of the CPU.
+void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,
+                        View<const float> grad_output, AttentionBuffers& buffers);
+
+}  // namespace evenkeel

@@ -1,0 +1,92 @@
+#include "numerics/round_array.h"
+
+#include <bit>
+
+#include "numerics/round_array_kernels.h"
+
+namespace evenkeel {
+namespace {
+
+constexpr uint32_t kInfinity = 0x7f800000u, kQuietNan = 0x7fc00000u;
+
+// Magnitude bits of 2^e. REQUIRES: -149 <= e <= 127.
+uint32_t power_bits(int e) { return std::bit_cast<uint32_t>(power_of_two(e)); }
+
+// False: the kernels cannot do it, round_to must. Of what parse_rounding makes, these are an 8-bit exponent
+// with a scale, and a 7-bit one scaled up so far that its smallest subnormal lies below 2^-94.
+bool set_parameters(const Rounding& r, RoundParameters& p) {
+  const Format f = r.format;
+  const int m = f.significand_bits, scale = r.scale_exponent;
+  if (scale < -256 || scale > 256 || max_exponent(f) > 127) return false;
+  const int first = min_exponent(f) - scale + 127;  // biased, of the smallest normal number
+  const int top = max_exponent(f) - scale;          // unbiased, of the largest
+  if (first < 1 || first > 254 || top < -126 || (top > 127 && !f.has_infinity)) return false;
+
+  p.mode = r.mode;
+  p.discard = static_cast<uint32_t>(23 - m);
+  p.first_normal = static_cast<uint32_t>(first);
+  if (first > 1) {
+    // Stochastic: from here on FP32's subnormals are below 2^-32 of the smallest subnormal, and never go up.
+    const int quantum = first - m - 127;  // exponent of the smallest subnormal
+    if (quantum < -94) return false;
+    p.quantum = power_bits(quantum);
+    p.half_quantum = power_bits(quantum - 1);
+  }
+
+  // Where the format's range ends beyond FP32's, both Inf and the largest number come out as FP32's Inf.
+  const uint32_t largest =
+      top > 127 ? kInfinity : std::bit_cast<uint32_t>(max_finite(f)) - (static_cast<uint32_t>(scale) << 23);
+  const uint32_t overflow = r.saturate ? largest : f.has_infinity ? kInfinity : kQuietNan;
+  p.max_finite = largest;
+  // Directed modes stop at the largest number on the side they round to.
+  const bool zero = r.mode == RoundingMode::toward_zero;
+  p.overflow_positive = zero || r.mode == RoundingMode::down ? largest : overflow;
+  p.overflow_negative = zero || r.mode == RoundingMode::up ? largest : overflow;
+  p.infinity = overflow;
+
+  if (first > 1) {
+    p.loop = RoundLoop::subnormal;
+  } else {
+    // The encoding is linear across FP32's subnormals: rounding up beyond the largest number makes Inf.
+    p.loop = overflow == kInfinity && max_exponent(f) == 127 ? RoundLoop::open : RoundLoop::bounded;
+    // Nothing is dropped: no mode matters, and no random number need be made.
+    if (p.discard == 0) p.mode = RoundingMode::toward_zero;
+  }
+  return true;
+}
+
+RoundKernel* kernel_of(CpuTarget cpu) {
+#if defined(__x86_64__)
+  if (cpu == CpuTarget::avx512) return avx512::round_kernel;
+  if (cpu == CpuTarget::avx2) return avx2::round_kernel;
+#endif
+  (void)cpu;
+  return baseline::round_kernel;
+}
+
+void round_with(RoundKernel* kernel, const Rounding& r, float* target, const float* source, size_t count,
+                const RandomKey& key, uint64_t first_element) {
+  RoundParameters p;
+  if (set_parameters(r, p)) {
+    kernel(p, target, source, count, key, first_element);
+    return;
+  }
+  const bool stochastic = r.mode == RoundingMode::stochastic;
+  for (size_t i = 0; i < count; ++i)
+    target[i] = round_to(r, source[i], stochastic ? random_bits(key, first_element + i) : 0);
+}
+
+}  // namespace
+
+void round_array(const Rounding& r, float* target, const float* source, size_t count, const RandomKey& key,
+                 uint64_t first_element) {
+  static RoundKernel* const kernel = kernel_of(cpu_target());
+  round_with(kernel, r, target, source, count, key, first_element);
+}
+
+void round_array_on(CpuTarget cpu, const Rounding& r, float* target, const float* source, size_t count,
+                    const RandomKey& key, uint64_t first_element) {
+  round_with(kernel_of(cpu), r, target, source, count, key, first_element);
+}
+
+}  // namespace evenkeel

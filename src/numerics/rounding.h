@@ -1,0 +1,55 @@
+// Rounding a float to a format: the slow, obvious definition, one value at a time, integer arithmetic only.
+// round_array.h is the fast version and is tested against this one.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "numerics/format.h"
+
+namespace evenkeel {
+
+enum class RoundingMode { nearest_even, nearest_away, toward_zero, up, down, stochastic };
+inline constexpr std::string_view kRoundingModeNames[] = {"nearest_even", "nearest_away", "toward_zero",
+                                                          "up",           "down",         "stochastic"};
+
+// Everything that decides the result of a rounding, besides the value and (stochastic) the random bits.
+struct Rounding {
+  Format format = kFp32;
+  RoundingMode mode = RoundingMode::nearest_even;
+  // What lies beyond max_finite: Inf (NaN where the format has none), or with saturate max_finite, for Inf too.
+  bool saturate = false;
+  // The value is multiplied by 2^scale_exponent before the rounding and divided after it: FP8 kernels scale
+  // probabilities so (FlashAttention-3: 2^8), to use the format's range.
+  int scale_exponent = 0;
+
+  friend constexpr bool operator==(const Rounding&, const Rounding&) = default;
+};
+
+// Does nothing to any float?
+constexpr bool is_identity(const Rounding& r) {
+  return r.format == kFp32 && !r.saturate && r.scale_exponent == 0;
+}
+
+// FORMAT[^SHIFT][/MODE][/saturate], as in bf16, e4m3^8/saturate, row_sum=e5m2/stochastic.
+// Throws std::invalid_argument saying what was expected.
+Rounding parse_rounding(std::string_view text);
+std::string to_string(const Rounding& r);
+RoundingMode parse_rounding_mode(std::string_view text);
+
+// x rounded. NaN stays NaN (quiet), zeros keep their sign. `random` is used by stochastic alone: 32 uniform
+// bits. A value between two neighbours goes to the upper one (in magnitude) with probability equal to its
+// position between them: exactly where at most 32 bits are discarded, else rounded down to a multiple of
+// 2^-32 (only values under 2^-8 of a format's smallest subnormal discard more).
+float round_to(const Rounding& r, float x, uint32_t random = 0);
+
+// One step of the target format at x: the gap between its neighbours there (the subnormal gap near zero).
+float ulp(Format f, float x);
+
+// Number of representable values between a and b, signed: (b - a) in units in the last place.
+// REQUIRES: both are numbers of the format.
+int64_t ulp_distance(Format f, float a, float b);
+
+}  // namespace evenkeel

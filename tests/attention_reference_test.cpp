@@ -1,0 +1,413 @@
+// The FP64 definition of attention against calculus: finite differences, the zero sum, invariance; and the
+// checks of AttentionShape. Nothing here rounds below FP64.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "attention_cases.h"
+#include "base/threads.h"
+
+namespace evenkeel {
+namespace {
+
+using cases::Case;
+using cases::Fill;
+using cases::Hide;
+using cases::make_problem;
+using cases::Problem;
+
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+PrecisionPlan plan_with_keel(float z) {
+  PrecisionPlan plan;
+  plan.keel = z;
+  return plan;
+}
+
+// sum(dO * O) + sum over rows of z L^2, rows that see no key left out.
+double loss(const AttentionConfig& config, const Problem& p) {
+  const AttentionReference out = attention_reference(config, p.in);
+  double sum = 0;
+  for (int64_t b = 0; b < p.shape.B; ++b)
+    for (int64_t h = 0; h < p.shape.H; ++h)
+      for (int64_t i = 0; i < p.shape.T; ++i) {
+        const double L = *out.lse.view().at(b, h, i);
+        if (L == kMinusInfinity) continue;
+        sum += config.plans[config.plans.size() == 1 ? 0 : h].keel * L * L;
+        for (int64_t d = 0; d < p.shape.D; ++d)
+          sum += double{*p.grad_output.at(b, h, i, d)} * *out.o.view().at(b, h, i, d);
+      }
+  return sum;
+}
+
+// Every coordinate of every gradient against a central difference, extrapolated once (Richardson): with h =
+// 2^-9 the truncation error is about h^4 = 2^-36 of the fifth derivative, and rounding about 2^-53 / h =
+// 2^-44.
+void expect_gradients_by_differences(const AttentionConfig& config, Problem& p) {
+  const AttentionReference out = attention_reference(config, p.in, p.grad_output);
+  const auto check = [&](const char* tensor, View<float> x, const Tensor<double>& gradient) {
+    double largest = 0;
+    for (double g : gradient.values()) largest = std::max(largest, std::fabs(g));
+    const auto central = [&](float& value, float h) {
+      const float at = value;
+      value = at + h;
+      const double up = loss(config, p), high = value;
+      value = at - h;
+      const double down = loss(config, p), low = value;
+      value = at;
+      return (up - down) / (high - low);
+    };
+    for (int64_t b = 0; b < x.shape[0]; ++b)
+      for (int64_t h = 0; h < x.shape[1]; ++h)
+        for (int64_t row = 0; row < x.shape[2]; ++row)
+          for (int64_t d = 0; d < x.shape[3]; ++d) {
+            float& value = *x.at(b, h, row, d);
+            const double difference = (4 * central(value, 0x1p-9f) - central(value, 0x1p-8f)) / 3;
+            EXPECT_NEAR(*gradient.view().at(b, h, row, d), difference, 1e-8 * (1 + largest))
+                << tensor << " at (" << b << ", " << h << ", " << row << ", " << d << ")";
+          }
+  };
+  check("dq", p.q(), out.dq);
+  check("dk", p.k(), out.dk);
+  check("dv", p.v(), out.dv);
+}
+
+TEST(AttentionReference, GradientsAreThoseOfFiniteDifferences) {
+  const Case small[] = {
+      {{1, 1, 1, 4, 5, 3}, {}, "plain"},
+      {{1, 2, 1, 5, 7, 3}, {.causal = true}, "grouped, causal"},
+      {{1, 4, 2, 3, 4, 2}, {.scale = 1.25f}, "two groups, own scale"},
+      {{1, 1, 1, 6, 6, 3}, {.window_left = 1, .window_right = 2}, "window"},
+      {{1, 2, 2, 5, 6, 3}, {.hide = Hide::rows}, "mask with hidden rows"},
+      {{5, 1, 1, 4, 5, 2}, {.causal = true, .ragged = true}, "lengths"},
+      {{1, 2, 1, 4, 5, 3}, {.causal = true, .softcap = 1.5f}, "soft cap"},
+      {{2, 2, 1, 3, 4, 2},
+       {.hide = Hide::some, .softcap = 0.75f, .layout = cases::Layout::bthd},
+       "all at once"},
+  };
+  for (const Case& c : small)
+    for (float z : {0.0f, 0.25f}) {
+      SCOPED_TRACE(std::string(c.name) + (z != 0 ? ", keel" : ""));
+      Problem p = make_problem(c);
+      expect_gradients_by_differences(p.with(plan_with_keel(z)), p);
+    }
+}
+
+TEST(AttentionReference, EachHeadHasTheKeelOfItsOwnPlan) {
+  Problem p = make_problem({{1, 4, 2, 3, 4, 3}, {}, ""});
+  expect_gradients_by_differences(
+      p.with({plan_with_keel(0), plan_with_keel(0.5f), plan_with_keel(1), plan_with_keel(0)}), p);
+}
+
+// With one-hot keys dQ_ij = dS_ij / a: the rows of dS lie open.
+TEST(AttentionReference, RowsOfTheScoreGradientSumToZero) {
+  const Problem p = make_problem(cases::find_case("ties_tail"));
+  const AttentionReference out = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  for (int64_t h = 0; h < p.shape.H; ++h)
+    for (int64_t i = 0; i < p.shape.T; ++i) {
+      double sum = 0, size = 0;
+      for (int64_t d = 0; d < p.shape.D; ++d) {
+        sum += *out.dq.view().at(0, h, i, d);
+        size += std::fabs(*out.dq.view().at(0, h, i, d));
+      }
+      EXPECT_GT(size, 1e-3);
+      EXPECT_NEAR(sum, 0, 1e-14 * size);
+    }
+}
+
+TEST(AttentionReference, KeelIsAChangeOfDeltaAndOfNothingElse) {
+  const double z = 0.375;
+  const Problem p = make_problem(cases::find_case("ties_tail"));
+  const AttentionReference without = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  const AttentionReference with = attention_reference(p.with(plan_with_keel(z)), p.in, p.grad_output);
+  EXPECT_EQ(without.o.values(), with.o.values());
+  EXPECT_EQ(without.lse.values(), with.lse.values());
+  EXPECT_EQ(without.dv.values(), with.dv.values());
+  EXPECT_EQ(without.delta.values(), with.delta.values());
+  for (int64_t h = 0; h < p.shape.H; ++h)
+    for (int64_t i = 0; i < p.shape.T; ++i) {
+      const double L = *with.lse.view().at(0, h, i);
+      double sum = 0;
+      for (int64_t j = 0; j < p.shape.N; ++j) {
+        // P (dP - (delta - 2 z L)) less P (dP - delta); the score is q_ij itself.
+        const double P = std::exp(*p.in.q.at(0, h, i, j) - L);
+        const double change = *with.dq.view().at(0, h, i, j) - *without.dq.view().at(0, h, i, j);
+        EXPECT_NEAR(change, 2 * z * L * P, 1e-12 * (1 + std::fabs(L)));
+        sum += change;
+      }
+      EXPECT_NEAR(sum, 2 * z * L, 1e-12 * (1 + std::fabs(L)));  // its own part of the residual
+    }
+}
+
+// The same vector added to every key adds the same number to every score of a row: softmax does not see it.
+TEST(AttentionReference, DoesNotSeeAConstantAddedToARowOfScores) {
+  Problem p = make_problem({{1, 2, 1, 20, 30, 8}, {.causal = true}, ""});
+  const AttentionReference before = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  std::vector<double> added(8);
+  for (int64_t d = 0; d < 8; ++d) {
+    added[d] = 4 * (d % 3) - 3.0;
+    for (int64_t j = 0; j < 30; ++j) *p.k().at(0, 0, j, d) += static_cast<float>(added[d]);
+  }
+  const AttentionReference after = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  const auto expect_near = [](const Tensor<double>& x, const Tensor<double>& y) {
+    for (size_t n = 0; n < x.values().size(); ++n) EXPECT_NEAR(x.values()[n], y.values()[n], 1e-12);
+  };
+  expect_near(before.o, after.o);
+  expect_near(before.dq, after.dq);
+  expect_near(before.dk, after.dk);
+  expect_near(before.dv, after.dv);
+  expect_near(before.delta, after.delta);
+  for (int64_t h = 0; h < 2; ++h)
+    for (int64_t i = 0; i < 20; ++i) {
+      double offset = 0;
+      for (int64_t d = 0; d < 8; ++d) offset += *p.in.q.at(0, h, i, d) * added[d] / std::sqrt(8.0);
+      // The scale is 1 / sqrt(8) in FP32.
+      EXPECT_NEAR(*after.lse.view().at(0, h, i) - *before.lse.view().at(0, h, i), offset, 1e-5);
+    }
+}
+
+TEST(AttentionReference, ProbabilitiesSumToOne) {
+  // With V all ones O is the sum of the probabilities.
+  for (const char* name : {"huge", "hundred", "max_tiny", "masked"}) {
+    Problem p = make_problem(cases::find_case(name));
+    std::fill(p.v_memory.begin(), p.v_memory.end(), 1.0f);
+    const AttentionReference out = attention_reference(p.with(PrecisionPlan{}), p.in);
+    for (double o : out.o.values()) EXPECT_NEAR(o, 1, 1e-14) << name;
+  }
+}
+
+TEST(AttentionReference, RowsThatSeeNoKeyAreZeroAndTouchNothing) {
+  for (const char* name : {"masked_rows", "rows_over_keys", "masked_ragged", "ragged"}) {
+    SCOPED_TRACE(name);
+    const Problem p = make_problem(cases::find_case(name));
+    const AttentionReference out = attention_reference(p.with(plan_with_keel(1)), p.in, p.grad_output);
+    int64_t blind = 0, unseen = 0;
+    for (int64_t b = 0; b < p.shape.B; ++b) {
+      for (int64_t h = 0; h < p.shape.H; ++h)
+        for (int64_t i = 0; i < p.shape.T; ++i) {
+          bool any = false;
+          for (int64_t j = 0; j < p.shape.N; ++j) any |= cases::sees(p, b, h, i, j);
+          EXPECT_EQ(*out.lse.view().at(b, h, i) == kMinusInfinity, !any);
+          if (any) continue;
+          ++blind;
+          EXPECT_EQ(*out.delta.view().at(b, h, i), 0);
+          for (int64_t d = 0; d < p.shape.D; ++d) {
+            EXPECT_EQ(*out.o.view().at(b, h, i, d), 0);
+            EXPECT_EQ(*out.dq.view().at(b, h, i, d), 0);
+          }
+        }
+      for (int64_t g = 0; g < p.shape.G; ++g)
+        for (int64_t j = 0; j < p.shape.N; ++j) {
+          bool any = false;
+          for (int64_t h = g * (p.shape.H / p.shape.G); h < (g + 1) * (p.shape.H / p.shape.G); ++h)
+            for (int64_t i = 0; i < p.shape.T; ++i) any |= cases::sees(p, b, h, i, j);
+          if (any) continue;
+          ++unseen;
+          for (int64_t d = 0; d < p.shape.D; ++d) {
+            EXPECT_EQ(*out.dk.view().at(b, g, j, d), 0);
+            EXPECT_EQ(*out.dv.view().at(b, g, j, d), 0);
+          }
+        }
+    }
+    EXPECT_GT(blind, 0);
+    EXPECT_TRUE(unseen > 0 || !p.shape.ragged);
+    for (const auto* t : {&out.o, &out.dq, &out.dk, &out.dv, &out.delta})
+      for (double x : t->values()) ASSERT_TRUE(std::isfinite(x));
+  }
+}
+
+TEST(AttentionReference, GroupsShareKeysAndValues) {
+  // 6 heads on 2 key/value heads: as 6 on 6 with every key head three times over.
+  const Problem grouped = make_problem(cases::find_case("grouped"));
+  Case spread = cases::find_case("grouped");
+  spread.G = 6;
+  Problem full = make_problem(spread);
+  full.q_memory = grouped.q_memory;
+  full.grad_memory = grouped.grad_memory;
+  full.in.q.data = full.q_memory.data();
+  full.grad_output.data = full.grad_memory.data();
+  for (int64_t b = 0; b < full.shape.B; ++b)
+    for (int64_t h = 0; h < 6; ++h)
+      for (int64_t j = 0; j < full.shape.N; ++j)
+        for (int64_t d = 0; d < full.shape.D; ++d) {
+          *full.k().at(b, h, j, d) = *grouped.in.k.at(b, h / 3, j, d);
+          *full.v().at(b, h, j, d) = *grouped.in.v.at(b, h / 3, j, d);
+        }
+  const AttentionReference x =
+      attention_reference(grouped.with(PrecisionPlan{}), grouped.in, grouped.grad_output);
+  const AttentionReference y = attention_reference(full.with(PrecisionPlan{}), full.in, full.grad_output);
+  EXPECT_EQ(x.o.values(), y.o.values());
+  EXPECT_EQ(x.dq.values(), y.dq.values());
+  for (int64_t j = 0; j < full.shape.N; ++j)
+    for (int64_t g = 0; g < 2; ++g) {
+      double sum = 0;
+      for (int64_t h = 3 * g; h < 3 * g + 3; ++h) sum += *y.dk.view().at(1, h, j, 5);
+      EXPECT_NEAR(*x.dk.view().at(1, g, j, 5), sum, 1e-13);
+    }
+}
+
+TEST(AttentionReference, DoesNotDependOnTheThreadCount) {
+  const Problem p = make_problem(cases::find_case("grouped"));
+  const int threads = thread_count();
+  set_thread_count(1);
+  const AttentionReference one = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  set_thread_count(3);
+  const AttentionReference three = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
+  set_thread_count(threads);
+  EXPECT_EQ(one.dk.values(), three.dk.values());
+  EXPECT_EQ(one.dq.values(), three.dq.values());
+}
+
+// --- AttentionShape ------------------------------------------------------------------------------
+
+TEST(AttentionShape, FillsInTheScale) {
+  Problem p = make_problem({{1, 1, 1, 1, 1, 64}, {}, ""});
+  EXPECT_EQ(AttentionShape(p.with(PrecisionPlan{}), p.in).scale, 0.125f);
+  p.config.scale = -3;
+  EXPECT_EQ(AttentionShape(p.with(PrecisionPlan{}), p.in).scale, -3.0f);
+}
+
+TEST(AttentionShape, KeyRangeIsItsDefinition) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  Problem p = make_problem({{1, 1, 1, 9, 8, 1}, {}, ""});
+  const AttentionShape shape(p.with(PrecisionPlan{}), p.in);
+  for (int64_t rows = 0; rows <= 9; ++rows)
+    for (int64_t keys = 0; keys <= 8; ++keys)
+      for (bool causal : {false, true})
+        for (int64_t left : {int64_t{-1}, int64_t{0}, int64_t{2}, int64_t{20}, kMost, -kMost})
+          for (int64_t right : {int64_t{-1}, int64_t{0}, int64_t{3}, int64_t{20}, kMost, -kMost})
+            for (int64_t i = 0; i < rows; ++i) {
+              const AttentionMask mask{causal, left, right, {&rows, 1}, {&keys, 1}, {}};
+              ASSERT_EQ(shape.rows(mask, 0), rows);
+              ASSERT_EQ(shape.keys(mask, 0), keys);
+              const auto [first, last] = shape.key_range(mask, 0, i);
+              ASSERT_LE(0, first);
+              ASSERT_LE(first, last);
+              ASSERT_LE(last, std::max(keys, first));
+              for (int64_t j = 0; j < 8; ++j) {
+                const __int128 position = i + keys - rows;
+                const bool seen = j < keys && (!causal || j <= position) &&
+                                  (left < 0 || j >= position - left) && (right < 0 || j <= position + right);
+                ASSERT_EQ(j >= first && j < last, seen)
+                    << "rows " << rows << " keys " << keys << " causal " << causal << " left " << left
+                    << " right " << right << " row " << i << " key " << j;
+              }
+            }
+}
+
+TEST(AttentionShape, EveryBadRequestIsAnErrorThatSaysWhatWasExpected) {
+  static const std::vector<int64_t> two_lengths = {1, 2}, negative = {-1}, long_rows = {6}, long_keys = {8};
+  struct Bad {
+    const char* what;
+    std::function<void(AttentionConfig&, AttentionInputs&)> change;
+    const char* message;
+  };
+  const float infinity = std::numeric_limits<float>::infinity(),
+              nan = std::numeric_limits<float>::quiet_NaN();
+  const Bad bad[] = {
+      {"no q", [](auto&, auto& in) { in.q.data = nullptr; }, "expected a tensor q, got none"},
+      {"no k", [](auto&, auto& in) { in.k.data = nullptr; }, "expected a tensor k, got none"},
+      {"no v", [](auto&, auto& in) { in.v.data = nullptr; }, "expected a tensor v, got none"},
+      {"head size", [](auto&, auto& in) { in.q.shape[3] = in.k.shape[3] = in.v.shape[3] = 0; },
+       "expected a head size of 1 or more, got head size 0"},
+      {"B", [](auto&, auto& in) { in.q.shape[0] = 0; },
+       "expected q of shape (B, H, T, D), each 1 or more, got (0, 4, 5, 3)"},
+      {"H", [](auto&, auto& in) { in.q.shape[1] = 0; },
+       "expected q of shape (B, H, T, D), each 1 or more, got (1, 0, 5, 3)"},
+      {"T", [](auto&, auto& in) { in.q.shape[2] = -1; },
+       "expected q of shape (B, H, T, D), each 1 or more, got (1, 4, -1, 3)"},
+      {"G", [](auto&, auto& in) { in.k.shape[1] = 0; },
+       "expected k of shape (B, G, N, D), each 1 or more, got (1, 0, 7, 3)"},
+      {"N", [](auto&, auto& in) { in.k.shape[2] = 0; },
+       "expected k of shape (B, G, N, D), each 1 or more, got (1, 2, 0, 3)"},
+      {"B of k", [](auto&, auto& in) { in.k.shape[0] = 2; },
+       "expected k of shape (B, G, N, D) = (1, 2, 7, 3), got (2, 2, 7, 3)"},
+      {"D of k", [](auto&, auto& in) { in.k.shape[3] = 4; },
+       "expected k of shape (B, G, N, D) = (1, 2, 7, 3), got (1, 2, 7, 4)"},
+      {"v against k", [](auto&, auto& in) { in.v.shape[2] = 6; },
+       "expected v of shape (B, G, N, D) = (1, 2, 7, 3), got (1, 2, 6, 3)"},
+      {"groups", [](auto&, auto& in) { in.k.shape[1] = in.v.shape[1] = 3; },
+       "expected query heads in whole groups for 3 key/value heads, got 4 query heads"},
+      {"more k heads", [](auto&, auto& in) { in.k.shape[1] = in.v.shape[1] = 8; },
+       "expected query heads in whole groups for 8 key/value heads, got 4 query heads"},
+      {"no plan", [](auto& c, auto&) { c.plans.clear(); },
+       "expected 1 plan or one for each of 4 query heads, got 0"},
+      {"2 plans", [](auto& c, auto&) { c.plans.resize(2); },
+       "expected 1 plan or one for each of 4 query heads, got 2"},
+      {"scale", [=](auto& c, auto&) { c.scale = infinity; }, "expected a finite scale, got inf"},
+      {"scale NaN", [=](auto& c, auto&) { c.scale = nan; }, "expected a finite scale, got nan"},
+      {"softcap", [](auto& c, auto&) { c.softcap = -1; },
+       "expected a finite softcap of 0 (off) or more, got -1"},
+      {"softcap Inf", [=](auto& c, auto&) { c.softcap = infinity; },
+       "expected a finite softcap of 0 (off) or more, got inf"},
+      {"softcap NaN", [=](auto& c, auto&) { c.softcap = nan; },
+       "expected a finite softcap of 0 (off) or more, got nan"},
+      {"tile_rows", [](auto& c, auto&) { c.tile_rows = 0; }, "expected tile_rows of 1 or more, got 0"},
+      {"tile_keys", [](auto& c, auto&) { c.tile_keys = -1; },
+       "expected tile_keys of 0 (all keys) or more, got -1"},
+      {"query lengths", [](auto& c, auto&) { c.mask.query_lengths = two_lengths; },
+       "expected query_lengths with one number for each of 1 sequences, got 2"},
+      {"key lengths", [](auto& c, auto&) { c.mask.key_lengths = two_lengths; },
+       "expected key_lengths with one number for each of 1 sequences, got 2"},
+      {"negative length", [](auto& c, auto&) { c.mask.query_lengths = negative; },
+       "expected query_lengths[0] from 0 to 5, got -1"},
+      {"long rows", [](auto& c, auto&) { c.mask.query_lengths = long_rows; },
+       "expected query_lengths[0] from 0 to 5, got 6"},
+      {"long keys", [](auto& c, auto&) { c.mask.key_lengths = long_keys; },
+       "expected key_lengths[0] from 0 to 7, got 8"},
+      {"mask",
+       [](auto& c, auto&) {
+         static const uint8_t seen = 1;
+         c.mask.visible = {&seen, {1, 4, 7, 5}, {0, 0, 0, 0}};
+       },
+       "expected a mask of shape (B, H, T, N) = (1, 4, 5, 7), got (1, 4, 7, 5)"},
+  };
+  for (const Bad& b : bad) {
+    SCOPED_TRACE(b.what);
+    const Problem p = make_problem({{1, 4, 2, 5, 7, 3}, {}, ""});
+    AttentionConfig config = p.with(PrecisionPlan{});
+    AttentionInputs in = p.in;
+    EXPECT_NO_THROW(AttentionShape(config, in));
+    b.change(config, in);
+    try {
+      AttentionShape(config, in);
+      ADD_FAILURE() << "no error";
+    } catch (const std::invalid_argument& error) {
+      EXPECT_EQ(std::string(error.what()), "[attention] " + std::string(b.message));
+    }
+  }
+}
+
+TEST(AttentionReference, RefusesAGradientOfAnotherShape) {
+  const Problem p = make_problem({{1, 4, 2, 5, 7, 3}, {}, ""});
+  View<const float> grad = p.grad_output;
+  grad.shape[2] = 4;
+  EXPECT_THROW(attention_reference(p.with(PrecisionPlan{}), p.in, grad), std::invalid_argument);
+}
+
+// --- AttentionBuffers ----------------------------------------------------------------------------
+
+TEST(AttentionBuffers, HoldsEverythingAndTheFactsOnRequest) {
+  const Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
+  using Shape = std::array<int64_t, 4>;
+  for (bool with_facts : {false, true}) {
+    AttentionBuffers buffers(p.in, with_facts);
+    const AttentionForward f = buffers.forward();
+    const AttentionBackward g = buffers.backward();
+    for (const auto& view : {f.o, f.o_for_delta, g.dq}) EXPECT_EQ(view.shape, (Shape{2, 4, 5, 3}));
+    for (const auto& view : {f.lse, f.row_max, f.row_sum}) EXPECT_EQ(view.shape, (Shape{2, 4, 5, 1}));
+    for (const auto& view : {g.dk, g.dv}) EXPECT_EQ(view.shape, (Shape{2, 2, 7, 3}));
+    EXPECT_EQ(f.ties.present(), with_facts);
+    EXPECT_EQ(g.delta.present(), with_facts);
+    EXPECT_EQ(g.residual.present(), with_facts);
+    EXPECT_EQ(g.residual_floor.present(), with_facts);
+    EXPECT_EQ(g.residual.shape, (with_facts ? Shape{2, 4, 5, 1} : Shape{}));
+    EXPECT_EQ(f.o.data, buffers.o.values().data());
+  }
+}
+
+}  // namespace
+}  // namespace evenkeel

@@ -1,0 +1,104 @@
+// The command as a user meets it: exit codes, messages, nothing half-written. (explain has tests of its own.)
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace {
+
+struct Outcome {
+  int code;
+  std::string text;  // standard output and standard error together
+};
+
+Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1") {
+  const std::string command = std::string(EVENKEEL_PROGRAM) + " " + arguments + redirect;
+  std::FILE* pipe = popen(command.c_str(), "r");
+  Outcome result{-1, ""};
+  std::array<char, 4096> buffer;
+  while (size_t got = fread(buffer.data(), 1, buffer.size(), pipe)) result.text.append(buffer.data(), got);
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) result.code = WEXITSTATUS(status);
+  return result;
+}
+
+TEST(Cli, HelpOfEveryCommandHasAnExample) {
+  EXPECT_EQ(run("--help").code, 0);
+  EXPECT_EQ(run("").code, 2);
+  for (const char* command : {"demo", "explain", "conform", "bench", "info"}) {
+    const Outcome help = run(std::string(command) + " --help");
+    EXPECT_EQ(help.code, 0) << command;
+    EXPECT_NE(help.text.find("example:\n  evenkeel " + std::string(command)), std::string::npos) << help.text;
+  }
+}
+
+// A request that cannot be meant: exit code 2, and a message with what was found and what was expected.
+TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
+  const struct {
+    const char *arguments, *found, *expected;
+  } table[] = {
+      {"frobnicate", "'frobnicate'", "expected one of demo"},
+      {"conform --frobnicate", "'--frobnicate'", "expected one of --plan"},
+      {"conform --plan bf17", "'bf17'", "fp32, flash2, bf16_all, fp8"},
+      {"conform --plan flash2,row_sun=bf16", "'row_sun'", "row_sum"},
+      {"conform --plan flash2,row_sum=bf17", "'bf17'", "eXmY"},
+      {"conform --plan flash2,row_sum=bf16/upward", "'upward'", "nearest_even"},
+      {"conform --plan flash2 --stabiliser magic", "'magic'", "zero_sum"},
+      {"conform --plan flash2,keel=lots", "keel=lots", "a number"},
+      {"conform --case nothing", "'nothing'", "ties_2_tail"},
+      {"conform --rows minus", "minus", "a whole number"},
+      {"conform --rows 1", "--rows 1", "from 64"},
+      {"conform --rows", "--rows", "needs a value"},
+      {"conform gpu", "'gpu'", "expected cpu"},
+      {"conform --json=yes", "'yes'", "takes no value"},
+      {"bench sleep", "'sleep'", "attention"},
+      {"demo extra", "'extra'", "usage"},
+      {"demo --plan nonsense", "'nonsense'", "bf16_all"},
+      {"info --verbose", "'--verbose'", "--json"},
+  };
+  for (const auto& row : table) {
+    const Outcome result = run(row.arguments);
+    EXPECT_EQ(result.code, 2) << row.arguments << "\n" << result.text;
+    EXPECT_NE(result.text.find(row.found), std::string::npos) << row.arguments << "\n" << result.text;
+    EXPECT_NE(result.text.find(row.expected), std::string::npos) << row.arguments << "\n" << result.text;
+  }
+}
+
+TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {
+  const Outcome good =
+      run("conform --plan flash2 --stabiliser zero_sum --case random --rows 64 --json", " 2>/dev/null");
+  EXPECT_EQ(good.code, 0) << good.text;
+  const auto json = nlohmann::json::parse(good.text);
+  EXPECT_TRUE(json["plans"][0]["passes"]);
+  EXPECT_EQ(json["plans"][0]["cases"][0]["case"], "random");
+  const Outcome bad = run("conform --plan bf16_all --case sink --rows 64 --json", " 2>/dev/null");
+  EXPECT_EQ(bad.code, 1);
+  EXPECT_EQ(nlohmann::json::parse(bad.text)["plans"][0]["cases"][0]["verdict"], "NOISY");
+}
+
+TEST(Cli, NoColourWithoutATerminal) {
+  for (const char* arguments :
+       {"explain 1 + 2 --to bf16", "conform --plan fp32 --case one_row --rows 64", "info"})
+    EXPECT_EQ(run(arguments).text.find('\033'), std::string::npos) << arguments;
+}
+
+TEST(Cli, AFullDiskIsAnError) {
+  if (std::FILE* full = std::fopen("/dev/full", "w")) {
+    std::fclose(full);
+    EXPECT_EQ(run("info", " > /dev/full 2>/dev/null").code, 3);
+    EXPECT_EQ(run("explain 1 + 2", " > /dev/full 2>/dev/null").code, 3);
+  } else {
+    GTEST_SKIP() << "no /dev/full here";
+  }
+}
+
+TEST(Cli, InfoNamesTheKernels) {
+  const auto json = nlohmann::json::parse(run("info --json", " 2>/dev/null").text);
+  EXPECT_TRUE(json.contains("version"));
+  EXPECT_TRUE(json["kernels"] == "avx512" || json["kernels"] == "avx2" || json["kernels"] == "baseline");
+}
+
+}  // namespace

@@ -1,0 +1,115 @@
+// The conformance suite finds what it must find, and is quiet where it must be.
+#include "diagnosis/conform.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace evenkeel {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSmall = true;  // too few rows to judge bias: only that everything runs
+#else
+constexpr bool kSmall = false;
+#endif
+constexpr int64_t kRows = kSmall ? 1280 : kBiasRows;
+
+std::vector<ConformCase> cases_named(const std::vector<std::string_view>& names) {
+  std::vector<ConformCase> cases;
+  for (const ConformCase& c : conform_cases())
+    for (std::string_view name : names)
+      if (c.name == name) cases.push_back(c);
+  EXPECT_EQ(cases.size(), names.size());
+  return cases;
+}
+
+std::vector<ConformPlan> judge(const std::vector<std::string>& texts,
+                               const std::vector<std::string_view>& names) {
+  std::vector<ConformPlan> plans;
+  for (const std::string& text : texts) plans.push_back({text, parse_plan(text), {}});
+  conform(plans, cases_named(names), kRows, 7, conform_cpu_kernel, {});
+  return plans;
+}
+
+TEST(Conform, FindsTheLeaksAndPassesTheRemedies) {
+  const auto plans = judge({"bf16_all", "flash2,row_sum=bf16", "flash2", "flash2,stabiliser=zero_sum",
+                            "flash2,stabiliser=consistent", "bf16_all,stabiliser=zero_sum",
+                            "bf16_all,stabiliser=consistent", "fp32"},
+                           {"ties_2_tail", "sink"});
+  if (kSmall) GTEST_SKIP() << "too few rows under a sanitizer to judge bias";
+  for (const ConformPlan& plan : plans) {
+    const bool leaks = plan.plan.stabiliser == Stabiliser::none && plan.name != "fp32";
+    EXPECT_EQ(plan.passes(), !leaks) << plan.name;
+    for (const ConformResult& r : plan.results) {
+      EXPECT_GE(r.rows, kBiasRows);
+      EXPECT_EQ(r.nonfinite, 0) << plan.name << " on " << r.case_name;
+      EXPECT_EQ(r.biased(), leaks) << plan.name << " on " << r.case_name << ": z " << r.residual.z();
+    }
+  }
+}
+
+// The loss's own curvature makes a residual of one sign of a rounding that has none, without any tie.
+TEST(Conform, FeedbackThroughTheLossIsBiased) {
+  const auto plans = judge({"flash2", "flash2,stabiliser=stochastic_output", "flash2,stabiliser=zero_sum",
+                            "flash2,stabiliser=consistent"},
+                           {"loss_feedback"});
+  if (kSmall) GTEST_SKIP() << "too few rows under a sanitizer to judge bias";
+  EXPECT_LT(plans[0].results[0].residual.z(), -kBiasZ);
+  EXPECT_LT(plans[1].results[0].residual.z(), -kBiasZ);
+  EXPECT_TRUE(plans[2].passes());
+  EXPECT_TRUE(plans[3].passes());
+}
+
+// Faults planted under the exact remedy, each of a size that no test of the largest error would notice.
+TEST(Conform, CatchesPlantedBias) {
+  const auto plans = judge(
+      {"flash2,stabiliser=zero_sum,dscores=bf16/up", "flash2,stabiliser=zero_sum,delta=e8m15/toward_zero"},
+      {"ties_2_tail"});
+  if (kSmall) GTEST_SKIP() << "too few rows under a sanitizer to judge bias";
+  EXPECT_TRUE(plans[0].results[0].biased()) << plans[0].results[0].residual.z();
+  EXPECT_GT(plans[0].results[0].residual.mean(), 0);
+  EXPECT_TRUE(plans[1].results[0].biased()) << plans[1].results[0].residual.z();
+}
+
+TEST(Conform, CatchesAKernelThatIsNotFinite) {
+  std::vector<ConformPlan> plans = {{"fp32", parse_plan("fp32"), {}}};
+  const ConformKernel broken = [](const AttentionConfig& config, const AttentionInputs& in,
+                                  View<const float> d_o, AttentionBuffers& buffers) {
+    conform_cpu_kernel(config, in, d_o, buffers);
+    buffers.dk.values()[0] = NAN;
+  };
+  conform(plans, cases_named({"one_row"}), 64, 1, broken, {});
+  EXPECT_GT(plans[0].results[0].nonfinite, 0);
+  EXPECT_FALSE(plans[0].passes());
+}
+
+TEST(Conform, EveryCaseRunsOnEveryStabiliser) {
+  std::vector<ConformPlan> plans;
+  for (std::string_view stabiliser : kStabiliserNames)
+    plans.push_back(
+        {std::string(stabiliser), parse_plan("bf16_all,stabiliser=" + std::string(stabiliser)), {}});
+  int64_t advanced = 0;
+  conform(plans, conform_cases(), 64, 3, conform_cpu_kernel, [&] { ++advanced; });
+  EXPECT_EQ(advanced, conform_work(plans.size(), conform_cases(), 64));
+  for (const ConformPlan& plan : plans)
+    for (const ConformResult& r : plan.results) {
+      EXPECT_GT(r.rows, 0) << r.case_name;
+      // The published shift underflows where scores reach 100: that hole is its own.
+      if (plan.plan.stabiliser != Stabiliser::paper) {
+        EXPECT_EQ(r.nonfinite, 0) << plan.name << " on " << r.case_name;
+      }
+    }
+}
+
+TEST(Conform, InputsRepeat) {
+  for (const ConformCase& c : conform_cases()) {
+    const ConformInputs first(c, 2, 5), second(c, 2, 5), other(c, 2, 6);
+    EXPECT_EQ(first.q.values(), second.q.values()) << c.name;
+    EXPECT_NE(first.v.values(), other.v.values()) << c.name;
+    for (float x : first.q.values()) ASSERT_EQ(x, round_to(Rounding{kBf16}, x)) << c.name;
+  }
+}
+
+}  // namespace
+}  // namespace evenkeel

@@ -1,0 +1,213 @@
+// Includes point one way: numerics < base < attention < model < training < diagnosis < report, and the front
+// ends (cli, c_api) on top. Fails on a forbidden include and names the file, the line and the rule.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+using Tree = std::map<std::string, std::string>;  // path from src/ -> text
+
+constexpr std::array<std::string_view, 7> kLayers = {"numerics", "base",      "attention", "model",
+                                                     "training", "diagnosis", "report"};
+// What the report must not know although it lies below.
+const std::set<std::string_view> kHiddenFromReport = {"attention", "model", "training"};
+
+const std::set<std::string_view> kCHeaders = {"assert.h", "complex.h",  "ctype.h",  "errno.h", "fenv.h",
+                                              "float.h",  "inttypes.h", "limits.h", "math.h",  "signal.h",
+                                              "stdarg.h", "stddef.h",   "stdint.h", "stdio.h", "stdlib.h",
+                                              "string.h", "time.h"};
+// Of the operating system; for base and up.
+const std::set<std::string_view> kSystemHeaders = {"dirent.h", "dlfcn.h", "fcntl.h",   "poll.h",  "pthread.h",
+                                                   "sched.h",  "spawn.h", "termios.h", "unistd.h"};
+// Folders of <> includes; for base and up.
+const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa", "netinet"};
+
+// "numerics" for numerics/format.h; "" for a file directly in src/.
+std::string_view folder_of(std::string_view path) {
+  const size_t slash = path.find('/');
+  return slash == std::string_view::npos ? std::string_view{} : path.substr(0, slash);
+}
+
+std::optional<size_t> layer_of(std::string_view folder) {
+  const auto found = std::find(kLayers.begin(), kLayers.end(), folder);
+  if (found == kLayers.end()) return {};
+  return static_cast<size_t>(found - kLayers.begin());
+}
+
+bool is_front_end(std::string_view path) { return folder_of(path) == "cli" || folder_of(path).empty(); }
+
+// The rule that file (path from src/) breaks by including `included`, or "".
+std::string broken_rule(const Tree& tree, const std::string& file, const std::string& included, bool quoted) {
+  const bool is_c_header = !quoted && kCHeaders.contains(included);
+  const bool is_cpp_header = !quoted && included.find_first_of("./") == std::string::npos;
+  if (file.ends_with("_kernels.cpp")) {
+    const std::string own = file.substr(0, file.size() - 3) + "h";
+    if (is_c_header || (quoted && (included == "numerics/simd.h" || included == own))) return "";
+    return "a kernel file includes numerics/simd.h, its own " + own +
+           " and plain C headers: anything else may bring inline code that only a newer CPU can run";
+  }
+  if (included == "immintrin.h") return file == "numerics/simd.h" ? "" : "intrinsics are for numerics/simd.h";
+  if (is_c_header || is_cpp_header) return "";
+  if (!quoted) {
+    if (folder_of(file) == "numerics") return "numerics includes the standard library and numerics only";
+    if (kSystemHeaders.contains(included) || kLibraries.contains(folder_of(included))) return "";
+    if (tree.contains(included)) return "our own headers are included with quotes";
+    return "not a library of this project: the standard library, POSIX, fmt and nlohmann are";
+  }
+  if (included == "evenkeel.h" && is_front_end(file)) return "";  // the C interface, in include/
+  if (!tree.contains(included)) return "quoted includes are full paths from src/, and there is no such file";
+  if (is_front_end(included))
+    return folder_of(file) == "cli" && folder_of(included) == "cli" ? "" : "nobody includes a front end";
+  if (is_front_end(file)) return "";
+  const auto from = layer_of(folder_of(file)), to = layer_of(folder_of(included));
+  if (!from || !to) return "the folder has no place in the order of layers: give it one in layering_test.cpp";
+  if (*to > *from) return std::string(kLayers[*from]) + " lies below " + std::string(kLayers[*to]);
+  if (folder_of(file) == "report" && kHiddenFromReport.contains(folder_of(included)))
+    return "report sees findings, never attention, model or training";
+  return "";
+}
+
+struct Include {
+  std::string path;
+  bool quoted;
+};
+
+// What a line includes, if it does: #include "path" or <path>, blanks anywhere.
+std::optional<Include> parse_include(std::string_view line) {
+  const auto skip_blanks = [&line] {
+    line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
+  };
+  const auto skip = [&](std::string_view word) {
+    skip_blanks();
+    const bool found = line.starts_with(word);
+    if (found) line.remove_prefix(word.size());
+    return found;
+  };
+  if (!skip("#") || !skip("include")) return {};
+  skip_blanks();
+  const size_t end = line.find_first_of(">\"", 1);
+  if (line.find_first_of("<\"") != 0 || end == std::string_view::npos) return {};
+  return Include{std::string(line.substr(1, end - 1)), line[0] == '"'};
+}
+
+// One line of text for each forbidden include.
+std::vector<std::string> violations(const Tree& tree) {
+  std::vector<std::string> found;
+  for (const auto& [file, text] : tree) {
+    std::istringstream lines(text);
+    std::string line;
+    for (int number = 1; std::getline(lines, line); ++number) {
+      const auto include = parse_include(line);
+      if (!include) continue;
+      const std::string rule = broken_rule(tree, file, include->path, include->quoted);
+      if (!rule.empty())
+        found.push_back("src/" + file + ":" + std::to_string(number) + ": includes " + include->path + ": " +
+                        rule);
+    }
+  }
+  return found;
+}
+
+Tree read_tree(const fs::path& src) {
+  static const std::set<std::string> kExtensions = {".h", ".cpp", ".c", ".cu", ".cuh", ".inc"};
+  Tree tree;
+  for (const auto& entry : fs::recursive_directory_iterator(src)) {
+    if (!entry.is_regular_file() || !kExtensions.contains(entry.path().extension())) continue;
+    std::ifstream file(entry.path());
+    tree[fs::relative(entry.path(), src).generic_string()] = {std::istreambuf_iterator<char>(file), {}};
+  }
+  return tree;
+}
+
+TEST(Layering, no_forbidden_include_in_src) {
+  const Tree tree = read_tree(fs::path(EVENKEEL_SOURCE_DIR) / "src");
+  ASSERT_TRUE(tree.contains("numerics/format.h")) << "the test does not see the sources";
+  for (const std::string& violation : violations(tree)) ADD_FAILURE() << violation;
+}
+
+// The test of the test: a clean tree, into which one include at a time is planted.
+Tree clean_tree() {
+  return {
+      {"numerics/simd.h", "#include <immintrin.h>\n#include <stdint.h>\n"},
+      {"numerics/format.h", "#include <bit>\n#include <cmath>\n"},
+      {"numerics/round_kernels.h", "#include <stdint.h>\n"},
+      {"numerics/round_kernels.cpp", "#include \"numerics/round_kernels.h\"\n#include \"numerics/simd.h\"\n"},
+      {"base/error.h", "#include <fmt/format.h>\n#include \"numerics/format.h\"\n"},
+      {"attention/plan.h", "#include \"base/error.h\"\n"},
+      {"model/gpt.h", "#include \"attention/plan.h\"\n"},
+      {"training/trainer.h", "#include \"model/gpt.h\"\n"},
+      {"diagnosis/finding.h", "#include \"training/trainer.h\"\n"},
+      {"report/page.h", "#include \"diagnosis/finding.h\"\n#include \"base/error.h\"\n"},
+      {"cli/options.h", "#include <string>\n"},
+      {"cli/main.cpp", "#include <unistd.h>\n#include \"cli/options.h\"\n#include \"report/page.h\"\n"},
+      {"c_api.cpp", "#include \"evenkeel.h\"\n#include \"model/gpt.h\"\n"}};
+}
+
+TEST(Layering, a_clean_tree_is_clean) {
+  for (const std::string& violation : violations(clean_tree())) ADD_FAILURE() << violation;
+}
+
+TEST(Layering, a_planted_include_is_found) {
+  const std::pair<const char*, const char*> kPlanted[] = {
+      {"numerics/format.h", "#include \"base/error.h\""},
+      {"numerics/format.h", "#include <fmt/format.h>"},
+      {"numerics/format.h", "#include <unistd.h>"},
+      {"numerics/format.h", "#include <immintrin.h>"},
+      {"numerics/format.h", "#include \"simd.h\""},              // not the full path
+      {"numerics/format.h", "#include \"../numerics/simd.h\""},  // not the full path
+      {"numerics/round_kernels.cpp", "#include \"numerics/format.h\""},
+      {"numerics/round_kernels.cpp", "#include <vector>"},
+      {"numerics/round_kernels.cpp", "#include <cmath>"},
+      {"base/error.h", "  #  include \"attention/plan.h\"  // with blanks"},
+      {"base/error.h", "#include <boost/any.hpp>"},
+      {"base/error.h", "#include <mpfr.h>"},
+      {"base/error.h", "#include <numerics/format.h>"},
+      {"attention/plan.h", "#include \"model/gpt.h\""},
+      {"model/gpt.h", "#include \"training/trainer.h\""},
+      {"training/trainer.h", "#include \"diagnosis/finding.h\""},
+      {"diagnosis/finding.h", "#include \"report/page.h\""},
+      {"diagnosis/finding.h", "#include \"cli/options.h\""},
+      {"report/page.h", "#include \"attention/plan.h\""},
+      {"report/page.h", "#include \"model/gpt.h\""},
+      {"report/page.h", "#include \"training/trainer.h\""},
+      {"report/page.h", "#include \"evenkeel.h\""},
+      {"cli/main.cpp", "#include \"c_api.cpp\""},
+      {"c_api.cpp", "#include \"cli/options.h\""},
+      {"utilities/new_folder.h", "#include \"base/error.h\""},
+  };
+  for (const auto& [file, line] : kPlanted) {
+    Tree tree = clean_tree();
+    tree[file] += std::string(line) + "\n";
+    const std::vector<std::string> found = violations(tree);
+    ASSERT_EQ(found.size(), 1u) << file << ": " << line;
+    EXPECT_NE(found[0].find(file), std::string::npos) << found[0];
+  }
+}
+
+TEST(Layering, a_planted_file_is_found) {
+  const fs::path src = fs::path(testing::TempDir()) / ("layering_test." + std::to_string(getpid()));
+  fs::create_directories(src / "numerics");
+  fs::create_directories(src / "attention");
+  std::ofstream(src / "attention" / "plan.h") << "#pragma once\n";
+  std::ofstream(src / "numerics" / "bad.cu") << "// a comment\n#include \"attention/plan.h\"\n";
+  const std::vector<std::string> found = violations(read_tree(src));
+  fs::remove_all(src);
+  EXPECT_EQ(found, std::vector<std::string>{
+                       "src/numerics/bad.cu:2: includes attention/plan.h: numerics lies below attention"});
+}
+
+}  // namespace

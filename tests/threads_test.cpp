@@ -1,0 +1,66 @@
+#include "base/threads.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace evenkeel {
+namespace {
+
+class Threads : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override { set_thread_count(GetParam()); }
+  void TearDown() override { set_thread_count(static_cast<int>(std::thread::hardware_concurrency())); }
+};
+
+TEST_P(Threads, EveryItemOnceAndWorkersInRange) {
+  std::vector<std::atomic<int>> seen(1000);
+  parallel_for(1000, [&](int64_t item, int worker) {
+    EXPECT_GE(worker, 0);
+    EXPECT_LT(worker, GetParam());
+    ++seen[static_cast<size_t>(item)];
+  });
+  for (const auto& count : seen) EXPECT_EQ(count, 1);
+  parallel_for(0, [](int64_t, int) { FAIL(); });
+}
+
+TEST_P(Threads, AnExceptionComesBackAndThePoolGoesOn) {
+  EXPECT_THROW(parallel_for(100,
+                            [](int64_t item, int) {
+                              if (item == 37) throw std::runtime_error("37");
+                            }),
+               std::runtime_error);
+  std::atomic<int> count = 0;
+  parallel_for(100, [&](int64_t, int) { ++count; });
+  EXPECT_EQ(count, 100);
+}
+
+TEST_P(Threads, NestedCallsRunOnTheirThread) {
+  std::atomic<int> count = 0;
+  parallel_for(10, [&](int64_t, int outer) {
+    parallel_for(10, [&](int64_t, int inner) {
+      EXPECT_EQ(inner, outer);
+      ++count;
+    });
+  });
+  EXPECT_EQ(count, 100);
+}
+
+TEST_P(Threads, TwoCallersAtOnce) {
+  std::atomic<int> count = 0;
+  const auto caller = [&] {
+    for (int n = 0; n < 50; ++n) parallel_for(20, [&](int64_t, int) { ++count; });
+  };
+  std::thread other(caller);
+  caller();
+  other.join();
+  EXPECT_EQ(count, 2000);
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, Threads, ::testing::Values(1, 2, 5));
+
+}  // namespace
+}  // namespace evenkeel
