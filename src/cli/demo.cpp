@@ -88,13 +88,15 @@ void show_drift(const std::vector<std::string>& extra, bool colour) {
       "softmax\n"
       "cannot see; bars are its size from 1 to 100,000, on a logarithmic scale.\n\n",
       settings.steps);
-  std::vector<Plan> plans = {{"fp32", "nothing rounded"},
-                             {"fp32,row_sum=e5m2", "the row sum rounded: biased"},
-                             {"fp32,row_sum=e5m2/stochastic", "rounded without bias: it fails as well"},
-                             {"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same rounding, the sum restored"},
-                             {"fp32,row_sum=e5m2,keel=1e-3", "the same rounding, a restoring force"},
-                             {"fp32,output=e8m2", "O rounded, as in every flash kernel"},
-                             {"fp32,output=e8m2,stabiliser=wide_output", "the same, delta from a wider O"}};
+  std::vector<Plan> plans = {
+      {"fp32", "nothing rounded"},
+      {"fp32,row_sum=e5m2", "one rounding a row"},
+      {"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, the sum restored"},
+      {"fp32,row_sum=e5m2,keel=1e-3", "the same, with a restoring force"},
+      {"fp32,output=e8m2", "O rounded, as in every flash kernel"},
+      {"fp32,output=e8m2/stochastic", "O rounded without bias: worse"},
+      {"fp32,output=e8m2,stabiliser=wide_output", "the loss sees the error, delta does not"},
+      {"fp32,output_for_delta=e8m2", "delta sees the error, the loss does not"}};
   for (const std::string& text : extra) plans.push_back({text.c_str(), "as asked"});
   std::vector<std::vector<DriftPoint>> runs(plans.size());
   {
@@ -109,7 +111,12 @@ void show_drift(const std::vector<std::string>& extra, bool colour) {
     fmt::print("  {:<40} {}\n  {}  offset {:>8.0f}  loss {:.3f}\n", plans[n].text, plans[n].words,
                sparkline(runs[n]), last.offset, last.loss);
   }
-  fmt::print("\n");
+  fmt::print(
+      "\nThe rounding needs no bias. An error of O that the loss has seen comes back in dO with its own "
+      "sign, so\n"
+      "delta = dO . O is wrong in one direction, step after step. In delta alone, or in the loss alone, the "
+      "same\n"
+      "error is harmless.\n\n");
 }
 
 }  // namespace
