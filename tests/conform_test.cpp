@@ -13,7 +13,7 @@ constexpr bool kSmall = true;  // too few rows to judge bias: only that everythi
 #else
 constexpr bool kSmall = false;
 #endif
-constexpr int64_t kRows = kSmall ? 1280 : kBiasRows;
+constexpr int64_t kRows = kSmall ? 64 : kBiasRows;
 
 std::vector<ConformCase> cases_named(const std::vector<std::string_view>& names) {
   std::vector<ConformCase> cases;

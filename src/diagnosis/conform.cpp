@@ -141,14 +141,16 @@ void fill_head(const ConformCase& which, HeadInputs h, Draw draw) {
 
 constexpr int64_t kRowsAChunk = 6400;
 
-int64_t chunks_of(const ConformCase& which, int64_t rows) {
-  const int64_t wanted = std::max<int64_t>(1, rows / which.rows_divisor);
-  return (wanted + kRowsAChunk - 1) / kRowsAChunk;
-}
-
-int64_t heads_a_chunk(const ConformCase& which) {
-  return std::max<int64_t>(1, (kRowsAChunk + which.rows_per_head - 1) / which.rows_per_head);
-}
+// Rows are run in chunks of whole heads, so that memory does not grow with their number.
+struct Chunks {
+  int64_t count, heads;
+  Chunks(const ConformCase& which, int64_t rows) {
+    const int64_t wanted = std::max<int64_t>(1, rows / which.rows_divisor),
+                  size = std::min(wanted, kRowsAChunk);
+    count = (wanted + size - 1) / size;
+    heads = (size + which.rows_per_head - 1) / which.rows_per_head;
+  }
+};
 
 void compare(const Tensor<float>& found, const Tensor<double>& exact, ErrorStats& stats, double& max_error,
              int64_t& nonfinite) {
@@ -349,7 +351,7 @@ std::vector<std::string> default_conform_plans() {
 
 int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows) {
   int64_t work = 0;
-  for (const ConformCase& c : cases) work += chunks_of(c, rows) * static_cast<int64_t>(plans);
+  for (const ConformCase& c : cases) work += Chunks(c, rows).count * static_cast<int64_t>(plans);
   return work;
 }
 
@@ -359,10 +361,11 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
   for (const ConformCase& c : cases) {
     std::vector<Totals> totals(plans.size());
     for (ConformPlan& plan : plans) plan.results.emplace_back().case_name = c.name;
-    for (int64_t chunk = 0; chunk < chunks_of(c, rows); ++chunk) {
+    const Chunks chunks(c, rows);
+    for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
       // The same inputs for every plan, other ones in every chunk.
       const uint64_t chunk_seed = seed * 1'000'003 + static_cast<uint64_t>(chunk);
-      ConformInputs inputs(c, heads_a_chunk(c), chunk_seed);
+      ConformInputs inputs(c, chunks.heads, chunk_seed);
       AttentionConfig config;
       config.plans = {PrecisionPlan{}};
       config.mask = inputs.mask();
