@@ -139,17 +139,20 @@ struct Bounds {
   Tensor<double> o, lse, delta, dq, dk, dv;
 };
 
-// What |computed - exact| may be at most, for every element of every output, from the plan's formats and the
-// problem's own size: the error analysis of the formulas in precision_plan.h, run in FP64, worst case at
-// every step. Writing
-// |.|-sums for the sums of magnitudes:
-//   S    (D + 2) u |a| |q|.|k|, the operands' roundings, then the site's own rounding at the ends of that
-//   interval Pb   relative exp(e) - 1, with e the error of S - m l    P-weighted mean of Pb's, (N + tiles) u,
-//   and one rounding of row_sum for each tile O    |P|.|v| with the errors of Pb, probs, v, (N + tiles) u,
-//   one rounding of pv for each tile; l's error; output L    l's error as a logarithm and u of the largest of
-//   |m|, |L| P    relative exp(error of S + error of L) - 1 dP, delta, dS, dQ, dK, dV   products' errors in
-//   the same manner, each with its site's rounding at the end
-// Infinite where a row's sum is not known to one half (coarse formats on large scores).
+// What |computed - exact| may be at most, for every element of every output: the error analysis of the
+// formulas in precision_plan.h, run in FP64 on the problem itself, the worst case at every step. u is half an
+// ulp of FP32, n the number of visible keys, x.y a sum of products of magnitudes.
+//
+//   S      (D + 2) u a q.k and the operands' roundings, then its site's rounding at both ends of that range
+//   Pb     relative: exp(error of S - m) - 1
+//   l      P-weighted mean of Pb's errors, (n + 6 tiles) u, one rounding of row_sum for each tile
+//   O      P.v with the errors of Pb, probs, v, (n + 6 tiles) u, a rounding of pv for each tile; l's; output
+//   L      l's error as a logarithm, 4 u (|m| + |L| + 1)
+//   P      relative: exp(error of S + error of L) - 1
+//   delta  dO.(error of O for delta), (D + 2) u dO.O; zero_sum: P.(errors of dP, P); keel: 2 z (error of L)
+//   dP, dS, dQ, dK, dV: likewise, (D, n, rows of the group + 2) u, each with its site's rounding at the end
+//
+// Infinite where a row's sum is not known to one half (coarse formats on large scores): nothing is promised.
 Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
   const AttentionShape shape(config, p.in);
   const std::array<int64_t, 4> per_feature{shape.B, shape.H, shape.T, shape.D},
@@ -554,7 +557,7 @@ ErrorStats output_error(const PrecisionPlan& plan, const Problem& p) {
   return stats;
 }
 
-// 20,480 rows: 40 heads of 512. With 64 keys a head has 496 pairs that may tie, so hardly two rows of it are alike.
+// 20,480 rows: 40 heads of 512. With 64 keys a head has 496 pairs that may tie: few of its rows are alike.
 Problem many_rows(Fill fill, int64_t tile_keys = 0) {
   return make_problem(
       {{1, 40, 40, kSanitized ? 64 : 512, 64, 64}, {.fill = fill, .tile_keys = tile_keys}, ""});
@@ -925,8 +928,7 @@ TEST(AttentionSites, EachFollowsFromTheOnesBefore) {
   for (int s = 0; s < kSiteCount; ++s) EXPECT_EQ(wrong[s], 0) << name(static_cast<Site>(s));
 }
 
-// One head from the formulas alone: whole rows, scalars, std::exp, std::log. Shares round_to with the
-// implementation and nothing else.
+// One head from the formulas alone: whole rows, scalars, std::exp, std::log. Shares only round_to with it.
 struct NaiveHead {
   std::vector<float> o, lse, delta, dq, dk, dv;
 };
@@ -1054,8 +1056,7 @@ TEST(AttentionSites, ConsistentUsesTheForwardsOwnProbabilities) {
             if (tile_keys == 0) {
               EXPECT_EQ(P, Pb / l) << "row " << i << " key " << j;
             } else if (P != 0) {
-              // The shift has moved since by whole numbers of log 2 (or not at all): a power of two between
-              // them.
+              // The shift has moved since by whole numbers of log 2: a power of two between them.
               const double power = std::log2(double{Pb} / (double{P} * l));
               EXPECT_NEAR(power, std::round(power), 1e-6);
             }
@@ -1265,8 +1266,7 @@ TEST(AttentionBits, StridesNeverChangeOne) {
   }
 }
 
-// A sequence with lengths is the shorter problem. (Not where random numbers are drawn: their names count all
-// rows.)
+// A sequence with lengths is the shorter problem, but for random numbers: their names count all rows.
 TEST(AttentionBits, LengthsEqualRunsOfTheShorterProblem) {
   for (const char* case_name : {"ragged", "masked_ragged"})
     for (const char* text :

@@ -39,7 +39,7 @@ struct AttentionConfig {
   float scale = 0;                   // a; 0 means 1 / sqrt(D)
   float softcap = 0;                 // c tanh(S / c); 0 is off
   AttentionMask mask;
-  int64_t tile_rows = 64;  // queries a tile; never changes a result, only speed
+  int64_t tile_rows = 32;  // queries a tile, rounded up to 32; never changes a result, only speed
   int64_t tile_keys = 64;  // keys a tile; 0: all keys in one. Decides where pv and row_sum are rounded
   uint32_t step = 0;       // of the random numbers: a training step
   uint32_t layer = 0;      // of the random numbers

@@ -12,10 +12,12 @@ namespace {
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
 
+// Not inlined: alone, the compiler keeps all accumulators in registers.
 template <int kRows, int kVectors>
-void multiply_block(int64_t depth, const float* __restrict__ a, int64_t a_row, int64_t a_column,
-                    const float* __restrict__ b, int64_t b_stride, float* __restrict__ c, int64_t c_stride,
-                    bool accumulate, float scale) {
+__attribute__((noinline)) void multiply_block(int64_t depth, const float* __restrict__ a, int64_t a_row,
+                                              int64_t a_column, const float* __restrict__ b, int64_t b_stride,
+                                              float* __restrict__ c, int64_t c_stride, bool accumulate,
+                                              float scale) {
   Float sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
@@ -80,7 +82,11 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
     n += kVectors * kLanes;
   };
   while (columns - n >= kBlockVectors * kLanes) panel.template operator()<kBlockVectors>();
-  while (columns - n >= kLanes) panel.template operator()<1>();
+  if constexpr (kBlockVectors > 2) {
+    if (columns - n >= 3 * kLanes) panel.template operator()<3>();
+    if (columns - n >= 2 * kLanes) panel.template operator()<2>();
+  }
+  if (columns - n >= kLanes) panel.template operator()<1>();
 }
 
 // --- Exponential
@@ -103,17 +109,31 @@ EK_INLINE Float exp_reduced(Float r) {
   return fma(p, r, splat(1.0f));
 }
 
-// x 2^n for n in [-252, 254]: two factors, so that results below the normal range are rounded once.
-EK_INLINE Float scale_by_power(Float x, Int n) {
-  const Int half = n >> 1;
-  const Float first = float_of((Uint)((half + 127) << 23)), second = float_of((Uint)((n - half + 127) << 23));
+// x 2^n for a whole n in [-252, 254], rounded once where the result is below the normal range.
+EK_INLINE Float scale_by_power(Float x, Float n) {
+#if defined(__AVX512F__)
+  return (Float)_mm512_maskz_scalef_ps(-1, (__m512)x, (__m512)n);
+#else
+  // Two factors: neither leaves the normal range, so the first product is exact.
+  const Int whole = to_int(n), half = whole >> 1;
+  const Float first = float_of((Uint)((half + 127) << 23)),
+              second = float_of((Uint)((whole - half + 127) << 23));
   return x * first * second;
+#endif
 }
 
-// NaN passes both clamps: a comparison with it is false.
+// NaN passes both: the instructions (and the comparisons) give their second operand where one is NaN.
 EK_INLINE Float clamp(Float x, Float low, Float high) {
+#if defined(__AVX512F__)
+  x = (Float)_mm512_maskz_max_ps(-1, (__m512)low, (__m512)x);
+  return (Float)_mm512_maskz_min_ps(-1, (__m512)high, (__m512)x);
+#elif defined(__AVX2__)
+  x = (Float)_mm256_max_ps((__m256)low, (__m256)x);
+  return (Float)_mm256_min_ps((__m256)high, (__m256)x);
+#else
   x = select(low > x, low, x);
   return select(high < x, high, x);
+#endif
 }
 
 // exp of anything: 0 below -104, Inf above 88.7. exp(128) and exp(-128) are far beyond both ends.
@@ -122,7 +142,7 @@ EK_INLINE Float exp(Float x) {
   const Float n = nearest(x * splat(kLog2E));
   Float r = fma(n, splat(-kLog2High), x);
   r = fma(n, splat(-kLog2Low), r);
-  return scale_by_power(exp_reduced(r), to_int(n));
+  return scale_by_power(exp_reduced(r), n);
 }
 
 EK_INLINE Float nearest_any(Float v) {
@@ -144,7 +164,7 @@ EK_INLINE Float exp_scaled(Float x, Float power) {
   const Float n = nearest_any(x * splat(kLog2E));
   Float r = fma(n, splat(-kLog2High), x);
   r = fma(n, splat(-kLog2Low), r);
-  return scale_by_power(exp_reduced(r), to_int(clamp(n - power, splat(-220.0f), splat(220.0f))));
+  return scale_by_power(exp_reduced(r), clamp(n - power, splat(-220.0f), splat(220.0f)));
 }
 
 // --- Passes over a tile
@@ -223,6 +243,33 @@ void score_gradient(const float* p, float* dp, int64_t rows, int64_t columns, in
   });
 }
 
+// Blocks of 4 x 4 in vectors of four, whatever the target: about one instruction a value.
+void transpose(float* target, int64_t target_stride, const float* source, int64_t source_stride, int64_t rows,
+               int64_t columns) {
+  using Four = float __attribute__((vector_size(16)));
+  using Lanes = int32_t __attribute__((vector_size(16)));
+  constexpr Lanes kLow = {0, 4, 1, 5}, kHigh = {2, 6, 3, 7}, kFirst = {0, 1, 4, 5}, kLast = {2, 3, 6, 7};
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    int64_t c = 0;
+    for (; c + 4 <= columns; c += 4) {
+      Four in[4];
+      for (int n = 0; n < 4; ++n)
+        __builtin_memcpy(&in[n], source + (r + n) * source_stride + c, sizeof in[n]);
+      const Four a = __builtin_shuffle(in[0], in[1], kLow), b = __builtin_shuffle(in[2], in[3], kLow);
+      const Four d = __builtin_shuffle(in[0], in[1], kHigh), e = __builtin_shuffle(in[2], in[3], kHigh);
+      const Four out[4] = {__builtin_shuffle(a, b, kFirst), __builtin_shuffle(a, b, kLast),
+                           __builtin_shuffle(d, e, kFirst), __builtin_shuffle(d, e, kLast)};
+      for (int n = 0; n < 4; ++n)
+        __builtin_memcpy(target + (c + n) * target_stride + r, &out[n], sizeof out[n]);
+    }
+    for (; c < columns; ++c)
+      for (int n = 0; n < 4; ++n) target[c * target_stride + r + n] = source[(r + n) * source_stride + c];
+  }
+  for (; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) target[c * target_stride + r] = source[r * source_stride + c];
+}
+
 int64_t fma_rounds(int64_t rounds, float* sink) {
   constexpr int kChains = 12;  // covers the latency (4 cycles) of two units with some to spare
   Float chain[kChains];
@@ -242,6 +289,6 @@ int64_t fma_rounds(int64_t rounds, float* sink) {
 extern const AttentionKernels kAttentionKernels;
 const AttentionKernels kAttentionKernels = {multiply,   column_max,     exp_shifted,   exp_scaled,
                                             subtract,   column_sum,     scale_columns, divide_columns,
-                                            column_dot, score_gradient, fma_rounds};
+                                            column_dot, score_gradient, transpose,     fma_rounds};
 
 }  // namespace evenkeel::EVENKEEL_TARGET

@@ -37,6 +37,9 @@ struct AttentionKernels {
   // dp[j][i] = (scale p[j][i]) (dp[j][i] - delta[i]).
   void (*score_gradient)(const float* p, float* dp, int64_t rows, int64_t columns, int64_t stride,
                          const float* delta, float scale);
+  // target[c * target_stride + r] = source[r * source_stride + c].
+  void (*transpose)(float* target, int64_t target_stride, const float* source, int64_t source_stride,
+                    int64_t rows, int64_t columns);
   // Fused multiply-adds a second of one thread, for the bench: independent chains in registers. Returns the
   // count of scalar multiply-adds done in `rounds` rounds; *sink keeps the compiler from dropping them.
   int64_t (*fma_rounds)(int64_t rounds, float* sink);

@@ -30,17 +30,6 @@ void copy_strided(float* target, const float* source, int64_t stride, int64_t co
   for (int64_t n = 0; n < count; ++n) target[n] = source[n * stride];
 }
 
-void transpose(float* target, int64_t target_stride, const float* source, int64_t source_stride, int64_t rows,
-               int64_t columns) {
-  // Blocks of 8 x 8: both sides touch whole cache lines while they are near.
-  constexpr int64_t kBlock = 8;
-  for (int64_t r0 = 0; r0 < rows; r0 += kBlock)
-    for (int64_t c0 = 0; c0 < columns; c0 += kBlock)
-      for (int64_t r = r0; r < std::min(rows, r0 + kBlock); ++r)
-        for (int64_t c = c0; c < std::min(columns, c0 + kBlock); ++c)
-          target[c * target_stride + r] = source[r * source_stride + c];
-}
-
 HeadPlan::HeadPlan(const PrecisionPlan& asked) : plan(asked) {
   const Stabiliser s = plan.stabiliser;
   zero_sum = s == Stabiliser::zero_sum;

@@ -14,9 +14,6 @@ constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step -
 
 // target[n] = source[n * stride].
 void copy_strided(float* target, const float* source, int64_t stride, int64_t count);
-// target[c * target_stride + r] = source[r * source_stride + c].
-void transpose(float* target, int64_t target_stride, const float* source, int64_t source_stride, int64_t rows,
-               int64_t columns);
 
 // One head's plan, resolved.
 struct HeadPlan {

@@ -56,13 +56,13 @@ void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
     if (observer_)
       observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
   }
-  transpose(transposed.data(), width_, rows.data(), depth_, columns_, D_);
+  kernels_.transpose(transposed.data(), width_, rows.data(), depth_, columns_, D_);
 }
 
 void RowTile::pack_plain(View<const float> from, std::vector<float>& transposed) {
   transposed.assign(at(D_ * width_), 0.0f);
   if (from.stride[3] == 1) {
-    transpose(transposed.data(), width_, from.at(b_, h_, row_), from.stride[2], rows_, D_);
+    kernels_.transpose(transposed.data(), width_, from.at(b_, h_, row_), from.stride[2], rows_, D_);
     return;
   }
   for (int64_t i = 0; i < rows_; ++i)
@@ -71,7 +71,7 @@ void RowTile::pack_plain(View<const float> from, std::vector<float>& transposed)
 
 void RowTile::unpack(const View<float>& to, const std::vector<float>& transposed) {
   if (to.stride[3] == 1) {
-    transpose(to.at(b_, h_, row_), to.stride[2], transposed.data(), width_, D_, rows_);
+    kernels_.transpose(to.at(b_, h_, row_), to.stride[2], transposed.data(), width_, D_, rows_);
     return;
   }
   for (int64_t i = 0; i < rows_; ++i)

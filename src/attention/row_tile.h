@@ -53,8 +53,8 @@ class RowTile {
   void multiply(Site operand, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                 int64_t a_column, const float* b, int64_t b_stride, float* c, int64_t c_stride,
                 bool accumulate, float scale = 1) const;
-  // body(first key, number of keys) for every tile of keys that some row may see, ascending. Tiles are
-  // anchored at key 0, so that they do not depend on which rows share a tile.
+  // body(first key, number of keys) for every tile of keys that some row may see, ascending. Tiles are anchored
+  // at key 0, so that they do not depend on which rows share a tile; keys behind the last one seen are left out.
   template <class Body>
   void for_each_key_tile(Body body) const;
   void score_tile(int64_t key, int64_t keys);  // tile_ = S, -inf where masked
@@ -116,8 +116,8 @@ void RowTile::for_each_key_tile(Body body) const {
     last = std::max(last, last_key_[at(i)]);
   }
   if (first >= last) return;
-  const int64_t step = call_.tile_keys(), keys = call_.shape.keys(call_.config.mask, b_);
-  for (int64_t key = first / step * step; key < last; key += step) body(key, std::min(step, keys - key));
+  const int64_t step = call_.tile_keys();
+  for (int64_t key = first / step * step; key < last; key += step) body(key, std::min(step, last - key));
 }
 
 }  // namespace evenkeel

@@ -31,10 +31,13 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
     recompute_tile(key, keys);
     if (task.dv) {
       // P as operand of dV is rounded apart from the P that dS uses.
-      std::copy_n(tile_.begin(), keys * width_, operand_.begin());
-      round_lines(Site::probs_bwd, operand_.data(), keys, key, call_.shape.N, key);
-      multiply(Site::probs_bwd, keys, depth_, rows_, operand_.data(), width_, 1, do_.data(), depth_,
-               task.dv + (key - task.first_key) * depth_, depth_, true);
+      const bool rounded = observer_ || !is_identity(plan().at(Site::probs_bwd));
+      if (rounded) {
+        std::copy_n(tile_.begin(), keys * width_, operand_.begin());
+        round_lines(Site::probs_bwd, operand_.data(), keys, key, call_.shape.N, key);
+      }
+      multiply(Site::probs_bwd, keys, depth_, rows_, rounded ? operand_.data() : tile_.data(), width_, 1,
+               do_.data(), depth_, task.dv + (key - task.first_key) * depth_, depth_, true);
     }
     score_gradients(key, keys, facts);
     if (task.write_rows)
