@@ -19,37 +19,18 @@ constexpr int64_t kHeadSize = 64, kOffsetFeatures = 16, kKeys = kHeadSize - kOff
 
 float bf16(double x) { return round_to(Rounding{kBf16}, static_cast<float>(x)); }
 
-// A stream of random numbers for one head.
-class Draw {
- public:
-  explicit Draw(RandomKey key) : key_(key) {}
-  double unit() { return random_unit(key_, element_++); }
-  double between(double low, double high) { return low + (high - low) * unit(); }
-  double normal() {  // Box-Muller
-    const double radius = std::sqrt(-2 * std::log(unit()));
-    return radius * std::cos(2 * 3.14159265358979323846 * unit());
-  }
-  int64_t below(int64_t count) {
-    return std::min(count - 1, static_cast<int64_t>(unit() * static_cast<double>(count)));
-  }
-
- private:
-  RandomKey key_;
-  uint64_t element_ = 0;
-};
-
 struct HeadInputs {
   float *q, *k, *v, *d_o;  // (T, D), (N, D), (N, D), (T, D)
   int64_t T, N, D;
 };
 
-void fill_normal(float* x, int64_t count, Draw& draw, double scale) {
+void fill_normal(float* x, int64_t count, RandomStream& draw, double scale) {
   for (int64_t n = 0; n < count; ++n) x[n] = bf16(scale * draw.normal());
 }
 
 // V and dO as in the paper's guilty features: one sign throughout, so that delta has one sign and errors of O
 // do too.
-void fill_one_signed(HeadInputs h, Draw& draw) {
+void fill_one_signed(HeadInputs h, RandomStream& draw) {
   for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(-(1.5 + 0.6 * std::fabs(draw.normal())));
   for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] = bf16(-0.1 * std::fabs(draw.normal()));
 }
@@ -71,7 +52,8 @@ void set_scores(HeadInputs h, int64_t row, Score score, double offset = 0) {
 }
 
 // `ties` scores at `top`, the others a tail below it (none: so far below that they vanish).
-void set_ties(HeadInputs h, int64_t row, Draw& draw, int64_t ties, bool tail, double top, int64_t apart = 1) {
+void set_ties(HeadInputs h, int64_t row, RandomStream& draw, int64_t ties, bool tail, double top,
+              int64_t apart = 1) {
   std::vector<int64_t> chosen;
   while (static_cast<int64_t>(chosen.size()) < ties) {
     const int64_t key = draw.below(h.N);
@@ -85,7 +67,7 @@ void set_ties(HeadInputs h, int64_t row, Draw& draw, int64_t ties, bool tail, do
   });
 }
 
-void fill_head(const ConformCase& which, HeadInputs h, Draw draw) {
+void fill_head(const ConformCase& which, HeadInputs h, RandomStream draw) {
   const std::string_view name = which.name;
   fill_normal(h.q, h.T * h.D, draw, 1);
   fill_normal(h.k, h.N * h.D, draw, 1);
@@ -297,7 +279,7 @@ ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed)
                           v.view().at(0, h, 0), d_o.view().at(0, h, 0),
                           c.rows_per_head,      c.keys,
                           c.head_size};
-    fill_head(c, head, Draw(RandomKey{seed, 0, static_cast<uint32_t>(h)}));
+    fill_head(c, head, RandomStream(RandomKey{seed, 0, static_cast<uint32_t>(h)}));
     if (c.masked_rows)
       for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
   }
@@ -319,7 +301,7 @@ AttentionMask ConformInputs::mask() const {
 void ConformInputs::set_feedback(const Tensor<float>& o, const Tensor<double>& exact_o, uint64_t seed) {
   // Noise of 1/8 beside values of about 2: a model that predicts well, and errors of O (2^-9 of it) well
   // below that.
-  Draw draw({seed, 1, 0});
+  RandomStream draw({seed, 1, 0});
   for (size_t n = 0; n < o.values().size(); ++n)
     d_o.values()[n] = bf16(o.values()[n] - (exact_o.values()[n] + 0.125 * draw.normal()));
 }

@@ -13,26 +13,11 @@ constexpr int64_t T = 64, C = 32, D = 32;  // rows, input features, head size
 constexpr float kSharedFeature = 2;        // of every token, in feature 0
 constexpr float kBeta1 = 0.9f, kBeta2 = 0.95f, kEpsilon = 1e-8f;
 
-class NormalStream {
- public:
-  explicit NormalStream(RandomKey key) : key_(key) {}
-  float next() {  // Box-Muller
-    const float radius = std::sqrt(-2 * std::log(random_unit(key_, element_)));
-    const float angle = 6.2831853f * random_unit(key_, element_ + 1);
-    element_ += 2;
-    return radius * std::cos(angle);
-  }
-
- private:
-  RandomKey key_;
-  uint64_t element_ = 0;
-};
-
 using Matrix = std::vector<float>;  // (C, D)
 
-Matrix random_matrix(float scale, NormalStream& draw) {
+Matrix random_matrix(float scale, RandomStream& draw) {
   Matrix m(C * D);
-  for (float& x : m) x = scale * draw.next();
+  for (float& x : m) x = scale * static_cast<float>(draw.normal());
   return m;
 }
 
@@ -67,7 +52,7 @@ struct Projection {
 
 struct Head {
   Projection q, k, v;
-  Head(NormalStream& draw)
+  Head(RandomStream& draw)
       : q{random_matrix(0.3f, draw)}, k{random_matrix(0.3f, draw)}, v{random_matrix(0.2f, draw)} {}
 };
 
@@ -98,7 +83,7 @@ void measure_scores(const Activations& a, DriftPoint& point) {
 }  // namespace
 
 std::vector<DriftPoint> run_drift(const PrecisionPlan& plan, const DriftSettings& settings) {
-  NormalStream weights({settings.seed, 0, 0}), tokens({settings.seed, 0, 1});
+  RandomStream weights({settings.seed, 0, 0}), tokens({settings.seed, 0, 1});
   Head head(weights);
   const Head teacher(weights);
   AttentionConfig config, exact;
@@ -112,7 +97,7 @@ std::vector<DriftPoint> run_drift(const PrecisionPlan& plan, const DriftSettings
   double loss_sum = 0;
   for (int64_t step = 1; step <= settings.steps; ++step) {
     std::vector<float> x(T * C);  // (T, C), fresh tokens every step
-    for (float& value : x) value = tokens.next();
+    for (float& value : x) value = static_cast<float>(tokens.normal());
     for (int64_t i = 0; i < T; ++i) x[static_cast<size_t>(i * C)] = kSharedFeature;
     const Activations ours(head, x), theirs(teacher, x);
     AttentionBuffers found(ours.inputs(), false), target(theirs.inputs(), false);

@@ -6,21 +6,6 @@
 #include <limits>
 
 namespace evenkeel {
-namespace {
-
-// |x| = significand * 2^exponent, exactly. REQUIRES: x finite.
-struct Parts {
-  uint64_t significand;
-  int exponent;
-};
-Parts split(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x) & 0x7fffffffu;
-  const uint32_t biased = bits >> 23;
-  return biased == 0 ? Parts{bits, -149}
-                     : Parts{(bits & 0x7fffffu) | 0x800000u, static_cast<int>(biased) - 150};
-}
-
-}  // namespace
 
 void ExactSum::add_shifted(uint64_t significand, int exponent, bool negative) {
   (negative ? saw_minus_ : saw_plus_) = true;
@@ -47,15 +32,16 @@ void ExactSum::note_special(float x) {
 
 void ExactSum::add(float x) {
   if (!std::isfinite(x)) return note_special(x);
-  const Parts p = split(x);
+  const FloatParts p = split(x);
   add_shifted(p.significand, p.exponent, std::signbit(x));
 }
 
 void ExactSum::add_product(float a, float b) {
   // The float product of a NaN or an infinity with anything is right, if not its finite size.
   if (!std::isfinite(a) || !std::isfinite(b)) return note_special(a * b);
-  const Parts p = split(a), q = split(b);
-  add_shifted(p.significand * q.significand, p.exponent + q.exponent, std::signbit(a) != std::signbit(b));
+  const FloatParts p = split(a), q = split(b);
+  add_shifted(uint64_t{p.significand} * q.significand, p.exponent + q.exponent,
+              std::signbit(a) != std::signbit(b));
 }
 
 void ExactSum::add(const ExactSum& other) {

@@ -40,6 +40,17 @@ constexpr float power_of_two(int e) {
                    : std::bit_cast<float>(uint32_t{1} << (e + 149));
 }
 
+// A finite float's magnitude as significand * 2^exponent, exactly.
+struct FloatParts {
+  uint32_t significand;  // 24 bits, fewer for subnormals
+  int exponent;
+};
+constexpr FloatParts split(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x) & 0x7fffffffu, biased = bits >> 23;
+  return biased == 0 ? FloatParts{bits, -149}
+                     : FloatParts{(bits & 0x7fffffu) | 0x800000u, static_cast<int>(biased) - 150};
+}
+
 constexpr int bias(Format f) { return (1 << (f.exponent_bits - 1)) - 1; }
 constexpr int min_exponent(Format f) { return 1 - bias(f); }  // of the smallest normal number
 constexpr int max_exponent(Format f) { return bias(f) + (f.has_infinity ? 0 : 1); }

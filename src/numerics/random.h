@@ -2,7 +2,9 @@
 // Philox4x32-10: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 
 namespace evenkeel {
@@ -50,5 +52,24 @@ constexpr uint32_t random_bits(const RandomKey& key, uint64_t element) {
 constexpr float random_unit(const RandomKey& key, uint64_t element) {
   return (static_cast<float>(random_bits(key, element) >> 9) + 0.5f) * 0x1p-23f;
 }
+
+// The elements of a stream one after another, as numbers of a distribution.
+class RandomStream {
+ public:
+  explicit RandomStream(const RandomKey& key) : key_(key) {}
+  double unit() { return random_unit(key_, element_++); }  // in (0, 1)
+  double between(double low, double high) { return low + (high - low) * unit(); }
+  int64_t below(int64_t count) {
+    return std::min(count - 1, static_cast<int64_t>(unit() * static_cast<double>(count)));
+  }
+  double normal() {  // Box-Muller
+    const double radius = std::sqrt(-2 * std::log(unit()));
+    return radius * std::cos(2 * 3.14159265358979323846 * unit());
+  }
+
+ private:
+  RandomKey key_;
+  uint64_t element_ = 0;
+};
 
 }  // namespace evenkeel

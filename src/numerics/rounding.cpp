@@ -10,20 +10,8 @@
 namespace evenkeel {
 namespace {
 
-// |x| = significand * 2^exponent, exactly. REQUIRES: x finite.
-struct Parts {
-  uint32_t significand;
-  int exponent;
-};
-Parts split(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x) & 0x7fffffffu;
-  const uint32_t biased = bits >> 23;
-  return biased == 0 ? Parts{bits, -149}
-                     : Parts{(bits & 0x7fffffu) | 0x800000u, static_cast<int>(biased) - 150};
-}
-
 // Exponent of the gap between neighbours of the format around a nonzero magnitude.
-int gap_exponent(Format f, Parts p) {
+int gap_exponent(Format f, FloatParts p) {
   const int leading = 31 - std::countl_zero(p.significand) + p.exponent;
   return std::max(leading, min_exponent(f)) - f.significand_bits;
 }
@@ -66,7 +54,7 @@ float round_to(const Rounding& r, float x, uint32_t random) {
   if (std::isinf(x)) return std::copysign(overflow, x);
   if (x == 0) return x;
 
-  Parts p = split(x);
+  FloatParts p = split(x);
   p.exponent += r.scale_exponent;
   const int gap = gap_exponent(f, p);
   // Shifts past 62 would leave nothing of 24 bits: 62 keeps "something was discarded" and its size class.
