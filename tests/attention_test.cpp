@@ -1533,6 +1533,30 @@ TEST(AttentionRows, PaperShiftsTiesWithinATile) {
   }
 }
 
+// Where the rule asks for one shift in all rows, because of its lower bound (a maximum of 0) or its upper one
+// (large scores), rows still differ: a common shift would be a fixed offset, with a bias of its own.
+TEST(AttentionRows, PaperCappedGivesEveryRowItsOwnShift) {
+  for (const char* case_name : {"max_zero", "huge"}) {
+    SCOPED_TRACE(case_name);
+    const Problem p = make_problem(find_case(case_name));
+    const AttentionBuffers got = run(p.with(plan_of("flash2", Stabiliser::paper_capped)), p);
+    std::set<float> shifts;
+    int64_t tied = 0;
+    for (int64_t i = 0; i < p.shape.T; ++i) {
+      if (*got.ties.view().at(0, 0, i) < 2) continue;
+      float most = -kInfinity;
+      for (int64_t j = 0; j < p.shape.N; ++j) most = std::max(most, *p.in.q.at(0, 0, i, j));
+      const float shift = *got.row_max.view().at(0, 0, i) - most;
+      EXPECT_GT(shift, 0.1f);
+      EXPECT_LE(shift, 8.01f);
+      shifts.insert(shift);
+      ++tied;
+    }
+    EXPECT_GT(tied, p.shape.T / 4);
+    EXPECT_GT(static_cast<int64_t>(shifts.size()), tied * 3 / 4);
+  }
+}
+
 // --- The residual --------------------------------------------------------------------------------
 
 TEST(AttentionResidual, IsTheSumOfTheScoreGradientsThatAreUsed) {
