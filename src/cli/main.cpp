@@ -32,7 +32,8 @@ void print_usage(std::FILE* to) {
       "usage: evenkeel COMMAND [options]\n\n");
   for (const Command& command : kCommands) fmt::print(to, "  {:<10}{}\n", command.name, command.summary);
   fmt::print(to,
-             "\n`evenkeel COMMAND --help` shows options and an example.\n"
+             "\n`evenkeel COMMAND --help` shows options and an example. In the source tree, `./evenkeel "
+             "test` runs every test.\n"
              "exit codes: 0 ok, 1 finding or failed check, 2 usage, 3 data or environment\n");
 }
 
