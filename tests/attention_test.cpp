@@ -1557,6 +1557,43 @@ TEST(AttentionRows, PaperCappedGivesEveryRowItsOwnShift) {
   }
 }
 
+TEST(AttentionRows, DitherShiftsEachByItsOwnPartOfLog2) {
+  const Problem p = make_problem(find_case("ties_tail"));
+  const AttentionBuffers got = run(p.with(plan_of("flash2", Stabiliser::dither)), p);
+  std::set<float> shifts;
+  for (int64_t h = 0; h < p.shape.H; ++h)
+    for (int64_t i = 0; i < p.shape.T; ++i) {
+      float most = -kInfinity;
+      for (int64_t j = 0; j < p.shape.N; ++j) most = std::max(most, *p.in.q.at(0, h, i, j));
+      const float shift = *got.row_max.view().at(0, h, i) - most;
+      EXPECT_GE(shift, 0);
+      EXPECT_LE(shift, 0.6932f);
+      shifts.insert(shift);
+    }
+  EXPECT_GT(static_cast<int64_t>(shifts.size()), p.shape.H * p.shape.T * 3 / 4);
+  EXPECT_LT(*shifts.begin(), 0.1f);
+  EXPECT_GT(*shifts.rbegin(), 0.6f);
+}
+
+// Eight bits more than O has, and of an O-bar and l that were never rounded.
+TEST(AttentionRows, WideOutputKeepsEightMoreBitsForDelta) {
+  const Problem p = make_problem(find_case("plain"));
+  for (Stabiliser stabiliser : {Stabiliser::wide_output, Stabiliser::consistent}) {
+    const AttentionBuffers got = run(p.with(plan_of("bf16_all,probs=fp32,shifted=fp32", stabiliser)), p);
+    int64_t finer = 0, wrong = 0, of_bf16 = 0;
+    for (size_t n = 0; n < got.o.values().size(); ++n) {
+      const float x = got.o_for_delta.values()[n];
+      wrong += round_to(Rounding{Format{8, kBf16.significand_bits + 8}}, x) != x;
+      finer += round_to(Rounding{Format{8, kBf16.significand_bits + 7}}, x) != x;
+      of_bf16 += cases::to_bf16(x) == got.o.values()[n];  // what O would be without the roundings in between
+    }
+    const auto count = static_cast<int64_t>(got.o.values().size());
+    EXPECT_EQ(wrong, 0);
+    EXPECT_GT(finer, count / 3);
+    EXPECT_LT(of_bf16, count * 9 / 10);
+  }
+}
+
 // --- The residual --------------------------------------------------------------------------------
 
 TEST(AttentionResidual, IsTheSumOfTheScoreGradientsThatAreUsed) {
