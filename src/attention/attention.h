@@ -26,7 +26,7 @@ struct AttentionMask {
   // Sliding window: row i sees keys within [i - left, i + right] of its own position; < 0 is unbounded.
   int64_t window_left = -1, window_right = -1;
   // Rows and keys of sequence b that exist, (B) each; empty: all T, all N. What lies beyond is not read, and
-  // outputs there are zero. The last row is aligned with the last key (as FlashAttention does), so with
+  // outputs there are zero (L and m: -inf). The last row is aligned with the last key (as FlashAttention does), so with
   // causal row i sees keys up to i + keys - rows.
   std::span<const int64_t> query_lengths, key_lengths;
   // Nonzero: key visible. (B, H, T, N), broadcast by strides of 0.

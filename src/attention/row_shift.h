@@ -48,7 +48,8 @@ struct RowShift {
         break;
       }
       case Stabiliser::paper_capped: {
-        // Earlier ties stand while the maximum moves by no more than the tolerance.
+        // Earlier ties stand while the maximum moves by no more than the tolerance. The shift begins with the tile that
+        // completes the tie: what came before is scaled by exp(m before - m now), not rounded again.
         ties = (max - before <= plan.tie_tolerance ? ties : 0) + tile_ties;
         float moved = max;
         if (ties > 1) {

@@ -98,8 +98,8 @@ class Unfused {
         dq_(p.q.shape()),
         dk_(p.q.shape()),
         dv_(p.q.shape()),
-        delta_(size(p.T)),
-        l_(size(p.T)) {}
+        zeros_(size(p.T)),
+        sums_(size(thread_count() * p.T)) {}
 
   void run() {
     const int64_t T = p_.T, D = p_.D;
@@ -109,11 +109,11 @@ class Unfused {
                   *d_o = p_.d_o.view().at(0, h, 0);
       float* o = o_.view().at(0, h, 0);
       blas_.gemm(false, true, T, T, D, scale, q, D, k, D, 0, s_.data(), T);
-      rows([&](int64_t i, float* s, float*) { softmax(s, i); });
+      rows([&](int64_t i, float* s, float*, int worker) { softmax(s, i, worker); });
       blas_.gemm(false, false, T, D, T, 1, s_.data(), T, v, D, 0, o, D);
       blas_.gemm(true, false, T, D, T, 1, s_.data(), T, d_o, D, 0, dv_.view().at(0, h, 0), D);
       blas_.gemm(false, true, T, T, D, 1, d_o, D, v, D, 0, dp_.data(), T);
-      rows([&](int64_t i, float* s, float* dp) {
+      rows([&](int64_t i, float* s, float* dp, int) {
         float delta = 0;
         for (int64_t d = 0; d < D; ++d) delta += o[i * D + d] * d_o[i * D + d];
         for (int64_t j = 0; j <= i; ++j) dp[j] = scale * s[j] * (dp[j] - delta);
@@ -127,21 +127,20 @@ class Unfused {
 
  private:
   static size_t size(int64_t n) { return static_cast<size_t>(n); }
-  void rows(const std::function<void(int64_t, float*, float*)>& row) {
+  void rows(const std::function<void(int64_t, float*, float*, int)>& row) {
     constexpr int64_t kRows = 64;
-    parallel_for((p_.T + kRows - 1) / kRows, [&](int64_t part, int) {
+    parallel_for((p_.T + kRows - 1) / kRows, [&](int64_t part, int worker) {
       for (int64_t i = part * kRows; i < std::min(p_.T, (part + 1) * kRows); ++i)
-        row(i, s_.data() + i * p_.T, dp_.data() + i * p_.T);
+        row(i, s_.data() + i * p_.T, dp_.data() + i * p_.T, worker);
     });
   }
   // One row in place; exp by our kernel, which takes columns in steps of 16.
-  void softmax(float* s, int64_t i) const {
+  void softmax(float* s, int64_t i, int worker) {
     float max = s[0];
     for (int64_t j = 1; j <= i; ++j) max = std::max(max, s[j]);
     for (int64_t j = 0; j <= i; ++j) s[j] -= max;
     std::fill(s + i + 1, s + p_.T, -INFINITY);
-    std::vector<float> zeros(size(p_.T)), sums(size(p_.T));
-    attention_kernels().exp_shifted(s, 1, p_.T, p_.T, zeros.data(), sums.data());
+    attention_kernels().exp_shifted(s, 1, p_.T, p_.T, zeros_.data(), sums_.data() + worker * p_.T);
     float sum = 0;
     for (int64_t j = 0; j <= i; ++j) sum += s[j];
     for (int64_t j = 0; j <= i; ++j) s[j] /= sum;
@@ -151,7 +150,8 @@ class Unfused {
   const Problem& p_;
   std::vector<float> s_, dp_;  // (T, T)
   Tensor<float> o_, dq_, dk_, dv_;
-  std::vector<float> delta_, l_;
+  std::vector<float> zeros_;  // (T)
+  std::vector<float> sums_;   // (threads, T): written by the exponential, read by nobody
 };
 
 double median(std::vector<double> x) {
