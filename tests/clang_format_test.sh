@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every C++ file is as .clang-format wants it. Versions differ in detail, so only clang-format 14, Debian 12's, is asked;
+# Every C, C++ and CUDA file is as .clang-format wants it. Versions differ in detail, so only clang-format 14, Debian 12's, is asked;
 # without it the test is skipped (exit code 77). Usage: clang_format_test.sh ROOT
 cd "$1" || exit 1
 for clang_format in clang-format-14 clang-format; do
@@ -15,7 +15,7 @@ if echo 'int  x ;' | $clang_format --dry-run --Werror --assume-filename=src/x.cp
   echo "clang-format finds no fault in badly formatted text: the test is broken"
   exit 1
 fi
-faulty=$(find src tests include \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null | sort |
+faulty=$(find src tests include tools \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null | sort |
   xargs $clang_format --dry-run 2>&1 | sed -n 's/^\([^:]*\):[0-9]*:.*warning: code should.*/\1/p' | uniq)
 [ -n "$faulty" ] || exit 0
 echo "not as .clang-format wants it; this repairs it:"

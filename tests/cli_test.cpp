@@ -55,6 +55,10 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"conform gpu", "'gpu'", "expected cpu"},
       {"conform --json=yes", "'yes'", "takes no value"},
       {"bench sleep", "'sleep'", "attention"},
+      {"bench round --gpu", "bench round", "bench attention"},
+      {"bench attention --quick", "--quick", "with --gpu"},
+      {"bench attention --gpu --row 6", "--row 6", "from 1 to 5"},
+      {"bench attention --gpu --plan bf17", "'bf17'", "flash2"},
       {"demo extra", "'extra'", "usage"},
       {"demo --plan nonsense", "'nonsense'", "bf16_all"},
       {"info --verbose", "'--verbose'", "--json"},
@@ -99,6 +103,19 @@ TEST(Cli, InfoNamesTheKernels) {
   const auto json = nlohmann::json::parse(run("info --json", " 2>/dev/null").text);
   EXPECT_TRUE(json.contains("version"));
   EXPECT_TRUE(json["kernels"] == "avx512" || json["kernels"] == "avx2" || json["kernels"] == "baseline");
+  // The GPU's kernels, or why there is none; in words too.
+  if (json["gpu"]["present"]) {
+    EXPECT_EQ(json["gpu"]["kernels"][0]["plan"], "flash2,stabiliser=consistent");
+    EXPECT_FALSE(json["gpu"]["kernels"][1]["why"].get<std::string>().empty());
+  } else {
+    const std::string why = json["gpu"]["why"];
+    EXPECT_NE(run("info").text.find("GPU        none: " + why), std::string::npos);
+    for (const char* arguments : {"conform --gpu", "bench attention --gpu"}) {
+      const Outcome refused = run(arguments);
+      EXPECT_EQ(refused.code, 3);
+      EXPECT_NE(refused.text.find("no GPU: " + why), std::string::npos) << refused.text;
+    }
+  }
 }
 
 }  // namespace

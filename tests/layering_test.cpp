@@ -36,6 +36,12 @@ const std::set<std::string_view> kSystemHeaders = {"dirent.h", "dlfcn.h", "fcntl
 // Folders of <> includes; for base and up.
 const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa", "netinet"};
 
+// Of CUDA, for the files of kCudaFolder alone: everything else is built without a toolkit, too.
+const std::set<std::string_view> kCudaHeaders = {"cuda.h",         "cuda_runtime.h", "cuda_runtime_api.h",
+                                                 "cudaTypedefs.h", "cuda_bf16.h",    "cuda_fp16.h",
+                                                 "cuda_fp8.h"};
+constexpr std::string_view kCudaFolder = "attention/cuda/";
+
 // "numerics" for numerics/format.h; "" for a file directly in src/.
 std::string_view folder_of(std::string_view path) {
   const size_t slash = path.find('/');
@@ -62,6 +68,12 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   }
   if (included == "immintrin.h") return file == "numerics/simd.h" ? "" : "intrinsics are for numerics/simd.h";
   if (is_c_header || is_cpp_header) return "";
+  const bool is_cuda_file = file.starts_with(kCudaFolder);
+  if (!quoted && kCudaHeaders.contains(included))
+    return is_cuda_file ? "" : "CUDA's headers are for " + std::string(kCudaFolder);
+  if (quoted && included.starts_with(kCudaFolder) && !is_cuda_file)
+    return "nobody includes what lies in " + std::string(kCudaFolder) +
+           ": attention/attention_cuda.h is the way";
   if (!quoted) {
     if (folder_of(file) == "numerics") return "numerics includes the standard library and numerics only";
     if (kSystemHeaders.contains(included) || kLibraries.contains(folder_of(included))) return "";
@@ -76,6 +88,8 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   const auto from = layer_of(folder_of(file)), to = layer_of(folder_of(included));
   if (!from || !to) return "the folder has no place in the order of layers: give it one in layering_test.cpp";
   if (*to > *from) return std::string(kLayers[*from]) + " lies below " + std::string(kLayers[*to]);
+  if (!is_cuda_file && (file.ends_with(".cu") || file.ends_with(".cuh")))
+    return "CUDA sources lie in " + std::string(kCudaFolder);
   if (folder_of(file) == "report" && kHiddenFromReport.contains(folder_of(included)))
     return "report sees findings, never attention, model or training";
   return "";
@@ -148,6 +162,10 @@ Tree clean_tree() {
       {"numerics/round_kernels.cpp", "#include \"numerics/round_kernels.h\"\n#include \"numerics/simd.h\"\n"},
       {"base/error.h", "#include <fmt/format.h>\n#include \"numerics/format.h\"\n"},
       {"attention/plan.h", "#include \"base/error.h\"\n"},
+      {"attention/cuda/kernels.h", "#include <cuda_runtime_api.h>\n#include \"attention/plan.h\"\n"},
+      {"attention/cuda/tile.cuh", "#include <cuda_bf16.h>\n#include <cstdint>\n"},
+      {"attention/cuda/tile.cu",
+       "#include \"attention/cuda/kernels.h\"\n#include \"attention/cuda/tile.cuh\"\n"},
       {"model/gpt.h", "#include \"attention/plan.h\"\n"},
       {"training/trainer.h", "#include \"model/gpt.h\"\n"},
       {"diagnosis/finding.h", "#include \"training/trainer.h\"\n"},
@@ -177,6 +195,17 @@ TEST(Layering, a_planted_include_is_found) {
       {"base/error.h", "#include <mpfr.h>"},
       {"base/error.h", "#include <numerics/format.h>"},
       {"attention/plan.h", "#include \"model/gpt.h\""},
+      {"attention/plan.h", "#include <cuda_runtime_api.h>"},
+      {"attention/plan.h", "#include <cuda_bf16.h>"},
+      {"attention/plan.h", "#include \"attention/cuda/kernels.h\""},
+      {"attention/cuda/tile.cu", "#include <cub/cub.cuh>"},
+      {"attention/cuda/tile.cu", "#include <cuda_bf16.hpp>"},
+      {"attention/cuda/tile.cu", "#include \"tile.cuh\""},  // not the full path
+      {"attention/cuda/tile.cuh", "#include \"model/gpt.h\""},
+      {"diagnosis/finding.h", "#include <cuda.h>"},
+      {"cli/main.cpp", "#include <cuda_runtime.h>"},
+      {"cli/main.cpp", "#include \"attention/cuda/kernels.h\""},
+      {"attention/stray.cu", "#include \"base/error.h\""},
       {"model/gpt.h", "#include \"training/trainer.h\""},
       {"training/trainer.h", "#include \"diagnosis/finding.h\""},
       {"diagnosis/finding.h", "#include \"report/page.h\""},

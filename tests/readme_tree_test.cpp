@@ -1,5 +1,5 @@
-// README.md's annotated tree, the fenced block after the heading "## The tree", and the files under src/ and
-// tests/ are the same: no file without a phrase, no phrase without a file.
+// README.md's annotated tree, the fenced block after the heading "## The tree", and the files of the source
+// folders are the same: no file without a phrase, no phrase without a file.
 //
 // A line of the block is names, then a phrase. Depth is indentation; a folder's name ends in '/'; several
 // names on a line are siblings (gpt2.h gpt2.cpp, or gpt2.{h,cpp}). A folder with nothing below it in the
@@ -113,7 +113,7 @@ std::vector<std::string> differences(const fs::path& root) {
   if (!block) return {"README.md has no fenced block after the heading '## The tree'"};
   const Listing listing = parse_block(*block, root);
   std::vector<std::string> found;
-  for (const char* top : {"src", "tests"}) {
+  for (const char* top : {"cmake", "include", "python", "scripts", "src", "tests", "tools"}) {
     if (!fs::exists(root / top)) continue;
     for (const auto& entry : fs::recursive_directory_iterator(root / top)) {
       const std::string path = fs::relative(entry.path(), root).generic_string();

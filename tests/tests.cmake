@@ -1,4 +1,4 @@
-# Every tests/*_test.cpp is a test program; they are globbed, so that none can be orphaned.
+# Every tests/*_test.cpp is a test program; they are globbed, so that none can be orphaned. Those in tests/gpu need a GPU.
 enable_testing()
 find_package(GTest REQUIRED)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/*_test.cpp)
@@ -21,6 +21,50 @@ if(TARGET rounding_test)
     target_include_directories(rounding_test SYSTEM PRIVATE ${cuda_header_folder})
     target_compile_definitions(rounding_test PRIVATE EVENKEEL_HAVE_CUDA_HEADERS)
   endif()
+endif()
+
+# The C interface, as a C program meets it: nothing but the header and the shared library.
+enable_language(C)
+add_executable(c_api_test tests/c_api_test.c)
+set_target_properties(c_api_test PROPERTIES C_STANDARD 99 C_EXTENSIONS OFF
+                      LINKER_LANGUAGE CXX)  # the sanitizers' part for C++ lies in the shared library
+target_compile_options(c_api_test PRIVATE -pedantic -Werror)
+target_link_libraries(c_api_test PRIVATE evenkeel_shared m)
+add_test(NAME c_api_test COMMAND c_api_test)
+
+# Each says that it was skipped (exit code 77) where there is no GPU. One at a time: they share it.
+if(EVENKEEL_GPU_TESTS AND EVENKEEL_HAS_CUDA)
+  file(GLOB gpu_test_sources CONFIGURE_DEPENDS tests/gpu/*_test.cpp)
+  find_program(compute_sanitizer compute-sanitizer HINTS ${CUDAToolkit_BIN_DIR})
+  foreach(source ${gpu_test_sources})
+    get_filename_component(test ${source} NAME_WE)
+    add_executable(${test} ${source} tests/gpu/gpu_main.cpp)
+    target_include_directories(${test} PRIVATE tests)
+    target_include_directories(${test} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(${test} PRIVATE evenkeel_core GTest::gtest)
+    target_link_options(${test} PRIVATE -static-libstdc++ -static-libgcc)
+    add_test(NAME ${test} COMMAND ${test})
+    set(gpu_tests ${test})
+    # Small shapes with every access of the device checked.
+    if(compute_sanitizer)
+      foreach(tool memcheck racecheck)
+        add_test(NAME ${test}_${tool} COMMAND ${compute_sanitizer} --tool ${tool} --error-exitcode 1 $<TARGET_FILE:${test}>)
+        set_tests_properties(${test}_${tool} PROPERTIES ENVIRONMENT EVENKEEL_SMALL=1)
+        list(APPEND gpu_tests ${test}_${tool})
+      endforeach()
+    endif()
+    set_tests_properties(${gpu_tests} PROPERTIES LABELS gpu RESOURCE_LOCK gpu SKIP_RETURN_CODE 77)
+  endforeach()
+  # Asks the chip how it adds; a longer run with more batches is a command of its own.
+  add_executable(tensor_core_chip tools/tensor_core_chip.cu)
+  target_include_directories(tensor_core_chip PRIVATE tools)
+  set_source_files_properties(tools/tensor_core_chip.cu PROPERTIES COMPILE_OPTIONS "${cuda_machines_hopper}")
+  evenkeel_cuda_flags(tensor_core_chip)
+  target_link_libraries(tensor_core_chip PRIVATE evenkeel_core)
+  target_link_options(tensor_core_chip PRIVATE -static-libstdc++ -static-libgcc)
+  add_test(NAME tensor_core_chip COMMAND tensor_core_chip --batches 4)
+  set_tests_properties(tensor_core_chip PROPERTIES LABELS gpu RESOURCE_LOCK gpu
+                       SKIP_REGULAR_EXPRESSION "expected a Hopper GPU")
 endif()
 
 # Checks of the sources and of the objects: once is enough, in the ordinary build.

@@ -2,9 +2,23 @@
 // `check`, 1 where a ratio misses its target.
 #pragma once
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 namespace evenkeel::cli {
 
 int bench_round(bool check, bool json);
 int bench_attention(bool check, bool json);
+
+struct GpuBenchOptions {
+  bool check = false, json = false;
+  bool quick = false;              // two rows, few rounds, nothing else
+  std::vector<std::string> rows;   // numbers of rows, from 1; none: all
+  std::vector<std::string> plans;  // timed at every row beside the default remedy
+  int64_t rounds = 0;              // 0: 15, quick 7
+  std::string layout = "bthd";     // order of the axes in memory, bthd or bhtd; where PyTorch is measured too
+};
+int bench_attention_gpu(const GpuBenchOptions& options);
 
 }  // namespace evenkeel::cli

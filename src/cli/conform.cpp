@@ -5,10 +5,12 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "attention/attention_cuda.h"
 #include "base/error.h"
 #include "base/progress.h"
 #include "cli/options.h"
 #include "diagnosis/conform.h"
+#include "diagnosis/conform_gpu.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -109,12 +111,14 @@ Json to_json(const std::vector<ConformPlan>& plans) {
 int run_conform(int argc, char** argv) {
   std::vector<std::string> kernel, plan_texts, case_names, stabilisers;
   int64_t rows = kBiasRows, seed = 1;
-  bool json = false, summary = false;
+  bool json = false, summary = false, gpu = false;
   Options options(
       "conform [KERNEL] [options]",
       "Judges attention by the sign of its errors on hard inputs: the zero-sum residual of dS (which exact\n"
       "arithmetic makes 0 in every row), and the bias of O, delta, dQ, dK, dV against FP64.\n"
-      "KERNEL is cpu, the only one in this build. Exit 1 if a residual is biased or too noisy.",
+      "KERNEL is cpu. With --gpu the GPU's kernels are judged: their residual is read off dQ, at a feature "
+      "that is\n"
+      "the same in every key. Exit 1 if a residual is biased or too noisy.",
       "conform --plan flash2 --stabiliser none --stabiliser zero_sum --case ties_2_tail");
   options.values("--plan", "PLAN", "a precision plan to judge, several allowed (default: a list)",
                  plan_texts);
@@ -123,6 +127,7 @@ int run_conform(int argc, char** argv) {
   options.values("--case", "NAME", "only this family of inputs, several allowed", case_names);
   options.value("--rows", "N", "rows a case (under 100000 none is judged for bias)", rows, 64, 100'000'000);
   options.value("--seed", "N", "of the inputs", seed, 0, 1'000'000'000);
+  options.flag("--gpu", "judge the kernels that run on this machine's GPU", gpu);
   options.flag("--summary", "only the closing table", summary);
   options.flag("--json", "the result as JSON", json);
   options.words("KERNEL", kernel, 0, 1);
@@ -152,20 +157,31 @@ int run_conform(int argc, char** argv) {
   }
   if (cases.empty()) cases = conform_cases();
 
+  GpuConform on_gpu;
+  if (gpu) {
+    const CudaDevice device = cuda_device();
+    require_data(device.present, "--gpu: no GPU: {}", device.why);
+  }
   {
     Progress progress("conform", conform_work(plans.size(), cases, rows));
-    conform(plans, cases, rows, static_cast<uint64_t>(seed), conform_cpu_kernel, [&] { progress.advance(); });
+    const ConformKernel kernel_under_test = gpu ? on_gpu.kernel() : conform_cpu_kernel;
+    conform(
+        plans, cases, rows, static_cast<uint64_t>(seed), kernel_under_test, [&] { progress.advance(); }, gpu);
   }
   bool passes = true;
   for (const ConformPlan& plan : plans) passes &= plan.passes();
   if (json) {
-    fmt::print("{}\n", to_json(plans).dump(2));
+    Json out = to_json(plans);
+    if (gpu) out["kernels"] = on_gpu.uses();
+    fmt::print("{}\n", out.dump(2));
     return passes ? 0 : 1;
   }
   const bool colour = use_colour();
   if (!summary)
     for (const ConformPlan& plan : plans) print_plan(plan, /*errors=*/true, colour);
   print_summary(plans, colour);
+  if (gpu) fmt::print("\nkernels that ran on the GPU\n");
+  for (const std::string& use : on_gpu.uses()) fmt::print("  {}\n", use);
   fmt::print(
       "\nA residual is the row's sum of dS / a, in units of delta's root mean square. BIASED: |z| >= {} on "
       "at\n"

@@ -274,22 +274,25 @@ const std::vector<ConformCase>& conform_cases() {
   return cases;
 }
 
-ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed)
+ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed, bool constant_feature)
     : which(&c),
       q({1, heads, c.rows_per_head, c.head_size}),
       k({1, heads, c.keys, c.head_size}),
       v(k.shape()),
       d_o(q.shape()) {
   if (c.masked_rows) visible = Tensor<uint8_t>({1, heads, c.rows_per_head, 1});
-  for (int64_t h = 0; h < heads; ++h) {
+  // A head's numbers depend on its own stream alone.
+  parallel_for(heads, [&](int64_t h, int) {
     const HeadInputs head{q.view().at(0, h, 0), k.view().at(0, h, 0),
                           v.view().at(0, h, 0), d_o.view().at(0, h, 0),
                           c.rows_per_head,      c.keys,
                           c.head_size};
     fill_head(c, head, RandomStream(RandomKey{seed, 0, static_cast<uint32_t>(h)}));
+    for (int64_t j = 0; constant_feature && j < c.keys; ++j)
+      *k.view().at(0, h, j, c.head_size - 1) = kKeyConstant;
     if (c.masked_rows)
       for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
-  }
+  });
 }
 
 AttentionInputs ConformInputs::inputs() const { return {q.view(), k.view(), v.view()}; }
@@ -345,7 +348,8 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 }
 
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
-             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance) {
+             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
+             bool constant_feature) {
   for (ConformPlan& plan : plans) plan.results.clear();
   for (const ConformCase& c : cases) {
     std::vector<Totals> totals(plans.size());
@@ -354,7 +358,7 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
       // The same inputs for every plan, other ones in every chunk.
       const uint64_t chunk_seed = seed * 1'000'003 + static_cast<uint64_t>(chunk);
-      ConformInputs inputs(c, chunks.heads, chunk_seed);
+      ConformInputs inputs(c, chunks.heads, chunk_seed, constant_feature);
       AttentionConfig config;
       config.plans = {PrecisionPlan{}};
       config.mask = inputs.mask();

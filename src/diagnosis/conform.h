@@ -27,7 +27,10 @@ const std::vector<ConformCase>& conform_cases();
 
 // The inputs of `heads` heads of a case: bf16 numbers, the same for the same seed.
 struct ConformInputs {
-  ConformInputs(const ConformCase& which, int64_t heads, uint64_t seed);
+  // `constant_feature`: every key's last feature is kKeyConstant (in most cases it is so anyway). It adds a constant to
+  // a row's scores, which softmax does not see, and makes dQ there kKeyConstant sum_j dS_ij: the residual of any
+  // kernel, read off its public outputs.
+  ConformInputs(const ConformCase& which, int64_t heads, uint64_t seed, bool constant_feature = false);
   AttentionInputs inputs() const;
   View<const float> grad_output() const;
   AttentionMask mask() const;
@@ -39,6 +42,8 @@ struct ConformInputs {
   Tensor<float> q, k, v, d_o;  // (1, heads, T or N, D)
   Tensor<uint8_t> visible;     // (1, heads, T, 1) or empty
 };
+
+inline constexpr float kKeyConstant = 0.5f;
 
 // A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config.
 using ConformKernel = std::function<void(const AttentionConfig&, const AttentionInputs&,
@@ -82,7 +87,8 @@ std::vector<std::string> default_conform_plans();
 // Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is told of
 // every finished (plan, chunk of rows) pair; `conform_work` says how many there will be.
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
-             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance);
+             uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
+             bool constant_feature = false);
 int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows);
 
 // attention_forward and attention_backward of the CPU.

@@ -10,7 +10,7 @@ math(EXPR fuzz_seconds "${EVENKEEL_FUZZ_SECONDS} / ((${fuzz_count} + 1) / 2)")  
 
 if(EVENKEEL_FUZZ)
   # Everything but the kernels: parsers do not call them, and what is not called is not linked.
-  set_target_properties(evenkeel evenkeel_core PROPERTIES EXCLUDE_FROM_ALL ON)
+  set_target_properties(evenkeel evenkeel_shared evenkeel_core PROPERTIES EXCLUDE_FROM_ALL ON)
   foreach(target ${cpu_targets})
     set_target_properties(kernels_${target} PROPERTIES EXCLUDE_FROM_ALL ON)
   endforeach()

@@ -1,0 +1,92 @@
+# CUDA: whether it is here, and how its kernels are compiled. Sets EVENKEEL_HAS_CUDA; without it the library has a
+# stub that says "built without CUDA", and everything else is as it would be.
+
+set(EVENKEEL_HAS_CUDA OFF)
+if(NOT EVENKEEL_CUDA MATCHES "^(AUTO|ON|OFF|TRUE|FALSE|1|0)$")
+  message(FATAL_ERROR "EVENKEEL_CUDA=${EVENKEEL_CUDA}: expected AUTO, ON or OFF")
+endif()
+if(EVENKEEL_CUDA AND (EVENKEEL_SANITIZE OR EVENKEEL_FUZZ) AND NOT EVENKEEL_CUDA STREQUAL AUTO)
+  message(FATAL_ERROR "EVENKEEL_CUDA=ON: expected OFF or AUTO with sanitizers and fuzzers, which know no device code")
+endif()
+
+# Does what is there do? `why` is empty, or says what is missing.
+function(evenkeel_find_cuda why)
+  set(${why} "" PARENT_SCOPE)
+  if(EVENKEEL_CUDA_WORKS)
+    return()
+  endif()
+  set(found ${CMAKE_CUDA_COMPILER})
+  if(NOT found)
+    set(found $ENV{CUDACXX})
+  endif()
+  if(NOT found)
+    find_program(EVENKEEL_NVCC nvcc HINTS $ENV{CUDA_HOME} $ENV{CUDA_PATH} /usr/local/cuda PATH_SUFFIXES bin)
+    set(found ${EVENKEEL_NVCC})
+  endif()
+  if(NOT found)
+    set(${why} "no nvcc in PATH, CUDA_HOME/bin, CUDA_PATH/bin or /usr/local/cuda/bin" PARENT_SCOPE)
+    return()
+  endif()
+  # check_language tries a compiler without failing, but only one that it finds itself.
+  unset(CMAKE_CUDA_COMPILER CACHE)
+  set(ENV{CUDACXX} ${found})
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(${why} "${found} does not work with ${CMAKE_CXX_COMPILER} (CMakeFiles/CMakeError.log says why)" PARENT_SCOPE)
+  endif()
+endfunction()
+
+if(EVENKEEL_CUDA AND NOT EVENKEEL_SANITIZE AND NOT EVENKEEL_FUZZ)
+  # Every kernel file names its own machines; CMake must not add one.
+  set(CMAKE_CUDA_ARCHITECTURES OFF)
+  set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER} CACHE FILEPATH "nvcc's host compiler")
+  evenkeel_find_cuda(missing_cuda)
+  if(NOT missing_cuda)
+    enable_language(CUDA)
+    set(EVENKEEL_CUDA_WORKS ON CACHE INTERNAL "the CUDA compiler was tried")
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)  # the first with cudaGetDriverEntryPointByVersion
+      set(missing_cuda "${CMAKE_CUDA_COMPILER} is of CUDA ${CMAKE_CUDA_COMPILER_VERSION}, older than 12.5")
+    endif()
+  endif()
+  if(NOT missing_cuda)
+    set(EVENKEEL_HAS_CUDA ON)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)  # CMake 3.25 does not know that nvcc has it
+    message(STATUS "CUDA kernels: yes (CUDA ${CMAKE_CUDA_COMPILER_VERSION}, ${CMAKE_CUDA_COMPILER})")
+  elseif(EVENKEEL_CUDA STREQUAL AUTO)
+    message(STATUS "CUDA kernels: no (${missing_cuda})")
+  else()
+    message(FATAL_ERROR "EVENKEEL_CUDA=ON: expected a CUDA compiler of version 12.5 or newer, found ${missing_cuda}")
+  endif()
+endif()
+
+set(cuda_machines_any -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
+                      -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
+# Only so: -arch=sm_90a also makes a compute_90 pass, which knows neither wgmma nor setmaxnreg.
+set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
+
+# Flags of a target's .cu files. nvcc keeps IEEE division, roots and subnormals unless told otherwise; it does fuse
+# a * b + c, so kernels that must not say so themselves (__fmul_rn, __fadd_rn).
+function(evenkeel_cuda_flags target)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF
+                        CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static
+                        CUDA_COMPILER_LAUNCHER ${CMAKE_SOURCE_DIR}/scripts/nvcc_checked)
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:CUDA>:-O3;-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
+endfunction()
+
+# hopper*.cu for exactly sm_90a, the other files of src/attention/cuda for everything from sm_80 on.
+function(evenkeel_add_cuda_kernels target)
+  file(GLOB sources CONFIGURE_DEPENDS src/attention/cuda/*.cu src/attention/cuda/*.cpp)
+  file(GLOB hopper_sources CONFIGURE_DEPENDS src/attention/cuda/hopper*.cu)
+  file(GLOB any_sources CONFIGURE_DEPENDS src/attention/cuda/*.cu)
+  list(REMOVE_ITEM any_sources ${hopper_sources})
+  set_source_files_properties(${hopper_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_hopper}")
+  set_source_files_properties(${any_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_any}")
+  target_sources(${target} PRIVATE ${sources})
+  evenkeel_cuda_flags(${target})
+  # The runtime goes in statically; the driver is found at run time, or is not there.
+  find_package(CUDAToolkit REQUIRED)
+  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(${target} PUBLIC CUDA::cudart_static)
+endfunction()

@@ -1,0 +1,130 @@
+/* The C interface of Evenkeel: attention forward and backward by a precision plan, on the CPU or on a GPU.
+ *
+ * No call allocates device memory, synchronises a stream or a device, or lets an exception through. Calls may be made
+ * from any thread, several at once. Every call that can fail returns an evenkeel_status; evenkeel_last_error()
+ * has the words.
+ *
+ * Structs start with their own size, so that a library and a caller of different age understand each other: what an
+ * older caller does not have takes its default. Fill them with evenkeel_attention_defaults() first.
+ *
+ * One alphabet of sizes: B batch, H query heads, G key/value heads (H a multiple of G), T query rows, N keys, D head
+ * size. Strides count elements. "Device memory" below is host memory for EVENKEEL_CPU.
+ */
+#ifndef EVENKEEL_H
+#define EVENKEEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define EVENKEEL_API
+#else
+#define EVENKEEL_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised where a caller of the older header would be misunderstood. */
+#define EVENKEEL_ABI_VERSION 1
+
+typedef enum evenkeel_status {
+  EVENKEEL_OK = 0,
+  EVENKEEL_BAD_ARGUMENT = 1, /* a request that cannot be meant: the caller's fault */
+  EVENKEEL_ENVIRONMENT = 2,  /* no GPU, built without CUDA, or an error that CUDA reports */
+  EVENKEEL_INTERNAL = 3      /* anything else, out of memory included */
+} evenkeel_status;
+
+typedef enum evenkeel_device { EVENKEEL_CPU = 0, EVENKEEL_CUDA = 1 } evenkeel_device;
+typedef enum evenkeel_type { EVENKEEL_BF16 = 0, EVENKEEL_FP32 = 1 } evenkeel_type; /* the CPU takes FP32 */
+
+typedef struct evenkeel_tensor {
+  void* data;
+  int64_t stride[4]; /* (B, H or G, T or N, D) */
+} evenkeel_tensor;
+
+/* One attention problem. Required: up to and including plan. */
+typedef struct evenkeel_attention {
+  uint64_t struct_size; /* sizeof(evenkeel_attention) of the caller */
+  int32_t device;       /* evenkeel_device */
+  int32_t type;         /* evenkeel_type: of q, k, v, o and their gradients */
+  int64_t B, H, G, T, N, D;
+  /* "flash2,stabiliser=consistent"; scopes choose heads and layers: "bf16_all; layer 1 head 3,7: output_for_delta=fp32" */
+  const char* plan;
+  /* --- the rest may be left to its default */
+  float scale;   /* 0 (default): 1 / sqrt(D) */
+  float softcap; /* 0 (default): off */
+  int32_t causal;
+  int64_t window_left, window_right; /* row i sees [i - left, i + right]; below 0 (default): unbounded */
+  /* Device memory, (B) each, or NULL (default): all T, all N. Outputs beyond are zero. The last row sees the last key. */
+  const int32_t *query_lengths, *key_lengths;
+  /* Device memory, (B) each, or NULL (default): where sequence b starts on the row axis of packed tensors, whose batch
+   * stride is 0. With them: the rows and keys of all sequences together. GPU only. */
+  const int32_t *query_offsets, *key_offsets;
+  int64_t query_rows, key_rows;
+  evenkeel_tensor visible; /* uint8, (B, H, T, N): nonzero is visible; NULL (default): all */
+  int64_t
+      tile_keys; /* keys a tile: 64 (default), or 0 for all in one; decides where row_sum and pv are rounded */
+  uint32_t step, layer; /* of the random numbers; `layer` also chooses the plan's clauses */
+  const uint32_t*
+      device_step; /* device memory, or NULL: read instead of step, for replayed graphs. GPU only */
+  /* Some of ties, delta, residual, residual_floor, delta_error will be asked for, in either pass. */
+  int32_t with_facts;
+  /* 1 (default) promises that every tensor of both passes starts at a multiple of 16 bytes, with a last stride of 1
+   * and others that are multiples of 8: the fast kernels need that. The CPU does not look. */
+  int32_t aligned;
+} evenkeel_attention;
+
+/* What a pass reads and writes. Tensors are (B, H, T, D) for q, o and their gradients, (B, G, N, D) for k, v and
+ * theirs; rows are (B, H, T), contiguous. */
+typedef struct evenkeel_forward {
+  uint64_t struct_size;
+  evenkeel_tensor q, k, v;
+  evenkeel_tensor o;
+  float* lse;      /* L = log sum exp, -inf for a row that sees no key */
+  void* saved;     /* evenkeel_sizes.saved bytes, aligned to 256: for backward; opaque */
+  void* workspace; /* evenkeel_sizes.workspace bytes, aligned to 256: free for other use after the pass */
+  int32_t* ties;   /* optional: visible scores within tie_tolerance of the row's maximum */
+} evenkeel_forward;
+
+typedef struct evenkeel_backward {
+  uint64_t struct_size;
+  evenkeel_tensor q, k, v, grad_output;
+  evenkeel_tensor o; /* o, lse, saved: as forward left them */
+  const float* lse;
+  const void* saved;
+  void* workspace;
+  evenkeel_tensor dq, dk, dv;
+  /* Optional: delta as used, keel included; the zero-sum residual sum_j dS_ij / scale and the standard deviation that
+   * rounding dS must give it; delta less sum P dP / sum P (GPU only). */
+  float *delta, *residual, *residual_floor, *delta_error;
+} evenkeel_backward;
+
+typedef struct evenkeel_sizes {
+  uint64_t saved, workspace; /* bytes */
+} evenkeel_sizes;
+
+EVENKEEL_API int32_t evenkeel_abi_version(void); /* EVENKEEL_ABI_VERSION of the library */
+EVENKEEL_API const char* evenkeel_version(void); /* "0.1.0" */
+/* Of this thread's latest call that failed; "" before the first. Valid until this thread's next call. */
+EVENKEEL_API const char* evenkeel_last_error(void);
+
+/* Sets every field but the required ones to its default; those are zeroed. `size` is sizeof(evenkeel_attention). */
+EVENKEEL_API void evenkeel_attention_defaults(evenkeel_attention* attention, size_t size);
+
+EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
+/* Which kernel runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
+EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,
+                                               const char** why);
+/* `stream` is a cudaStream_t; NULL for the CPU, where the call returns when the work is done. */
+EVENKEEL_API int32_t evenkeel_attention_forward(const evenkeel_attention* attention,
+                                                const evenkeel_forward* pass, void* stream);
+EVENKEEL_API int32_t evenkeel_attention_backward(const evenkeel_attention* attention,
+                                                 const evenkeel_backward* pass, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* EVENKEEL_H */

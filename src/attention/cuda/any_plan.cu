@@ -1,0 +1,378 @@
+// Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, launches the kernels.
+#include <algorithm>
+
+// A view of const has a conversion to itself, which nvcc remarks on.
+#pragma nv_diag_suppress 554
+#include "attention/cpu_operands.h"
+#include "attention/cuda/any_plan_backward.cuh"
+#include "attention/cuda/any_plan_forward.cuh"
+#include "attention/cuda/any_plan_prepare.cuh"
+#include "attention/cuda/kernels.h"
+
+namespace evenkeel {
+namespace {
+
+using namespace any_plan;
+
+constexpr int kUnbounded = 1 << 29;  // a window wider than any sequence
+
+// bf16 parts that hold every number of the rounding's format.
+uint8_t parts_of(const Rounding& r) { return static_cast<uint8_t>((r.format.significand_bits + 1 + 7) / 8); }
+
+// Does nothing to bf16 numbers?
+bool keeps_bf16(const Rounding& r) {
+  return r.format.exponent_bits == kBf16.exponent_bits &&
+         r.format.significand_bits >= kBf16.significand_bits && r.format.has_infinity && !r.saturate &&
+         r.scale_exponent == 0;
+}
+bool is_bf16_number(const Rounding& r) { return parts_of(r) == 1; }
+
+struct Resolved {
+  explicit Resolved(const CudaAttention& problem) {
+    const bool fp32 = problem.type == ElementType::fp32;
+    const auto heads = static_cast<int64_t>(problem.plans.size()), group = problem.H / problem.G;
+    for (const PrecisionPlan& plan : problem.plans) {
+      const HeadPlan head(plan);
+      const auto at = [&](Site site) { return head.plan.at(site); };
+      DevicePlan d{};
+      for (int i = 0; i < kSiteCount; ++i)
+        d.site[i] = DeviceRounding::of(head.plan.rounding[static_cast<size_t>(i)]);
+      d.seed = plan.seed;
+      d.keel = plan.keel;
+      d.beta = plan.beta;
+      d.cap = plan.cap;
+      d.tie_tolerance = plan.tie_tolerance;
+      d.stabiliser = plan.stabiliser;
+      d.zero_sum = head.zero_sum;
+      d.consistent = head.consistent;
+      d.wide = head.wide;
+      d.power_shift = head.power_shift;
+      d.max_first = head.max_first;
+      d.shadow = head.shadow;
+      // `o` holds what delta uses if it is the same rounding of the same numbers, and storing it rounds no
+      // more.
+      d.saves_output = head.wide || at(Site::output) != at(Site::output_for_delta) ||
+                       !(fp32 || is_bf16_number(at(Site::output)));
+      const bool centres = plan.stabiliser == Stabiliser::centre_keys;
+      d.parts_q = fp32 ? parts_of(at(Site::q)) : 1;
+      d.parts_k = fp32 || centres ? parts_of(at(Site::k)) : 1;
+      d.parts_v = fp32 ? parts_of(at(Site::v)) : 1;
+      d.parts_grad = fp32 ? parts_of(at(Site::grad_output)) : 1;
+      d.parts_probs = parts_of(at(Site::probs));
+      d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
+      d.parts_dscores = parts_of(at(Site::dscores));
+      const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
+      bool quick = !fp32 && problem.softcap == 0 && !problem.visible.present();
+      for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
+        quick = quick && kind(site) != RoundKind::any;
+      for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
+        quick = quick && kind(site) == RoundKind::bf16;
+      // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
+      quick = quick && !centres;
+      const bool full = head.shadow || head.consistent || problem.tile_keys == 0 ||
+                        plan.stabiliser == Stabiliser::paper || plan.stabiliser == Stabiliser::paper_capped;
+      d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
+      d.backward = !quick ? Variant::any : head.consistent ? Variant::full : Variant::quick;
+      centres_keys |= centres;
+      saves_output |= d.saves_output;
+      packs_q |= fp32 || !keeps_bf16(at(Site::q));
+      packs_k |= fp32 || centres || !keeps_bf16(at(Site::k));
+      packs_v |= fp32 || !keeps_bf16(at(Site::v));
+      packs_grad |= fp32 || !keeps_bf16(at(Site::grad_output));
+      rows.push_back(d);
+      plans.push_back(head.plan);
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      const size_t first = static_cast<size_t>(heads == 1 ? 0 : h / group * group),
+                   own = static_cast<size_t>(h);
+      if (heads > 1)
+        for (int64_t other = 0; other < group; ++other)
+          rows[own].backward =
+              std::max(rows[own].backward, rows[first + static_cast<size_t>(other)].backward);
+      const PrecisionPlan &a = plans[first], &b = plans[own];
+      reads_alike = reads_alike && a.at(Site::k) == b.at(Site::k) && a.at(Site::v) == b.at(Site::v) &&
+                    a.seed == b.seed &&
+                    (a.stabiliser == Stabiliser::centre_keys) == (b.stabiliser == Stabiliser::centre_keys);
+    }
+  }
+
+  int most(uint8_t DevicePlan::*parts) const {
+    int most = 1;
+    for (const DevicePlan& d : rows) most = std::max<int>(most, d.*parts);
+    return most;
+  }
+  bool any(auto condition) const { return std::any_of(rows.begin(), rows.end(), condition); }
+
+  std::vector<DevicePlan> rows;  // one, or one a head
+  std::vector<PrecisionPlan> plans;
+  bool centres_keys = false, saves_output = false, reads_alike = true;
+  bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
+};
+
+// Hands out pieces of one allocation, each aligned to 256 bytes; with no memory it only counts.
+class Carver {
+ public:
+  explicit Carver(void* memory) : memory_(static_cast<uint8_t*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
+    return piece;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* memory_;
+  size_t used_ = 0;
+};
+
+struct Saved {
+  Saved(const CudaAttention& problem, const Resolved& resolved, void* memory) {
+    Carver carver(memory);
+    row_values = carver.take<float2>(problem.B * problem.H * problem.T);
+    if (resolved.saves_output)
+      o_for_delta = carver.take<float>(problem.B * problem.H * problem.T * problem.D);
+    bytes = carver.used();
+  }
+  float2* row_values = nullptr;
+  float* o_for_delta = nullptr;
+  size_t bytes;
+};
+
+struct Workspace {
+  Workspace(const CudaAttention& problem, const Resolved& resolved, void* memory) {
+    Carver carver(memory);
+    plans = carver.take<DevicePlan>(static_cast<int64_t>(resolved.rows.size()));
+    used_delta = carver.take<float>(problem.B * problem.H * problem.T);
+    if (resolved.centres_keys) mean_key = carver.take<float>(problem.B * problem.G * problem.D);
+    padded_D = round_up(problem.D, 8);
+    kv_copies = resolved.reads_alike ? problem.G : problem.H;
+    const int64_t rows = problem.B * problem.H * problem.T * padded_D,
+                  keys = problem.B * kv_copies * problem.N * padded_D;
+    if (resolved.packs_q) q = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_q));
+    if (resolved.packs_k) k = carver.take<__nv_bfloat16>(keys * resolved.most(&DevicePlan::parts_k));
+    if (resolved.packs_v) v = carver.take<__nv_bfloat16>(keys * resolved.most(&DevicePlan::parts_v));
+    if (resolved.packs_grad) grad = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_grad));
+    bytes = carver.used();
+  }
+  DevicePlan* plans;
+  float *used_delta, *mean_key = nullptr;
+  __nv_bfloat16 *q = nullptr, *k = nullptr, *v = nullptr, *grad = nullptr;
+  int64_t padded_D, kv_copies;
+  size_t bytes;
+};
+
+// One pass: its problem as the kernels see it, its operands prepared.
+class Pass {
+ public:
+  Pass(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor* grad_output,
+       const CudaForward& forward, void* memory, cudaStream_t stream)
+      : resolved_(problem), problem_(problem), work_(problem, resolved_, memory), stream_(stream) {
+    const Saved saved(problem, resolved_, forward.saved);
+    p.B = static_cast<int>(problem.B);
+    p.H = static_cast<int>(problem.H);
+    p.G = static_cast<int>(problem.G);
+    p.T = static_cast<int>(problem.T);
+    p.N = static_cast<int>(problem.N);
+    p.D = static_cast<int>(problem.D);
+    p.fp32 = problem.type == ElementType::fp32;
+    p.scale = problem.scale;
+    p.softcap = problem.softcap;
+    const auto reach = [](int64_t window) {
+      return window < 0 ? kUnbounded : static_cast<int>(std::min<int64_t>(window, kUnbounded));
+    };
+    p.look_back = reach(problem.window_left);
+    p.look_ahead = problem.causal ? 0 : reach(problem.window_right);
+    p.query_lengths = problem.query_lengths;
+    p.key_lengths = problem.key_lengths;
+    p.visible = static_cast<const uint8_t*>(problem.visible.data);
+    std::copy_n(problem.visible.stride.begin(), 4, p.visible_stride);
+    p.one_tile = problem.tile_keys == 0;
+    p.step = problem.step;
+    p.layer = problem.layer;
+    p.device_step = problem.device_step;
+    p.plans = work_.plans;
+    p.plan_count = static_cast<int>(resolved_.rows.size());
+    p.most_q = resolved_.most(&DevicePlan::parts_q);
+    p.most_k = resolved_.most(&DevicePlan::parts_k);
+    p.most_v = resolved_.most(&DevicePlan::parts_v);
+    p.most_grad = resolved_.most(&DevicePlan::parts_grad);
+    p.o = output(forward.o, problem.query_offsets);
+    p.lse = forward.lse;
+    p.row_values = saved.row_values;
+    p.o_for_delta = saved.o_for_delta;
+    p.mean_key = work_.mean_key;
+    p.used_delta = work_.used_delta;
+
+    const bool wide = (work_.q || is_wide(in.q, problem.D)) && (work_.k || is_wide(in.k, problem.D)) &&
+                      (work_.v || is_wide(in.v, problem.D)) &&
+                      (!grad_output || work_.grad || is_wide(*grad_output, problem.D));
+    if (!wide)
+      for (DevicePlan& row : resolved_.rows) row.forward = row.backward = Variant::any;
+    for (size_t first = 0; first < resolved_.rows.size(); first += kPlansAtOnce) {
+      PlanRows rows;
+      const size_t count = std::min<size_t>(kPlansAtOnce, resolved_.rows.size() - first);
+      std::copy_n(resolved_.rows.begin() + static_cast<int64_t>(first), count, rows.row);
+      fill_plans<<<1, kPlansAtOnce, 0, stream_>>>(rows, work_.plans + first, static_cast<int>(count));
+      check_launch("filling the table of plans");
+    }
+    p.q = operand(Site::q, in.q, problem.query_offsets, work_.q);
+    p.k = operand(Site::k, in.k, problem.key_offsets, work_.k);
+    p.v = operand(Site::v, in.v, problem.key_offsets, work_.v);
+    if (grad_output) p.grad = operand(Site::grad_output, *grad_output, problem.query_offsets, work_.grad);
+  }
+
+  static bool is_wide(const DeviceTensor& x, int64_t D) {
+    return D % 8 == 0 && x.stride[3] == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+           x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 && x.stride[2] % 8 == 0;
+  }
+  Output output(const DeviceTensor& x, const int32_t* offsets) const {
+    Output result{x.data, {}, offsets, is_wide(x, problem_.D)};
+    std::copy_n(x.stride.begin(), 4, result.stride);
+    return result;
+  }
+  bool any(auto condition) const { return resolved_.any(condition); }
+  bool small() const { return problem_.D <= 64; }
+
+  // One block of kThreads for every kRows of `rows` of `heads`.
+  template <class Kernel>
+  void launch(Kernel kernel, int64_t heads, int64_t rows, int block_rows, int threads, size_t shared_bytes,
+              const char* doing) const {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_bytes)),
+               "asking for shared memory");
+    const int64_t blocks = heads * ((rows + block_rows - 1) / block_rows);
+    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(p);
+    check_launch(doing);
+  }
+
+  Problem p{};
+
+ private:
+  static void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
+
+  Operand operand(Site site, const DeviceTensor& x, const int32_t* offsets, __nv_bfloat16* parts) {
+    const bool of_keys = site == Site::k || site == Site::v;
+    const int64_t heads = of_keys ? problem_.G : problem_.H, rows = of_keys ? problem_.N : problem_.T;
+    Operand result{};
+    if (!parts) {
+      result.data = static_cast<const __nv_bfloat16*>(x.data);
+      std::copy_n(x.stride.begin(), 4, result.stride);
+      result.offsets = offsets;
+      result.head_divisor = static_cast<int>(problem_.H / heads);
+      result.wide = is_wide(x, problem_.D);
+      return result;
+    }
+    const int64_t copies = of_keys ? work_.kv_copies : problem_.H;
+    Preparation task{};
+    task.site = site;
+    task.source = x.data;
+    std::copy_n(x.stride.begin(), 4, task.stride);
+    task.offsets = offsets;
+    task.heads = static_cast<int>(heads);
+    task.copies = static_cast<int>(copies);
+    task.rows = static_cast<int>(rows);
+    task.padded_D = static_cast<int>(work_.padded_D);
+    task.target = parts;
+    task.part_stride = problem_.B * copies * rows * work_.padded_D;
+    constexpr int kThreads = 256;
+    if (site == Site::k && resolved_.centres_keys) {
+      const int count = p.B * p.G * p.D;
+      mean_keys<<<(count + kThreads - 1) / kThreads, kThreads, 0, stream_>>>(p, task, work_.mean_key);
+      check_launch("averaging keys");
+    }
+    const int64_t blocks = std::min<int64_t>((task.part_stride + kThreads - 1) / kThreads, 1 << 16);
+    prepare_operand<<<static_cast<unsigned>(blocks), kThreads, 0, stream_>>>(p, task);
+    check_launch("preparing an operand");
+    result.data = parts;
+    result.part_stride = task.part_stride;
+    result.stride[0] = copies * rows * work_.padded_D;
+    result.stride[1] = rows * work_.padded_D;
+    result.stride[2] = work_.padded_D;
+    result.stride[3] = 1;
+    result.head_divisor = static_cast<int>(problem_.H / copies);
+    result.wide = true;
+    return result;
+  }
+
+  Resolved resolved_;
+  const CudaAttention& problem_;
+  Workspace work_;
+  cudaStream_t stream_;
+};
+
+template <int kD>
+void launch_forward(const Pass& pass) {
+  const auto run = [&]<Variant kVariant>() {
+    using Shape = ForwardShape<kD, kVariant>;
+    if (pass.any([](const DevicePlan& d) { return d.forward == kVariant; }))
+      pass.launch(pass.p.ties ? forward_kernel<kD, kVariant, true> : forward_kernel<kD, kVariant, false>,
+                  int64_t{pass.p.B} * pass.p.H, pass.p.T, Shape::kRows, Shape::kThreads,
+                  Shape::shared_bytes(pass.p), "the forward pass");
+  };
+  run.template operator()<Variant::quick>();
+  run.template operator()<Variant::full>();
+  run.template operator()<Variant::any>();
+}
+
+template <int kD>
+void launch_backward(const Pass& pass) {
+  const Problem& p = pass.p;
+  const bool facts = p.residual || p.residual_floor || p.delta_error;
+  const auto run = [&]<Variant kVariant>() {
+    const auto takes = [](const DevicePlan& d) { return d.backward == kVariant; };
+    if (!pass.any(takes)) return;
+    using Shape = BackwardShape<kD, kVariant>;
+    const auto rows = [&]<RowTask kTask>() {
+      pass.launch(backward_rows_kernel<kD, kVariant, kTask>, int64_t{p.B} * p.H, p.T, kOwnedRows,
+                  Shape::kThreads, Shape::shared_bytes_rows(p), "dQ of the backward pass");
+    };
+    if (pass.any([&](const DevicePlan& d) { return takes(d) && d.zero_sum; }))
+      rows.template operator()<RowTask::zero_sum_delta>();
+    if (facts)
+      rows.template operator()<RowTask::gradients_and_facts>();
+    else
+      rows.template operator()<RowTask::gradients>();
+    pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
+                Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
+  };
+  run.template operator()<Variant::quick>();
+  run.template operator()<Variant::full>();
+  run.template operator()<Variant::any>();
+}
+
+}  // namespace
+
+CudaSizes any_plan_sizes(const CudaAttention& problem, bool /*with_facts*/) {
+  const Resolved resolved(problem);
+  return {Saved(problem, resolved, nullptr).bytes, Workspace(problem, resolved, nullptr).bytes};
+}
+
+void any_plan_forward(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,
+                      void* workspace, cudaStream_t stream) {
+  Pass pass(problem, in, nullptr, out, workspace, stream);
+  pass.p.ties = out.ties;
+  if (pass.small())
+    launch_forward<64>(pass);
+  else
+    launch_forward<128>(pass);
+}
+
+void any_plan_backward(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+                       const CudaForward& saved, const CudaBackward& out, void* workspace,
+                       cudaStream_t stream) {
+  Pass pass(problem, in, &grad_output, saved, workspace, stream);
+  pass.p.dq = pass.output(out.dq, problem.query_offsets);
+  pass.p.dk = pass.output(out.dk, problem.key_offsets);
+  pass.p.dv = pass.output(out.dv, problem.key_offsets);
+  pass.p.delta = out.delta;
+  pass.p.residual = out.residual;
+  pass.p.residual_floor = out.residual_floor;
+  pass.p.delta_error = out.delta_error;
+  if (pass.small())
+    launch_backward<64>(pass);
+  else
+    launch_backward<128>(pass);
+}
+
+}  // namespace evenkeel

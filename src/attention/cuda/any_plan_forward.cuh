@@ -1,0 +1,514 @@
+// The forward pass of the any-plan kernels: a block owns rows of one head, each warp 16 of them, and walks
+// over tiles of 64 keys with an online softmax. As row_tile_forward.cpp.
+#pragma once
+
+#include "attention/cuda/any_plan_problem.cuh"
+
+namespace evenkeel::any_plan {
+
+// The shift m of a softmax row, as RowShift.
+struct RowShift {
+  float max = kNone, m = kNone;
+  int ties = 0;
+
+  __device__ float tie_threshold(const DevicePlan& plan, float tile_max) const {
+    const float top = plan.stabiliser == Stabiliser::paper ? tile_max : fmaxf(max, tile_max);
+    return __fsub_rn(top, plan.tie_tolerance);
+  }
+  __device__ void add_tile(const DevicePlan& plan, float tile_max, int tile_ties, float unit) {
+    if (tile_max == kNone) return;
+    const float before = max;
+    max = fmaxf(max, tile_max);
+    switch (plan.stabiliser) {
+      case Stabiliser::paper: {
+        float adjusted = tile_max;
+        if (tile_ties > 1)
+          adjusted = tile_max > 0 ? __fmul_rn(plan.beta, tile_max) : tile_max < 0 ? 0.0f : tile_max;
+        m = fmaxf(m, adjusted);
+        break;
+      }
+      case Stabiliser::paper_capped: {
+        ties = (__fsub_rn(max, before) <= plan.tie_tolerance ? ties : 0) + tile_ties;
+        float moved = max;
+        if (ties > 1) {
+          const float least = __fmul_rn(kLog2, __fadd_rn(0.25f, __fmul_rn(0.75f, unit)));
+          const float most = fmaxf(least, __fmul_rn(plan.cap, __fadd_rn(0.5f, __fmul_rn(0.5f, unit))));
+          const float wanted = max > 0 ? __fmul_rn(__fsub_rn(plan.beta, 1.0f), max) : -max;
+          moved = __fadd_rn(moved, fminf(fmaxf(wanted, least), most));
+        }
+        m = fmaxf(m, moved);
+        break;
+      }
+      case Stabiliser::dither:
+        m = __fadd_rn(max, __fmul_rn(unit, kLog2));
+        break;
+      default:
+        m = plan.power_shift ? ceilf(__fmul_rn(max, static_cast<float>(1 / 0.693147180559945309417232)))
+                             : max;
+        break;
+    }
+  }
+};
+
+// s = Pb before its own site, from S. shift_of(n, e) is m of the row of value e of fragment n.
+template <bool kAny, int kCount, class ShiftOf>
+__device__ __forceinline__ void exponentials(float (&s)[kCount][4], bool power_shift,
+                                             const SiteRounding& shifted, const StreamKey& shifted_key,
+                                             const Elements& elements, ShiftOf shift_of) {
+  if (power_shift) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = exp_scaled(s[n][e], shift_of(n, e));
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = __fsub_rn(s[n][e], shift_of(n, e));
+  if (kAny && shifted.kind == RoundKind::any) {
+    // A masked -inf stays one, also in a format that has none.
+    uint32_t masked = 0;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) masked |= static_cast<uint32_t>(s[n][e] == kNone) << (n * 4 + e);
+    round_fragments<kAny>(s, shifted, shifted_key, elements);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = masked >> (n * 4 + e) & 1 ? kNone : s[n][e];
+  } else {
+    round_fragments<false>(s, shifted, shifted_key, elements);
+  }
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = exp_low(s[n][e]);
+}
+
+// S of a block of fragments from q . k: scaled, soft-capped, rounded. Not yet masked.
+template <bool kAny, int kCount>
+__device__ __forceinline__ void finish_scores(float (&s)[kCount][4], const Problem& p,
+                                              const SiteRounding& scores, const StreamKey& key,
+                                              const Elements& elements) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], p.scale);
+  if (kAny && p.softcap > 0) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(p.softcap, tanhf(__fdiv_rn(s[n][e], p.softcap)));
+  }
+  round_fragments<kAny>(s, scores, key, elements);
+}
+
+// What centred keys took off every score of a row: L is of the scores as they were.
+static __device__ __noinline__ float score_of_mean_key(const Problem& p, const DevicePlan& plan, int b, int h,
+                                                       int row) {
+  const Operand& x = p.q;
+  const __nv_bfloat16* from = x.data + b * x.stride[0] + h * x.stride[1] +
+                              ((x.offsets ? x.offsets[b] : 0) + int64_t{row}) * x.stride[2];
+  const float* mean = p.mean_key + (static_cast<int64_t>(b) * p.G + h / (p.H / p.G)) * p.D;
+  double dot = 0;
+  for (int d = 0; d < p.D; ++d) {
+    double value = 0;
+    for (int part = 0; part < plan.parts_q; ++part)
+      value += static_cast<double>(__bfloat162float(from[part * x.part_stride + d * x.stride[3]]));
+    dot = fma(value, static_cast<double>(mean[d]), dot);
+  }
+  return static_cast<float>(p.scale * dot);
+}
+
+template <int kD, Variant kVariant>
+struct ForwardShape {
+  static constexpr bool kAny = kVariant == Variant::any, kQuick = kVariant == Variant::quick;
+  // Registers decide: three blocks of 4 warps have 168 a thread. (Two of 8 warps, 128, spill and are slower.)
+  static constexpr int kWarps = 4, kBlocks = kAny ? 1 : kQuick || kD == 64 ? 3 : 2;
+  static constexpr int kRows = kWarps * kWarpRows, kThreads = kWarps * 32;
+  static constexpr int kStages = kAny ? 1 : 2;
+  static constexpr bool kKeepQ = !kAny && kD == 64;  // in registers
+  static constexpr int kTileBytes = kTileKeys * kTileRowBytes<kD>;
+
+  static size_t shared_bytes(const Problem& p) {
+    const size_t q = kRows * kTileRowBytes<kD>;
+    return kAny ? q * p.most_q + size_t{kTileBytes} * (p.most_k + p.most_v)
+                : q + size_t{kStages} * 2 * kTileBytes;
+  }
+};
+
+// kTies: counts are asked for.
+template <int kD, Variant kVariant, bool kTies>
+__global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardShape<kD, kVariant>::kBlocks)
+    forward_kernel(const __grid_constant__ Problem p) {
+  using Shape = ForwardShape<kD, kVariant>;
+  constexpr bool kAny = Shape::kAny, kQuick = Shape::kQuick;
+  constexpr int kFragments = kTileKeys / 8, kThreads = Shape::kThreads;
+  // Rows with the most keys first; the tiles of a head together, so that its keys stay in the cache.
+  const int row_tiles = (p.T + Shape::kRows - 1) / Shape::kRows;
+  const int head = blockIdx.x / row_tiles,
+            block_row = (row_tiles - 1 - blockIdx.x % row_tiles) * Shape::kRows;
+  const int b = head / p.H, h = head % p.H;
+  const DevicePlan& plan = plan_of(p, h);
+  if (plan.forward != kVariant) return;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int q_parts = kAny ? plan.parts_q : 1, k_parts = kAny ? plan.parts_k : 1,
+            v_parts = kAny ? plan.parts_v : 1, probs_parts = kAny ? plan.parts_probs : 1;
+  const uint32_t q_tile = shared_address(shared);
+  const uint32_t k_tile = q_tile + Shape::kRows * kTileRowBytes<kD> * (kAny ? p.most_q : 1);
+  const uint32_t v_tile = k_tile + Shape::kTileBytes * (kAny ? p.most_k : Shape::kStages);
+
+  // What the loops ask of the plan.
+  const SiteRounding scores = plan.at(Site::scores), shifted = plan.at(Site::shifted),
+                     probs = plan.at(Site::probs), row_sum = plan.at(Site::row_sum), pv = plan.at(Site::pv);
+  const bool consistent = !kQuick && plan.consistent, power_shift = !kQuick && plan.power_shift,
+             shadow = !kQuick && plan.shadow;
+  const bool counts_ties =
+      !kQuick && (plan.stabiliser == Stabiliser::paper || plan.stabiliser == Stabiliser::paper_capped);
+  const bool one_tile = !kQuick && p.one_tile, max_first = !kQuick && (plan.max_first || p.one_tile);
+  const float tie_tolerance = plan.tie_tolerance;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int warp_row = block_row + warp * kWarpRows;
+  const int row[2] = {warp_row + group, warp_row + group + 8};
+  const Sight sight(p, b);
+  const RowsSight warp_sight(sight, warp_row, kWarpRows);
+  const uint64_t pitch = row_pitch(p);
+  const int key_tiles = p.one_tile ? 1 : (p.N + kTileKeys - 1) / kTileKeys;  // that are rounded after
+
+  int begin = 0, end = 0;  // tiles of keys that some row sees
+  if (const int bottom = min(block_row + Shape::kRows, sight.rows) - 1; bottom >= block_row) {
+    begin = sight.first(block_row) / kTileKeys;
+    end = (max(sight.last(bottom), 0) + kTileKeys - 1) / kTileKeys;
+  }
+  using Loader = TileLoader<kD, kThreads, kAny>;
+  const Loader key_loader(p.k, p.D, b, h, sight.keys, k_parts),
+      value_loader(p.v, p.D, b, h, sight.keys, v_parts);
+  const auto load_keys = [&](int tile, int stage) {
+    key_loader.template load<kTileKeys>(k_tile + stage * Shape::kTileBytes, tile * kTileKeys);
+  };
+  const auto load_values = [&](int tile, int stage) {
+    value_loader.template load<kTileKeys>(v_tile + stage * Shape::kTileBytes, tile * kTileKeys);
+  };
+
+  Loader(p.q, p.D, b, h, sight.rows, q_parts).template load<Shape::kRows>(q_tile, block_row);
+  uint32_t q[Shape::kKeepQ ? kD / 16 : 1][4];
+  const StreamKey scores_key = stream_key(p, plan, Site::scores),
+                  shifted_key = stream_key(p, plan, Site::shifted);
+  const auto elements_at = [&](int key) {
+    return Elements{(static_cast<uint64_t>(head) * p.N + key + 2 * quad) * pitch + row[0], 1, pitch};
+  };
+  // S of this warp's rows and the tile that begins at `key`, -inf where masked.
+  const auto score_tile = [&](float(&s)[kFragments][4], int key, int stage) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = 0;
+    if constexpr (Shape::kKeepQ)
+      multiply_rows<kD>(s, q, k_tile + stage * Shape::kTileBytes, 0, lane);
+    else
+      multiply_rows<kD, kFragments, kAny>(s, q_tile, Shape::kRows, warp * kWarpRows, q_parts,
+                                          k_tile + stage * Shape::kTileBytes, kTileKeys, 0, k_parts, lane);
+    finish_scores<kAny>(s, p, scores, scores_key, elements_at(key));
+    if (!warp_sight.whole(key, kTileKeys)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int first = sight.first(row[i]) - key - 2 * quad, last = sight.last(row[i]) - key - 2 * quad;
+#pragma unroll
+        for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (8 * n + e < first || 8 * n + e >= last) s[n][2 * i + e] = kNone;
+      }
+    }
+    if (kAny && p.visible) {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
+          if (i < sight.rows && j < sight.keys && !is_visible(p, b, h, i, j)) s[n][e] = kNone;
+        }
+    }
+  };
+  const auto largest = [&](const float(&s)[kFragments][4], int i) {
+    float best = kNone;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) best = fmaxf(best, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+    return best;
+  };
+  const auto count_at_least = [&](const float(&s)[kFragments][4], int i, float threshold) {
+    int count = 0;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) count += (s[n][2 * i] >= threshold) + (s[n][2 * i + 1] >= threshold);
+    return count;
+  };
+  // body(key, stage) for every tile, with K alone in shared memory: the passes before and after the main one.
+  const auto for_each_key_tile = [&](auto body) {
+    for (int tile = begin; tile < end; ++tile) {
+      __syncthreads();
+      load_keys(tile, 0);
+      commit_copies();
+      wait_for_copies();
+      __syncthreads();
+      if (warp_sight.any(tile * kTileKeys, kTileKeys)) body(tile * kTileKeys);
+    }
+  };
+
+  RowShift shift[2];
+  float unit[2] = {0.5f, 0.5f}, lift[2] = {0, 0};  // lift: dither's part of the shift
+  if (plan.stabiliser == Stabiliser::dither || plan.stabiliser == Stabiliser::paper_capped)
+    for (int i = 0; i < 2; ++i) {
+      unit[i] = device_random_unit(stream_key(p, plan, 63u), static_cast<uint64_t>(head) * p.T + row[i]);
+      if (plan.stabiliser == Stabiliser::dither) lift[i] = __fmul_rn(unit[i], kLog2);
+    }
+
+  commit_copies();
+  if (Shape::kKeepQ || max_first) {
+    wait_for_copies();
+    __syncthreads();
+  }
+  if constexpr (Shape::kKeepQ) {
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) load_left<kD>(q[k], q_tile, warp * kWarpRows, k, lane);
+  }
+
+  if (max_first) {
+    float top[2] = {kNone, kNone};
+    for_each_key_tile([&](int key) {
+      float s[kFragments][4];
+      score_tile(s, key, 0);
+      for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], largest(s, i));
+    });
+    int count[2] = {0, 0};
+    for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
+    if (counts_ties) {
+      for_each_key_tile([&](int key) {
+        float s[kFragments][4];
+        score_tile(s, key, 0);
+        for (int i = 0; i < 2; ++i) count[i] += count_at_least(s, i, shift[i].tie_threshold(plan, top[i]));
+      });
+      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
+    }
+    for (int i = 0; i < 2; ++i) shift[i].add_tile(plan, top[i], count[i], unit[i]);
+    __syncthreads();
+  }
+
+  // Ties with the row's final maximum, counted while it is still rising. Each lane counts its own scores and
+  // knows the least of them as long as it counts one a tile: then a new maximum leaves all, or none. Where
+  // some of several may drop out, one more pass over the keys settles the doubt.
+  int tied[2] = {0, 0};
+  float least_tied[2] = {0, 0}, tie_max[2] = {shift[0].max, shift[1].max};
+  bool doubt = false;
+
+  float o[kD / 8][4] = {}, wide_o[kQuick ? 1 : kD / 8][4] = {};
+  float sum[2] = {0, 0}, wide_sum[2] = {0, 0};
+  const StreamKey probs_key = stream_key(p, plan, Site::probs), sum_key = stream_key(p, plan, Site::row_sum),
+                  pv_key = stream_key(p, plan, Site::pv);
+  const auto round_sums = [&](int tile) {
+    for (int i = 0; i < 2; ++i)
+      sum[i] = round_one<kAny>(sum[i], row_sum, sum_key,
+                               (static_cast<uint64_t>(head) * key_tiles + tile) * pitch + row[i]);
+    round_fragments<kAny>(
+        o, pv, pv_key,
+        {((static_cast<uint64_t>(head) * key_tiles + tile) * p.D + 2 * quad) * pitch + row[0], 1, pitch});
+  };
+
+  if (begin < end && Shape::kStages > 1) {
+    load_keys(begin, 0);
+    load_values(begin, 0);
+    commit_copies();
+  }
+  for (int tile = begin; tile < end; ++tile) {
+    const int stage = Shape::kStages > 1 ? (tile - begin) & 1 : 0, key = tile * kTileKeys;
+    if constexpr (Shape::kStages > 1) {
+      wait_for_copies();
+      __syncthreads();  // the tile is here, and nobody reads the one before it any more
+      if (tile + 1 < end) {
+        load_keys(tile + 1, stage ^ 1);
+        load_values(tile + 1, stage ^ 1);
+        commit_copies();
+      }
+    } else {
+      __syncthreads();
+      load_keys(tile, 0);
+      load_values(tile, 0);
+      commit_copies();
+      wait_for_copies();
+      __syncthreads();
+    }
+    if (!warp_sight.any(key, kTileKeys)) continue;
+
+    float s[kFragments][4];
+    score_tile(s, key, stage);
+    const float lane_max[2] = {largest(s, 0), largest(s, 1)};
+    const float tile_max[2] = {quad_max(lane_max[0]), quad_max(lane_max[1])};
+    if constexpr (kTies) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float top = fmaxf(tie_max[i], tile_max[i]), threshold = __fsub_rn(top, tie_tolerance);
+        if (tied[i] > 0 && least_tied[i] < threshold) {
+          doubt |= tied[i] > 1 && tie_max[i] >= threshold;
+          tied[i] = 0;
+        }
+        tie_max[i] = top;
+        if (lane_max[i] >= threshold && lane_max[i] != kNone) {
+          const int count = count_at_least(s, i, threshold);
+          least_tied[i] = count > 1 ? kNone : tied[i] == 0 ? lane_max[i] : fminf(least_tied[i], lane_max[i]);
+          tied[i] += count;
+        }
+      }
+    }
+    if (!max_first) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float before = shift[i].m;
+        if constexpr (kQuick) {
+          shift[i].max = fmaxf(shift[i].max, tile_max[i]);
+          shift[i].m = __fadd_rn(shift[i].max, lift[i]);
+        } else {
+          int count = 0;
+          if (counts_ties) count = quad_sum(count_at_least(s, i, shift[i].tie_threshold(plan, tile_max[i])));
+          shift[i].add_tile(plan, tile_max[i], count, unit[i]);
+        }
+        const float now = shift[i].m == kNone ? 0.0f : shift[i].m;
+        factor[i] = before == kNone ? kNone : __fsub_rn(before, now);
+        factor[i] =
+            power_shift ? ldexpf(1.0f, static_cast<int>(fmaxf(-300.0f, factor[i]))) : exp_low(factor[i]);
+      }
+      // What was summed under the old shift, under the new one.
+      if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          sum[i] = __fmul_rn(sum[i], factor[i]);
+          if constexpr (!kQuick) wide_sum[i] = __fmul_rn(wide_sum[i], factor[i]);
+        }
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
+            if constexpr (!kQuick) wide_o[n][e] = __fmul_rn(wide_o[n][e], factor[e / 2]);
+          }
+      }
+    }
+    const float m[2] = {shift[0].m == kNone ? 0.0f : shift[0].m, shift[1].m == kNone ? 0.0f : shift[1].m};
+    exponentials<kAny>(s, power_shift, shifted, shifted_key, elements_at(key),
+                       [&](int, int e) { return m[e / 2]; });
+    float tile_sum[2] = {0, 0};
+    const auto add_up = [&] {
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) tile_sum[e / 2] = __fadd_rn(tile_sum[e / 2], s[n][e]);
+    };
+    // l sums the probabilities before their rounding; consistent's those that are used.
+    if (!consistent) add_up();
+    if (kAny || consistent) round_fragments<kAny>(s, probs, probs_key, elements_at(key));
+    if (consistent) add_up();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      tile_sum[i] = quad_sum(tile_sum[i]);
+      sum[i] = __fadd_rn(sum[i], tile_sum[i]);
+      if constexpr (!kQuick) wide_sum[i] = __fadd_rn(wide_sum[i], tile_sum[i]);
+    }
+    const uint32_t values = v_tile + stage * Shape::kTileBytes;
+    multiply_columns<kD, kFragments, kAny>(o, s, probs_parts, values, kTileKeys, 0, v_parts, lane);
+    if constexpr (!kQuick)
+      if (shadow)
+        multiply_columns<kD, kFragments, kAny>(wide_o, s, probs_parts, values, kTileKeys, 0, v_parts, lane);
+    if (!one_tile) round_sums(tile);
+  }
+  if (one_tile && begin < end) round_sums(0);
+
+  if constexpr (kTies) {
+    if (__syncthreads_or(doubt)) {
+      tied[0] = tied[1] = 0;
+      for_each_key_tile([&](int key) {
+        float s[kFragments][4];
+        score_tile(s, key, 0);
+        for (int i = 0; i < 2; ++i)
+          if (tie_max[i] != kNone) tied[i] += count_at_least(s, i, __fsub_rn(tie_max[i], tie_tolerance));
+      });
+    }
+    for (int i = 0; i < 2; ++i) {
+      const int count = quad_sum(tied[i]);
+      if (quad == 0 && row[i] < p.T)
+        p.ties[static_cast<int64_t>(head) * p.T + row[i]] = row[i] < sight.rows ? count : 0;
+    }
+  }
+
+  // L and what the backward pass needs of m and l: lane 0 of a row's four for the first row, lane 1 for the
+  // other.
+  {
+    const int i = quad & 1, own = row[i];
+    const float own_max = i ? shift[1].max : shift[0].max, m = i ? shift[1].m : shift[0].m,
+                own_sum = i ? sum[1] : sum[0];
+    const float l = consistent ? (i ? wide_sum[1] : wide_sum[0]) : own_sum;
+    const bool empty = own >= sight.rows || (own_max == kNone && own_sum == 0);
+    // The logarithm in FP64, rounded once: within an ulp of the CPU's logf.
+    const double log_sum = log(static_cast<double>(l));
+    const float finite_m = m == kNone ? 0.0f : m;
+    const float lse =
+        power_shift
+            ? static_cast<float>(fma(static_cast<double>(finite_m), 0.693147180559945309417232, log_sum))
+            : __fadd_rn(finite_m, static_cast<float>(log_sum));
+    float given = lse;
+    if constexpr (kAny)
+      if (plan.stabiliser == Stabiliser::centre_keys && !empty)
+        given = __fadd_rn(lse, score_of_mean_key(p, plan, b, h, own));
+    if (quad < 2 && own < p.T) {
+      const int64_t at = static_cast<int64_t>(head) * p.T + own;
+      p.row_values[at] = empty ? float2{0.0f, 1.0f} : consistent ? float2{m, l} : float2{lse, 1.0f};
+      p.lse[at] = empty ? kNone : given;
+    }
+  }
+  // O, and what delta uses.
+  const StreamKey output_key = stream_key(p, plan, Site::output);
+  const SiteRounding output = plan.at(Site::output), output_for_delta = plan.at(Site::output_for_delta);
+  const bool saves_output = plan.saves_output, wide = plan.wide;
+  const RowWriter writer(p, p.o, b, h, row, sight.rows, p.T);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (row[i] >= sight.rows) {
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) o[n][2 * i] = o[n][2 * i + 1] = 0;
+    }
+  const auto divisor = [&](int i, float l) {
+    return (shift[i].max == kNone && sum[i] == 0) || row[i] >= sight.rows ? 1.0f : l;
+  };
+  const float by[2] = {divisor(0, sum[0]), divisor(1, sum[1])};
+  // wide without a shadow: l was never rounded, so the two are one.
+  const float wide_by[2] = {divisor(0, wide && !kQuick ? wide_sum[0] : sum[0]),
+                            divisor(1, wide && !kQuick ? wide_sum[1] : sum[1])};
+#pragma unroll
+  for (int n = 0; n < kD / 8; ++n) {
+    const Elements elements{(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1,
+                            pitch};
+    float x[1][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[0][e] = __fdiv_rn(o[n][e], by[e / 2]);
+    round_fragments<true>(x, output, output_key, elements);
+    const int d = 8 * n + 2 * quad;
+    writer.write(d, x[0]);
+    if (saves_output) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float source = o[n][e];
+        if constexpr (!kQuick) source = shadow ? wide_o[n][e] : source;
+        x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
+      }
+      round_fragments<true>(x, output_for_delta, output_key, elements);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (row[e / 2] < sight.rows && d + e % 2 < p.D)
+          p.o_for_delta[(static_cast<int64_t>(head) * p.T + row[e / 2]) * p.D + d + e % 2] = x[0][e];
+    }
+  }
+}
+
+}  // namespace evenkeel::any_plan

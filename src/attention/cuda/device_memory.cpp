@@ -1,0 +1,53 @@
+#include "attention/device_memory.h"
+
+#include "attention/cuda/kernels.h"
+
+namespace evenkeel {
+
+DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
+  if (bytes > 0) check_cuda(cudaMalloc(&data_, bytes), "taking device memory");
+}
+DeviceMemory::~DeviceMemory() {
+  if (data_) cudaFree(data_);
+}
+void DeviceMemory::upload(const void* from, size_t bytes, size_t offset) {
+  device_wait();
+  check_cuda(cudaMemcpy(as<char>() + offset, from, bytes, cudaMemcpyHostToDevice), "copying to the device");
+}
+void DeviceMemory::download(void* to, size_t bytes, size_t offset) const {
+  device_wait();
+  check_cuda(cudaMemcpy(to, as<char>() + offset, bytes, cudaMemcpyDeviceToHost), "copying from the device");
+}
+void DeviceMemory::fill(uint8_t byte) {
+  check_cuda(cudaMemset(data_, byte, bytes_), "filling device memory");
+  device_wait();
+}
+
+DeviceStream::DeviceStream() {
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  stream_ = stream;
+}
+DeviceStream::~DeviceStream() { cudaStreamDestroy(static_cast<cudaStream_t>(stream_)); }
+
+void device_wait() { check_cuda(cudaDeviceSynchronize(), "running on the device"); }
+
+double device_seconds(const std::function<void(void*)>& work) {
+  const DeviceStream stream;
+  const auto handle = static_cast<cudaStream_t>(stream.get());
+  cudaEvent_t begin = nullptr, end = nullptr;
+  check_cuda(cudaEventCreate(&begin), "making an event");
+  check_cuda(cudaEventCreate(&end), "making an event");
+  device_wait();
+  check_cuda(cudaEventRecord(begin, handle), "timing");
+  work(stream.get());
+  check_cuda(cudaEventRecord(end, handle), "timing");
+  check_cuda(cudaEventSynchronize(end), "running on the device");
+  float milliseconds = 0;
+  check_cuda(cudaEventElapsedTime(&milliseconds, begin, end), "timing");
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return milliseconds * 1e-3;
+}
+
+}  // namespace evenkeel

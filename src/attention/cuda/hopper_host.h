@@ -1,0 +1,34 @@
+// The host side that the Hopper kernels share: tensor maps, and the layout of what forward saves.
+// Internal to src/attention.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "attention/cuda/kernels.h"
+
+namespace evenkeel::hopper {
+
+inline constexpr int kBoxFeatures = 64;  // of a tile in shared memory (hopper.cuh)
+
+// A map of {D, rows, heads, batch} with boxes of 64 features and `box_rows` rows.
+CUtensorMap tensor_map(const DeviceTensor& tensor, int64_t D, int64_t rows, int64_t heads, int64_t batch,
+                       int box_rows);
+// Of q-like (rows T, heads H) and k-like (rows N, heads G) tensors of a problem, packed or not.
+CUtensorMap query_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
+CUtensorMap key_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
+int multiprocessors();
+
+// What forward leaves for backward in `saved`, each 256-byte aligned. Null where the stabiliser needs none.
+struct Saved {
+  int8_t* residue = nullptr;  // (B, H, T, D): wide_output, consistent
+  float *row_max = nullptr,   // (B, H, T): consistent: M, a whole number (m = M log 2)
+      *row_sum = nullptr;     // (B, H, T): consistent: the sum of the rounded probabilities
+  size_t bytes = 0;
+};
+Saved saved_layout(const CudaAttention& problem, void* saved);
+
+// backward's delta for zero_sum: sum P dP / sum P by a pass of its own. (B, H, T)
+void exact_delta(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+                 const float* lse, float* delta, cudaStream_t stream);
+
+}  // namespace evenkeel::hopper

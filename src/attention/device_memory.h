@@ -1,0 +1,73 @@
+// Device memory, streams and a clock for those who call attention on a GPU from C++: conform, tests, the bench.
+// Plain C++, in every build; without CUDA every call throws DataError. The attention calls themselves never allocate.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace evenkeel {
+
+// Owns bytes on the current device, aligned to 256.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  explicit DeviceMemory(size_t bytes);
+  template <class T>
+  explicit DeviceMemory(const std::vector<T>& values) : DeviceMemory(values.size() * sizeof(T)) {
+    upload(values.data(), bytes_);
+  }
+  DeviceMemory(DeviceMemory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~DeviceMemory();
+
+  void* data() const { return data_; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const { return bytes_; }
+
+  // Both wait for all work of the device first. REQUIRES: the range lies inside.
+  void upload(const void* from, size_t bytes, size_t offset = 0);
+  void download(void* to, size_t bytes, size_t offset = 0) const;
+  template <class T>
+  std::vector<T> download() const {
+    std::vector<T> values(bytes_ / sizeof(T));
+    download(values.data(), values.size() * sizeof(T));
+    return values;
+  }
+  void fill(uint8_t byte);
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// A stream beside the default one, which it does not wait for.
+class DeviceStream {
+ public:
+  DeviceStream();
+  ~DeviceStream();
+  DeviceStream(const DeviceStream&) = delete;
+  DeviceStream& operator=(const DeviceStream&) = delete;
+  void* get() const { return stream_; }  // a cudaStream_t
+
+ private:
+  void* stream_ = nullptr;
+};
+
+// Waits for all work of the device; throws DataError with CUDA's words where some of it failed.
+void device_wait();
+
+// Seconds that the device takes for what `work` puts on the stream, by its own clock.
+double device_seconds(const std::function<void(void* stream)>& work);
+
+}  // namespace evenkeel

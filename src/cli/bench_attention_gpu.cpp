@@ -1,0 +1,497 @@
+// `evenkeel bench attention --gpu`: our kernels next to PyTorch's FlashAttention-2 and cuDNN on the same tensors, in
+// one process. python/bench_attention.py holds the stopwatch, through the C interface; here is what is measured, against
+// which figures, and the verdict. Without PyTorch our kernels are timed alone, from C++.
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "attention/attention_cuda.h"
+#include "attention/device_memory.h"
+#include "base/error.h"
+#include "cli/bench.h"
+#include "numerics/random.h"
+
+namespace evenkeel::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// --- What there is to reach.
+struct Rate {
+  double forward, backward;  // TFLOP/s
+  // Of both passes: forward is 1, backward 2.5 parts of the work.
+  double both() const { return 3.5 / (1 / forward + 2.5 / backward); }
+};
+struct Row {
+  int64_t B, H, T, D;  // causal
+  Rate flash2, cudnn, flash3;
+  double must, aim;  // forward + backward
+  // Forward: two products of 2 T T D, half of it masked.
+  double forward_flops() const { return 4.0 * static_cast<double>(B * H * T * T * D) / 2; }
+  double flops() const { return 3.5 * forward_flops(); }
+  std::string name() const { return fmt::format("{},{},{},{}", B, H, T, D); }
+};
+// TFLOP/s on an H200, BF16, causal: PyTorch 2.11's FlashAttention-2 and cuDNN 9.19; FlashAttention-3 built from its own
+// source with CUDA 13.0, its backward not deterministic.
+constexpr Row kRows[] = {
+    {64, 12, 1024, 64, {188, 139}, {314, 222}, {310, 304}, 290, 336},
+    {8, 16, 4096, 64, {276, 213}, {415, 355}, {465, 470}, 400, 470},
+    {32, 16, 1024, 128, {242, 159}, {438, 285}, {505, 352}, 345, 400},
+    {8, 16, 4096, 128, {290, 253}, {540, 475}, {632, 503}, 470, 535},
+    {2, 16, 16384, 128, {329, 303}, {637, 519}, {635, 588}, 530, 600},
+};
+constexpr size_t kQuickRows[] = {0, 3};
+constexpr double kRemedyPrice = 1.02;   // the default remedy against none, forward + backward, row 1
+constexpr double kAnyPlanShare = 0.35;  // bf16_all against cuDNN, row 1
+constexpr double kFactsPrice = 1.05;    // ties, residual and delta's error as outputs
+
+// The default remedy: the cheapest of those that cure. consistent is stronger and dearer.
+constexpr const char* kRemedyStabiliser = "wide_output";
+constexpr const char* kFast[] = {"none", "paper_capped", "dither", "wide_output", "consistent", "zero_sum"};
+constexpr double kTiedShares[] = {0, 0.05, 1};
+
+// --- What is measured.
+struct Contestant {
+  std::string name, plan;  // no plan: a rival
+  bool facts = false;
+  bool is_rival() const { return plan.empty(); }
+};
+struct Group {
+  enum Kind { speed, price_of_stabilisers, any_plan } kind;
+  const Row* row;
+  double tied = 0;  // share of rows whose largest score is shared
+  std::vector<Contestant> contestants;
+};
+struct Timing {
+  std::string name, kernel, why, error;
+  std::vector<double> forward, backward;  // seconds a call, one a round
+
+  bool ok() const { return error.empty() && !forward.empty(); }
+  std::vector<double> both() const {
+    std::vector<double> sums(forward.size());
+    std::transform(forward.begin(), forward.end(), backward.begin(), sums.begin(), std::plus<>());
+    return sums;
+  }
+};
+using Timings = std::vector<std::vector<Timing>>;  // a list a group
+
+constexpr const char* kFlash2 = "fa2";
+constexpr const char* kCudnn = "cudnn";
+constexpr const char* kOurs = "evenkeel";
+constexpr const char* kOursPlain = "evenkeel, no remedy";
+constexpr const char* kOursConsistent = "evenkeel, consistent";
+constexpr const char* kAnyPlan = "bf16_all";
+constexpr const char* kAnyPlanFacts = "bf16_all, with facts";
+
+double quantile(std::vector<double> x, double q) {
+  std::sort(x.begin(), x.end());
+  return x[static_cast<size_t>(std::lround(q * static_cast<double>(x.size() - 1)))];
+}
+double median(const std::vector<double>& x) { return quantile(x, 0.5); }
+
+std::vector<Group> groups_for(const GpuBenchOptions& options) {
+  std::vector<size_t> chosen;
+  for (const std::string& text : options.rows) {
+    require(text.size() == 1 && text[0] >= '1' && text[0] < static_cast<char>('1' + std::size(kRows)),
+            "--row {}: expected a number from 1 to {}", text, std::size(kRows));
+    chosen.push_back(static_cast<size_t>(text[0] - '1'));
+  }
+  const bool everything = chosen.empty() && !options.quick;
+  if (chosen.empty() && options.quick) chosen.assign(std::begin(kQuickRows), std::end(kQuickRows));
+  for (size_t n = 0; everything && n < std::size(kRows); ++n) chosen.push_back(n);
+
+  const std::vector<Contestant> rivals = {{kFlash2, ""}, {kCudnn, ""}};
+  std::vector<Group> groups;
+  for (size_t n : chosen) {
+    Group group{Group::speed, &kRows[n], 0, rivals};
+    group.contestants.push_back({kOurs, fmt::format("flash2,stabiliser={}", kRemedyStabiliser)});
+    group.contestants.push_back({kOursPlain, "flash2"});
+    group.contestants.push_back({kOursConsistent, "flash2,stabiliser=consistent"});
+    for (const std::string& plan : options.plans) {
+      parse_plan(plan);
+      group.contestants.push_back({plan, plan});
+    }
+    groups.push_back(std::move(group));
+  }
+  if (!everything) return groups;
+  for (double tied : kTiedShares) {
+    Group group{Group::price_of_stabilisers, &kRows[0], tied, {}};
+    for (const char* stabiliser : kFast)
+      group.contestants.push_back({stabiliser, fmt::format("flash2,stabiliser={}", stabiliser)});
+    groups.push_back(std::move(group));
+  }
+  Group any{Group::any_plan, &kRows[0], 0, {rivals[1]}};
+  any.contestants.push_back({kAnyPlan, "bf16_all"});
+  any.contestants.push_back({kAnyPlanFacts, "bf16_all", /*facts=*/true});
+  groups.push_back(std::move(any));
+  return groups;
+}
+
+// --- The stopwatch in Python.
+
+// What a run of the script gave: its answer, or why there is none.
+struct Answer {
+  std::optional<Json> json;
+  std::string why_not;
+};
+
+std::string quoted(const std::string& word) {
+  std::string text = "'";
+  for (char c : word) text += c == '\'' ? "'\\''" : std::string(1, c);
+  return text + "'";
+}
+
+fs::path program_folder() {
+  std::error_code ignored;
+  return fs::read_symlink("/proc/self/exe", ignored).parent_path();
+}
+
+// Beside the program, one folder up, here, or in the tree it was built from.
+fs::path script_path() {
+  const fs::path program = program_folder();
+  for (const fs::path& folder : {program, program / ".." / "python", fs::current_path() / "python",
+                                 fs::path(EVENKEEL_SOURCE_DIR) / "python"})
+    if (fs::exists(folder / "bench_attention.py")) return folder / "bench_attention.py";
+  return {};
+}
+
+// A file that is gone when this is.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::string& text) {
+    const int file = mkstemp(path_.data());
+    require_data(file >= 0, "cannot make a file {}", path_);
+    close(file);
+    std::ofstream(path_) << text;
+  }
+  ~TemporaryFile() { unlink(path_.c_str()); }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_ = (fs::temp_directory_path() / "evenkeel-bench-XXXXXX").string();
+};
+
+Answer ask_python(const std::vector<Group>& groups, int64_t rounds, const std::string& layout) {
+  constexpr int kNoTorch = 77, kNoPython = 127;
+  const fs::path script = script_path(), library = program_folder() / "libevenkeel.so";
+  if (script.empty()) return {{}, "python/bench_attention.py is not here"};
+  if (!fs::exists(library)) return {{}, library.string() + " is not here"};
+  Json request = {{"library", library.string()}, {"rounds", rounds}};
+  for (const Group& group : groups) {
+    const Row& row = *group.row;
+    Json contestants = Json::array();
+    for (const Contestant& c : group.contestants) {
+      Json spec = {{"name", c.name}};
+      if (!c.is_rival()) {
+        spec["plan"] = c.plan;
+        spec["facts"] = c.facts;
+      }
+      contestants.push_back(spec);
+    }
+    request["groups"].push_back({{"shape", {row.B, row.H, row.T, row.D}},
+                                 {"layout", layout},
+                                 {"tied", group.tied},
+                                 {"contestants", contestants}});
+  }
+  const TemporaryFile file(request.dump());
+  const char* python = std::getenv("EVENKEEL_PYTHON");
+  const std::string command = fmt::format("{} {} {}", quoted(python ? python : "python3"),
+                                          quoted(script.string()), quoted(file.path()));
+  std::FILE* pipe = popen(command.c_str(), "r");
+  require_data(pipe != nullptr, "cannot run {}", command);
+  std::string text;
+  std::array<char, 4096> buffer;
+  while (const size_t got = fread(buffer.data(), 1, buffer.size(), pipe)) text.append(buffer.data(), got);
+  const int status = pclose(pipe);
+  const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  if (code == kNoTorch) return {{}, "no PyTorch with a GPU"};
+  if (code == kNoPython) return {{}, "no python3"};
+  require_data(code == 0, "{} failed with exit code {}", script.string(), code);
+  return {Json::parse(text), ""};
+}
+
+Timings timings_of(const Json& answer) {
+  Timings timings;
+  for (const Json& group : answer.at("groups")) {
+    std::vector<Timing>& list = timings.emplace_back();
+    for (const Json& t : group)
+      list.push_back({t.at("name"), t.value("kernel", ""), t.value("why", ""), t.value("error", ""),
+                      t.value("forward", std::vector<double>{}), t.value("backward", std::vector<double>{})});
+  }
+  return timings;
+}
+
+// --- The stopwatch in C++: ours alone.
+
+// q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D).
+class OnDevice {
+ public:
+  OnDevice(const Row& row, const Contestant& c) : facts_(c.facts) {
+    problem_.B = row.B;
+    problem_.H = problem_.G = row.H;
+    problem_.T = problem_.N = row.T;
+    problem_.D = row.D;
+    problem_.causal = true;
+    problem_.plans = {parse_plan(c.plan)};
+    choice = choose_kernel(cuda_device(), problem_, facts_);
+    const CudaSizes sizes = cuda_attention_sizes(problem_, facts_);
+    const auto elements = static_cast<size_t>(row.B * row.H * row.T * row.D),
+               rows = elements / static_cast<size_t>(row.D);
+    // Uniform with variance 1; a block that repeats at no multiple of a head is as good as fresh numbers here.
+    std::vector<uint16_t> values(1'000'003);
+    for (size_t n = 0; n < tensors_.size(); ++n) {
+      tensors_[n] = DeviceMemory(elements * sizeof(uint16_t));
+      if (n >= kInputs) continue;
+      for (size_t i = 0; i < values.size(); ++i) {
+        const float x = (random_unit({1, 0, static_cast<uint32_t>(n)}, i) - 0.5f) * std::sqrt(12.0f);
+        values[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(round_to(Rounding{kBf16}, x)) >> 16);
+      }
+      for (size_t first = 0; first < elements; first += values.size())
+        tensors_[n].upload(values.data(), std::min(values.size(), elements - first) * sizeof(uint16_t),
+                           first * sizeof(uint16_t));
+    }
+    for (DeviceMemory& memory : rows_) memory = DeviceMemory(rows * sizeof(float));
+    saved_ = DeviceMemory(sizes.saved);
+    workspace_ = DeviceMemory(sizes.workspace);
+    stride_ = {row.H * row.T * row.D, row.T * row.D, row.D, 1};
+  }
+  void forward(void* stream) const {
+    attention_forward_cuda(problem_, inputs(), results(), facts_, workspace_.data(), stream);
+  }
+  void backward(void* stream) const {
+    CudaBackward out{tensor(5), tensor(6), tensor(7)};
+    if (facts_) {
+      out.residual = rows_[2].as<float>();
+      out.delta_error = rows_[3].as<float>();
+    }
+    attention_backward_cuda(problem_, inputs(), tensor(3), results(), out, facts_, workspace_.data(), stream);
+  }
+  KernelChoice choice;
+
+ private:
+  DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), stride_}; }
+  CudaInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
+  CudaForward results() const {
+    return {tensor(4), rows_[0].as<float>(), saved_.data(), facts_ ? rows_[1].as<int32_t>() : nullptr};
+  }
+
+  CudaAttention problem_;
+  bool facts_;
+  static constexpr size_t kInputs = 4;
+  std::array<DeviceMemory, 8> tensors_;  // q, k, v, dO, o, dq, dk, dv
+  std::array<DeviceMemory, 4> rows_;     // lse, ties, residual, delta_error
+  DeviceMemory saved_, workspace_;
+  std::array<int64_t, 4> stride_{};
+};
+
+Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
+  constexpr int kCalls = 4;
+  Timings timings;
+  for (const Group& group : groups) {
+    std::vector<Timing>& list = timings.emplace_back();
+    std::vector<std::unique_ptr<OnDevice>> running;
+    for (const Contestant& c : group.contestants) {
+      if (c.is_rival() || group.tied > 0) continue;
+      Timing& timing = list.emplace_back();
+      timing.name = c.name;
+      try {
+        running.push_back(std::make_unique<OnDevice>(*group.row, c));
+        timing.kernel = name(running.back()->choice.kernel);
+        timing.why = running.back()->choice.why;
+        running.back()->forward(nullptr);
+        running.back()->backward(nullptr);
+        device_wait();
+      } catch (const std::exception& error) {
+        timing.error = error.what();
+        if (running.size() < list.size()) running.push_back(nullptr);
+      }
+    }
+    for (int64_t round = 0; round < rounds; ++round)
+      for (size_t n = 0; n < list.size(); ++n) {
+        if (!list[n].error.empty()) continue;
+        const auto seconds = [&](auto pass) {
+          return device_seconds([&](void* stream) {
+                   for (int call = 0; call < kCalls; ++call) pass(stream);
+                 }) /
+                 kCalls;
+        };
+        list[n].forward.push_back(seconds([&](void* stream) { running[n]->forward(stream); }));
+        list[n].backward.push_back(seconds([&](void* stream) { running[n]->backward(stream); }));
+      }
+  }
+  return timings;
+}
+
+// --- Results.
+
+const Timing* find(const std::vector<Timing>& list, std::string_view name) {
+  for (const Timing& t : list)
+    if (t.name == name && t.ok()) return &t;
+  return nullptr;
+}
+
+Rate rate(const Row& row, const Timing& t) {
+  return {row.forward_flops() / median(t.forward) * 1e-12,
+          2.5 * row.forward_flops() / median(t.backward) * 1e-12};
+}
+double both(const Row& row, const Timing& t) { return row.flops() / median(t.both()) * 1e-12; }
+
+// A ratio and what it must be.
+struct Verdict {
+  std::string what;
+  double value, target;
+  bool at_least;
+  bool ok() const { return at_least ? value >= target : value <= target; }
+};
+
+std::vector<Verdict> verdicts_of(const std::vector<Group>& groups, const Timings& timings) {
+  std::vector<Verdict> verdicts;
+  for (size_t n = 0; n < groups.size(); ++n) {
+    const Group& group = groups[n];
+    const Row& row = *group.row;
+    const std::vector<Timing>& list = timings[n];
+    // What was to be measured and was not counts as missed.
+    const auto tflops = [&](const char* name) {
+      const Timing* t = find(list, name);
+      return t ? both(row, *t) : 0.0;
+    };
+    const auto price = [&](const char* dearer, const char* cheaper) {
+      return tflops(dearer) > 0 ? tflops(cheaper) / tflops(dearer) : INFINITY;
+    };
+    const auto add = [&](const std::string& what, double value, double target, bool at_least) {
+      verdicts.push_back({row.name() + " " + what, value, target, at_least});
+    };
+    if (group.kind == Group::speed) add("against the must", tflops(kOurs) / row.must, 1, true);
+    if (group.kind == Group::price_of_stabilisers && group.tied == 0)
+      add(fmt::format("the price of {}", kRemedyStabiliser), price(kRemedyStabiliser, "none"), kRemedyPrice,
+          false);
+    if (group.kind == Group::any_plan) {
+      if (const Timing* cudnn = find(list, kCudnn))
+        add("bf16_all against cuDNN", tflops(kAnyPlan) / both(row, *cudnn), kAnyPlanShare, true);
+      add("bf16_all, the price of facts", price(kAnyPlanFacts, kAnyPlan), kFactsPrice, false);
+    }
+  }
+  return verdicts;
+}
+
+std::string title(const Group& group) {
+  std::string text = fmt::format("{} causal", group.row->name());
+  if (group.tied > 0) text += fmt::format(", {:.0f} % of the rows tied", 100 * group.tied);
+  return text;
+}
+
+void print(const std::vector<Group>& groups, const Timings& timings) {
+  for (size_t n = 0; n < groups.size(); ++n) {
+    const Row& row = *groups[n].row;
+    const std::vector<Timing>& list = timings[n];
+    if (list.empty()) continue;
+    fmt::print("\n{:<32}{:>8}{:>10}{:>10}  {:<16}{:>7}{:>8}{:>7}  {}\n", title(groups[n]), "forward",
+               "backward", "both", "10..90 %", "x FA2", "x cuDNN", "x FA3", "kernel");
+    const Timing *flash2 = find(list, kFlash2), *cudnn = find(list, kCudnn);
+    for (const Timing& t : list) {
+      if (!t.ok()) {
+        fmt::print("  {:<30}failed: {}\n", t.name, t.error.empty() ? "no result" : t.error);
+        continue;
+      }
+      const Rate r = rate(row, t);
+      const double total = both(row, t);
+      const auto tflops = [&](double seconds) { return row.flops() / seconds * 1e-12; };
+      const auto ratio = [&](const Timing* rival) {
+        return rival ? fmt::format("{:.2f}", total / both(row, *rival)) : "-";
+      };
+      fmt::print(
+          "  {:<30}{:>8.0f}{:>10.0f}{:>10.0f}  {:<16}{:>7}{:>8}{:>7.2f}  {}\n", t.name, r.forward, r.backward,
+          total,
+          fmt::format("{:.0f}..{:.0f}", tflops(quantile(t.both(), 0.9)), tflops(quantile(t.both(), 0.1))),
+          ratio(flash2), ratio(cudnn), total / row.flash3.both(), t.kernel);
+    }
+    if (find(list, kOurs))
+      fmt::print(
+          "  {:<30}{:>8}{:>10}{:>10.0f}  FA3 then {:.0f} / {:.0f}, cuDNN then {:.0f} / {:.0f}; aim {:.0f}\n",
+          "must", "", "", row.must, row.flash3.forward, row.flash3.backward, row.cudnn.forward,
+          row.cudnn.backward, row.aim);
+  }
+}
+
+Json to_json(const std::vector<Group>& groups, const Timings& timings, const std::vector<Verdict>& verdicts) {
+  Json out = {{"schema", 1}, {"groups", Json::array()}, {"targets", Json::array()}};
+  for (size_t n = 0; n < groups.size(); ++n) {
+    const Row& row = *groups[n].row;
+    Json list = Json::array();
+    for (const Timing& t : timings[n]) {
+      Json entry = {{"name", t.name}, {"kernel", t.kernel}, {"why", t.why}};
+      if (t.ok()) {
+        const Rate r = rate(row, t);
+        entry["forward_tflops"] = r.forward;
+        entry["backward_tflops"] = r.backward;
+        entry["both_tflops"] = both(row, t);
+        entry["forward_seconds"] = t.forward;
+        entry["backward_seconds"] = t.backward;
+      } else {
+        entry["error"] = t.error;
+      }
+      list.push_back(entry);
+    }
+    out["groups"].push_back({{"shape", {row.B, row.H, row.T, row.D}},
+                             {"tied", groups[n].tied},
+                             {"must_tflops", row.must},
+                             {"aim_tflops", row.aim},
+                             {"fa3_tflops", {row.flash3.forward, row.flash3.backward}},
+                             {"contestants", list}});
+  }
+  for (const Verdict& v : verdicts)
+    out["targets"].push_back({{"what", v.what}, {"ratio", v.value}, {"target", v.target}, {"ok", v.ok()}});
+  return out;
+}
+
+}  // namespace
+
+int bench_attention_gpu(const GpuBenchOptions& options) {
+  require(options.layout == "bthd" || options.layout == "bhtd", "--layout {}: expected bthd or bhtd",
+          options.layout);
+  const std::vector<Group> groups = groups_for(options);
+  const CudaDevice device = cuda_device();
+  require_data(device.present, "--gpu: no GPU: {}", device.why);
+  const int64_t rounds = options.rounds > 0 ? options.rounds : options.quick ? 7 : 15;
+  const Answer answer = ask_python(groups, rounds, options.layout);
+  const Timings timings = answer.json ? timings_of(*answer.json) : time_alone(groups, rounds);
+  const std::string rivals = answer.json
+                                 ? fmt::format("PyTorch {}, cuDNN {}", answer.json->value("torch", "?"),
+                                               answer.json->value("cudnn", 0))
+                                 : "no rival: " + answer.why_not;
+  const std::vector<Verdict> verdicts = verdicts_of(groups, timings);
+  const bool ok = std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.ok(); });
+  if (options.json) {
+    Json out = to_json(groups, timings, verdicts);
+    out["device"] = device.name;
+    out["rivals"] = rivals;
+    fmt::print("{}\n", out.dump(2));
+    return options.check && !ok ? 1 : 0;
+  }
+  fmt::print("attention on {}: BF16, causal, TFLOP/s (medians of {} rounds); {}\n", device.name, rounds,
+             rivals);
+  print(groups, timings);
+  fmt::print("\n{:<56}{:>8}{:>10}\n", "", "ratio", "target");
+  for (const Verdict& v : verdicts)
+    fmt::print("{:<56}{:>8.3f}{:>10}  {}\n", v.what, v.value,
+               fmt::format("{} {:.3f}", v.at_least ? ">=" : "<=", v.target), v.ok() ? "ok" : "MISS");
+  fmt::print(
+      "\nFLOPs: 4 B H T T D / 2 forward, 2.5 times that backward. x FA2, x cuDNN: of this run. x FA3, must, "
+      "aim:\n"
+      "from figures of an H200 with PyTorch 2.11, cuDNN 9.19, and FlashAttention-3 built from source.\n");
+  return options.check && !ok ? 1 : 0;
+}
+
+}  // namespace evenkeel::cli

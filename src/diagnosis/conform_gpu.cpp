@@ -1,0 +1,193 @@
+#include "diagnosis/conform_gpu.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace evenkeel {
+namespace {
+
+constexpr size_t kAlignment = 256;
+
+// Hands out parts of one piece of device memory, measured first: the same requests twice, the first time without one.
+class Parts {
+ public:
+  explicit Parts(void* base) : base_(static_cast<char*>(base)) {}
+  void* take(size_t bytes) {
+    void* part = base_ ? base_ + used_ : nullptr;
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return part;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+uint16_t bf16_bits(float x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
+float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+class Transfer {
+ public:
+  Transfer(DeviceMemory& memory, ElementType type) : memory_(memory), type_(type) {}
+  size_t bytes(size_t count) const { return count * (type_ == ElementType::bf16 ? 2 : 4); }
+  size_t offset(const void* part) const {
+    return static_cast<size_t>(static_cast<const char*>(part) - memory_.as<char>());
+  }
+
+  void up(View<const float> from, void* to) {
+    const auto [B, H, rows, D] = from.shape;
+    std::vector<float> values;
+    values.reserve(static_cast<size_t>(from.count()));
+    for (int64_t b = 0; b < B; ++b)
+      for (int64_t h = 0; h < H; ++h)
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t d = 0; d < D; ++d) values.push_back(*from.at(b, h, i, d));
+    if (type_ == ElementType::fp32) return memory_.upload(values.data(), bytes(values.size()), offset(to));
+    std::vector<uint16_t> narrow(values.size());
+    std::transform(values.begin(), values.end(), narrow.begin(), bf16_bits);
+    memory_.upload(narrow.data(), bytes(narrow.size()), offset(to));
+  }
+  void down(const void* from, Tensor<float>& to) const {
+    std::vector<float>& values = to.values();
+    if (type_ == ElementType::fp32)
+      return memory_.download(values.data(), bytes(values.size()), offset(from));
+    std::vector<uint16_t> narrow(values.size());
+    memory_.download(narrow.data(), bytes(narrow.size()), offset(from));
+    std::transform(narrow.begin(), narrow.end(), values.begin(), from_bf16);
+  }
+
+ private:
+  DeviceMemory& memory_;
+  ElementType type_;
+};
+
+DeviceTensor contiguous(void* data, const std::array<int64_t, 4>& shape) {
+  return {data, contiguous_strides(shape)};
+}
+
+// Where the last element of a view lies, plus 1.
+size_t extent(const View<const uint8_t>& view) {
+  int64_t last = 0;
+  for (size_t axis = 0; axis < 4; ++axis) last += (view.shape[axis] - 1) * view.stride[axis];
+  return static_cast<size_t>(last + 1);
+}
+
+// Tensors in bf16 where everything that leaves the kernel is rounded to it anyway.
+ElementType type_for(const PrecisionPlan& plan) {
+  for (Site site : {Site::output, Site::dq, Site::dk, Site::dv})
+    if (plan.at(site) != Rounding{kBf16}) return ElementType::fp32;
+  return ElementType::bf16;
+}
+
+// delta as exact arithmetic has it, and what rounding dS must leave in a row: both from the CPU, which rounds nothing
+// else here.
+void exact_facts(const AttentionConfig& given, const AttentionInputs& in, View<const float> grad_output,
+                 AttentionBuffers& out) {
+  AttentionConfig config = given;
+  PrecisionPlan plan;
+  plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
+  plan.stabiliser = Stabiliser::zero_sum;
+  config.plans = {plan};
+  AttentionBuffers cpu(in, /*with_facts=*/true);
+  attention_forward(config, in, cpu.forward());
+  attention_backward(config, in, grad_output, cpu.forward(), cpu.backward());
+  out.delta = cpu.delta;
+  out.residual_floor = cpu.residual_floor;
+}
+
+}  // namespace
+
+ConformKernel GpuConform::kernel() {
+  return [this](const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+                AttentionBuffers& out) { run(config, in, grad_output, out); };
+}
+
+void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+                     AttentionBuffers& out) {
+  const AttentionShape shape(config, in);
+  const PrecisionPlan& plan = config.plans[0];
+  require(config.plans.size() == 1, "conform on the GPU: expected 1 plan, got {}", config.plans.size());
+  for (int64_t h = 0; h < shape.G; ++h)
+    for (int64_t j = 0; j < shape.N; ++j)
+      require(*in.k.at(0, h, j, shape.D - 1) == kKeyConstant,
+              "conform on the GPU: expected keys whose last feature is {}, got {}", kKeyConstant,
+              *in.k.at(0, h, j, shape.D - 1));
+
+  CudaAttention problem;
+  problem.B = shape.B;
+  problem.H = shape.H;
+  problem.G = shape.G;
+  problem.T = shape.T;
+  problem.N = shape.N;
+  problem.D = shape.D;
+  problem.type = type_for(plan);
+  problem.plans = config.plans;
+  problem.scale = shape.scale;
+  problem.causal = config.mask.causal;
+  problem.step = config.step;
+  problem.layer = config.layer;
+  problem.tile_keys = config.tile_keys == 0 ? 0 : 64;  // the only tiles the GPU has
+  const View<const uint8_t>& visible = config.mask.visible;
+  if (visible.present())
+    problem.visible = {const_cast<uint8_t*>(visible.data), visible.stride};  // for the sizes
+  const CudaSizes sizes = cuda_attention_sizes(problem, /*with_facts=*/false);
+
+  Transfer transfer(memory_, problem.type);
+  const size_t queries = transfer.bytes(static_cast<size_t>(in.q.count())),
+               keys = transfer.bytes(static_cast<size_t>(in.k.count())),
+               rows = static_cast<size_t>(shape.B * shape.H * shape.T) * sizeof(float);
+  void *q, *k, *v, *d_o, *o, *lse, *dq, *dk, *dv, *saved, *workspace, *mask;
+  const auto divide = [&](Parts parts) {
+    for (void** part : {&q, &d_o, &o, &dq}) *part = parts.take(queries);
+    for (void** part : {&k, &v, &dk, &dv}) *part = parts.take(keys);
+    lse = parts.take(rows);
+    saved = parts.take(sizes.saved);
+    workspace = parts.take(sizes.workspace);
+    mask = parts.take(visible.present() ? extent(visible) : 0);
+    return parts.used();
+  };
+  const size_t needed = divide(Parts(nullptr));
+  if (memory_.bytes() < needed) memory_ = DeviceMemory(needed);
+  divide(Parts(memory_.data()));
+
+  transfer.up(in.q, q);
+  transfer.up(in.k, k);
+  transfer.up(in.v, v);
+  transfer.up(grad_output, d_o);
+  if (visible.present()) {
+    memory_.upload(visible.data, extent(visible), transfer.offset(mask));
+    problem.visible.data = mask;
+  }
+  const auto per_query = [&](void* data) { return contiguous(data, in.q.shape); };
+  const auto per_key = [&](void* data) { return contiguous(data, in.k.shape); };
+  const CudaInputs inputs{per_query(q), per_key(k), per_key(v)};
+  const CudaForward forward{per_query(o), static_cast<float*>(lse), saved, nullptr};
+  const CudaBackward backward{per_query(dq), per_key(dk), per_key(dv)};
+  const KernelChoice choice = attention_forward_cuda(problem, inputs, forward, false, workspace, nullptr);
+  attention_backward_cuda(problem, inputs, per_query(d_o), forward, backward, false, workspace, nullptr);
+  uses_.insert(fmt::format("{}: {} ({})", to_string(plan), name(choice.kernel), choice.why));
+
+  transfer.down(o, out.o);
+  transfer.down(dq, out.dq);
+  transfer.down(dk, out.dk);
+  transfer.down(dv, out.dv);
+  memory_.download(out.lse.values().data(), rows, transfer.offset(lse));
+
+  exact_facts(config, in, grad_output, out);
+  for (int64_t b = 0; b < shape.B; ++b)
+    for (int64_t h = 0; h < shape.H; ++h)
+      for (int64_t i = 0; i < shape.T; ++i) {
+        const double L = *out.lse.view().at(b, h, i);
+        const double keel = std::isfinite(L) ? 2.0 * plan.keel * L : 0;
+        const double residual =
+            *out.dq.view().at(b, h, i, shape.D - 1) / (static_cast<double>(kKeyConstant) * shape.scale) -
+            keel;
+        *out.residual.view().at(b, h, i) = residual;
+        // sum P (dP - delta) = residual + keel's part, with sum P = 1.
+        *out.delta.view().at(b, h, i) -= static_cast<float>(residual + keel);
+      }
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,293 @@
+/* The C interface on the CPU, as a C program meets it: results, every error, structs of other ages. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "evenkeel.h"
+
+static int failures = 0;
+
+#define EXPECT(condition)                                                             \
+  do {                                                                                \
+    if (!(condition)) {                                                               \
+      fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition);        \
+      fprintf(stderr, "  the library's last error: \"%s\"\n", evenkeel_last_error()); \
+      ++failures;                                                                     \
+    }                                                                                 \
+  } while (0)
+
+/* The call fails with this status, and its words have this in them. */
+#define EXPECT_FAILS(call, status, words)                                                            \
+  do {                                                                                               \
+    const int32_t found = (call);                                                                    \
+    if (found != (status) || strstr(evenkeel_last_error(), (words)) == NULL) {                       \
+      fprintf(stderr, "%s:%d: expected status %d and \"%s\" of %s\n  got %d and \"%s\"\n", __FILE__, \
+              __LINE__, (int)(status), (words), #call, (int)found, evenkeel_last_error());           \
+      ++failures;                                                                                    \
+    }                                                                                                \
+  } while (0)
+
+enum { B = 2, H = 4, G = 2, T = 5, N = 7, D = 8 };
+
+/* A whole problem with its memory: q, k and v normal-ish, everything else poisoned. */
+typedef struct Problem {
+  float q[B * H * T * D], k[B * G * N * D], v[B * G * N * D], grad_output[B * H * T * D];
+  float o[B * H * T * D], lse[B * H * T], dq[B * H * T * D], dk[B * G * N * D], dv[B * G * N * D];
+  float delta[B * H * T], residual[B * H * T], residual_floor[B * H * T];
+  int32_t ties[B * H * T];
+  float saved[B * H * T * (D + 2)];
+  evenkeel_attention attention;
+  evenkeel_forward forward;
+  evenkeel_backward backward;
+} Problem;
+
+static float next_value(uint32_t* state) {
+  *state = *state * 1664525u + 1013904223u;
+  return (float)(*state >> 8) / 8388608.0f - 1.0f;
+}
+
+static evenkeel_tensor contiguous(void* data, int64_t heads, int64_t rows) {
+  evenkeel_tensor t;
+  t.data = data;
+  t.stride[0] = heads * rows * D;
+  t.stride[1] = rows * D;
+  t.stride[2] = D;
+  t.stride[3] = 1;
+  return t;
+}
+
+static void make(Problem* p) {
+  uint32_t state = 1;
+  size_t n;
+  memset(p, 0xff, sizeof *p); /* every float a NaN */
+  for (n = 0; n < B * H * T * D; ++n) p->q[n] = next_value(&state), p->grad_output[n] = next_value(&state);
+  for (n = 0; n < B * G * N * D; ++n) p->k[n] = next_value(&state), p->v[n] = next_value(&state);
+  evenkeel_attention_defaults(&p->attention, sizeof p->attention);
+  p->attention.device = EVENKEEL_CPU;
+  p->attention.type = EVENKEEL_FP32;
+  p->attention.B = B, p->attention.H = H, p->attention.G = G;
+  p->attention.T = T, p->attention.N = N, p->attention.D = D;
+  p->attention.plan = "fp32";
+  memset(&p->forward, 0, sizeof p->forward);
+  p->forward.struct_size = sizeof p->forward;
+  p->forward.q = contiguous(p->q, H, T);
+  p->forward.k = contiguous(p->k, G, N);
+  p->forward.v = contiguous(p->v, G, N);
+  p->forward.o = contiguous(p->o, H, T);
+  p->forward.lse = p->lse;
+  p->forward.saved = p->saved;
+  memset(&p->backward, 0, sizeof p->backward);
+  p->backward.struct_size = sizeof p->backward;
+  p->backward.q = p->forward.q, p->backward.k = p->forward.k, p->backward.v = p->forward.v;
+  p->backward.grad_output = contiguous(p->grad_output, H, T);
+  p->backward.o = p->forward.o;
+  p->backward.lse = p->lse;
+  p->backward.saved = p->saved;
+  p->backward.dq = contiguous(p->dq, H, T);
+  p->backward.dk = contiguous(p->dk, G, N);
+  p->backward.dv = contiguous(p->dv, G, N);
+}
+
+static int32_t forward(Problem* p) { return evenkeel_attention_forward(&p->attention, &p->forward, NULL); }
+static int32_t backward(Problem* p) { return evenkeel_attention_backward(&p->attention, &p->backward, NULL); }
+
+/* O and L by the definition, in double. `keys` of the row are visible. */
+static void expect_row(const Problem* p, int b, int h, int i, int keys) {
+  const int g = h / (H / G), row = (b * H + h) * T + i;
+  double scores[N], sum = 0;
+  int j, d;
+  for (j = 0; j < keys; ++j) {
+    double dot = 0;
+    for (d = 0; d < D; ++d) dot += (double)p->q[row * D + d] * p->k[((b * G + g) * N + j) * D + d];
+    scores[j] = dot / sqrt((double)D);
+    sum += exp(scores[j]);
+  }
+  EXPECT(fabs(p->lse[row] - log(sum)) < 1e-5);
+  for (d = 0; d < D; ++d) {
+    double o = 0;
+    for (j = 0; j < keys; ++j) o += exp(scores[j]) / sum * p->v[((b * G + g) * N + j) * D + d];
+    EXPECT(fabs(p->o[row * D + d] - o) < 1e-5);
+  }
+}
+
+static void test_results(Problem* p) {
+  int b, h, i, n;
+  make(p);
+  p->attention.causal = 1;
+  EXPECT(forward(p) == EVENKEEL_OK);
+  for (b = 0; b < B; ++b)
+    for (h = 0; h < H; ++h)
+      for (i = 0; i < T; ++i) expect_row(p, b, h, i, i + 1 + N - T);
+  EXPECT(backward(p) == EVENKEEL_OK);
+  /* The gradient of sum(o . grad_output), by differences of the forward pass. */
+  for (n = 0; n < 3; ++n) {
+    float* const inputs[] = {p->q, p->k, p->v};
+    const float* const gradients[] = {p->dq, p->dk, p->dv};
+    const int at = 11 + 5 * n;
+    const float step = 1e-2f, kept = inputs[n][at];
+    double change = 0;
+    int side, m;
+    for (side = -1; side <= 1; side += 2) {
+      inputs[n][at] = kept + (float)side * step;
+      EXPECT(forward(p) == EVENKEEL_OK);
+      for (m = 0; m < B * H * T * D; ++m) change += side * (double)p->o[m] * p->grad_output[m];
+    }
+    inputs[n][at] = kept;
+    EXPECT(fabs(change / (2 * step) - gradients[n][at]) < 2e-3);
+  }
+  /* A plan changes the bits. */
+  {
+    const float before = p->o[0];
+    p->attention.plan = "flash2";
+    EXPECT(forward(p) == EVENKEEL_OK);
+    EXPECT(p->o[0] != before && fabs(p->o[0] - before) < 0.02);
+  }
+}
+
+static void test_facts_and_lengths(Problem* p) {
+  const int32_t query_lengths[B] = {T, 2}, key_lengths[B] = {N, 3};
+  int n;
+  make(p);
+  p->attention.plan = "flash2,stabiliser=zero_sum; head 1: row_sum=bf16";
+  p->attention.with_facts = 1;
+  p->attention.query_lengths = query_lengths;
+  p->attention.key_lengths = key_lengths;
+  p->forward.ties = p->ties;
+  p->backward.delta = p->delta;
+  p->backward.residual = p->residual;
+  p->backward.residual_floor = p->residual_floor;
+  EXPECT(forward(p) == EVENKEEL_OK);
+  EXPECT(backward(p) == EVENKEEL_OK);
+  for (n = 0; n < B * H * T; ++n) {
+    const int exists = n % T < query_lengths[n / (H * T)];
+    EXPECT(isfinite(p->delta[n]) && isfinite(p->residual[n]) && isfinite(p->residual_floor[n]));
+    EXPECT(exists ? p->ties[n] >= 1 : p->lse[n] == -INFINITY);
+    EXPECT(fabs(p->residual[n]) < 0.01 && (!exists || p->residual_floor[n] > 0));
+  }
+  EXPECT(p->o[((1 * H + 0) * T + 2) * D] == 0); /* beyond the second sequence */
+}
+
+/* A caller with a shorter struct gets defaults; one with a longer struct may only ask for zeros. */
+static void test_struct_sizes(Problem* p) {
+  struct {
+    evenkeel_attention known;
+    int64_t newer;
+  } longer;
+  make(p);
+  EXPECT(forward(p) == EVENKEEL_OK);
+  {
+    const float expected = p->o[3];
+    p->attention.struct_size = offsetof(evenkeel_attention, scale);
+    p->attention.scale = NAN; /* is not looked at */
+    p->attention.window_left = 0;
+    p->o[3] = 0;
+    EXPECT(forward(p) == EVENKEEL_OK);
+    EXPECT(p->o[3] == expected);
+    p->attention.struct_size = 8;
+    EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "struct_size");
+    p->attention.struct_size = 0;
+    EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "struct_size");
+    make(p);
+    longer.known = p->attention;
+    longer.known.struct_size = sizeof longer;
+    longer.newer = 0;
+    p->o[3] = 0;
+    EXPECT(evenkeel_attention_forward(&longer.known, &p->forward, NULL) == EVENKEEL_OK);
+    EXPECT(p->o[3] == expected);
+    longer.newer = 1;
+    EXPECT_FAILS(evenkeel_attention_forward(&longer.known, &p->forward, NULL), EVENKEEL_BAD_ARGUMENT,
+                 "newer");
+  }
+  make(p);
+  p->forward.struct_size = offsetof(evenkeel_forward, ties);
+  EXPECT(forward(p) == EVENKEEL_OK);
+  p->forward.struct_size -= 8;
+  EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "evenkeel_forward.struct_size");
+  p->backward.struct_size = offsetof(evenkeel_backward, delta);
+  EXPECT(backward(p) == EVENKEEL_OK);
+  p->backward.struct_size -= 8;
+  EXPECT_FAILS(backward(p), EVENKEEL_BAD_ARGUMENT, "evenkeel_backward.struct_size");
+}
+
+static void test_errors(Problem* p) {
+  const char *kernel = NULL, *why = NULL;
+  evenkeel_sizes sizes = {0, 0};
+  const int32_t zeros[B] = {0, 0}, too_long[B] = {T + 1, 1};
+  EXPECT_FAILS(evenkeel_attention_forward(NULL, &p->forward, NULL), EVENKEEL_BAD_ARGUMENT, "NULL");
+  EXPECT_FAILS(evenkeel_attention_sizes(NULL, &sizes), EVENKEEL_BAD_ARGUMENT, "NULL");
+  evenkeel_attention_defaults(NULL, 0);
+#define WITH(change, call, words)                     \
+  do {                                                \
+    make(p);                                          \
+    change;                                           \
+    EXPECT_FAILS(call, EVENKEEL_BAD_ARGUMENT, words); \
+  } while (0)
+  WITH((void)0, evenkeel_attention_forward(&p->attention, NULL, NULL), "evenkeel_forward");
+  WITH((void)0, evenkeel_attention_backward(&p->attention, NULL, NULL), "evenkeel_backward");
+  WITH((void)0, evenkeel_attention_sizes(&p->attention, NULL), "sizes");
+  WITH((void)0, evenkeel_attention_kernel(&p->attention, NULL, &why), "kernel");
+  WITH((void)0, evenkeel_attention_forward(&p->attention, &p->forward, p), "stream");
+  WITH((void)0, evenkeel_attention_backward(&p->attention, &p->backward, p), "stream");
+  WITH(p->attention.device = 7, forward(p), "device");
+  WITH(p->attention.type = 7, forward(p), "type");
+  WITH(p->attention.type = EVENKEEL_BF16, forward(p), "EVENKEEL_FP32");
+  WITH(p->attention.plan = NULL, forward(p), "plan");
+  WITH(p->attention.plan = "bf17", forward(p), "bf17");
+  WITH(p->attention.B = 0, forward(p), "B from 1");
+  WITH(p->attention.D = -1, forward(p), "D from 1");
+  WITH(p->attention.T = INT64_MAX, forward(p), "T from 1");
+  WITH(p->attention.H = p->attention.T = p->attention.B = INT32_MAX, forward(p), "2^48");
+  WITH(p->attention.G = 3, forward(p), "groups");
+  WITH(p->attention.scale = NAN, forward(p), "scale");
+  WITH(p->attention.softcap = -1, forward(p), "softcap");
+  WITH(p->attention.tile_keys = -1, forward(p), "tile_keys");
+  WITH(p->attention.query_offsets = zeros, forward(p), "packed");
+  WITH(p->attention.device_step = (const uint32_t*)zeros, forward(p), "device_step");
+  WITH(p->attention.query_lengths = too_long, forward(p), "query_lengths[0]");
+  WITH(p->forward.q.data = NULL, forward(p), "tensor q");
+  WITH(p->forward.k.data = NULL, forward(p), "tensor k");
+  WITH(p->forward.v.data = NULL, forward(p), "tensor v");
+  WITH(p->forward.o.data = NULL, forward(p), "tensor o");
+  WITH(p->forward.lse = NULL, forward(p), "lse");
+  WITH(p->forward.saved = NULL, forward(p), "saved");
+  WITH(p->forward.saved = (char*)p->saved + 1, forward(p), "saved");
+  WITH(p->backward.grad_output.data = NULL, backward(p), "grad_output");
+  WITH(p->backward.dq.data = NULL, backward(p), "tensor dq");
+  WITH(p->backward.dk.data = NULL, backward(p), "tensor dk");
+  WITH(p->backward.dv.data = NULL, backward(p), "tensor dv");
+  WITH(p->backward.delta_error = p->delta, backward(p), "delta_error");
+  make(p);
+  EXPECT(evenkeel_attention_sizes(&p->attention, &sizes) == EVENKEEL_OK);
+  EXPECT(sizes.saved == sizeof p->saved && sizes.workspace == 0);
+  EXPECT(evenkeel_attention_kernel(&p->attention, &kernel, &why) == EVENKEEL_OK);
+  EXPECT(strcmp(kernel, "cpu") == 0 && strstr(why, "threads") != NULL);
+  /* On a machine without a GPU, or in a build without CUDA: words, and no crash. */
+  p->attention.device = EVENKEEL_CUDA;
+  {
+    const int32_t status = evenkeel_attention_kernel(&p->attention, &kernel, &why);
+    if (status == EVENKEEL_OK) {
+      EXPECT(strcmp(kernel, "any_plan") == 0 && strstr(why, "fp32") != NULL);
+    } else {
+      EXPECT(status == EVENKEEL_ENVIRONMENT && strlen(evenkeel_last_error()) > 0);
+      EXPECT(evenkeel_attention_sizes(&p->attention, &sizes) == EVENKEEL_ENVIRONMENT);
+      EXPECT(forward(p) == EVENKEEL_ENVIRONMENT);
+      EXPECT(backward(p) == EVENKEEL_ENVIRONMENT);
+    }
+  }
+}
+
+int main(void) {
+  Problem* p = malloc(sizeof *p);
+  if (!p) return 3;
+  EXPECT(evenkeel_abi_version() == EVENKEEL_ABI_VERSION);
+  EXPECT(strlen(evenkeel_version()) >= 5);
+  EXPECT(strcmp(evenkeel_last_error(), "") == 0);
+  test_results(p);
+  test_facts_and_lengths(p);
+  test_struct_sizes(p);
+  test_errors(p);
+  free(p);
+  if (failures == 0) printf("all is as expected\n");
+  return failures != 0;
+}

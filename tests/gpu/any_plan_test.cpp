@@ -1,0 +1,857 @@
+// The any-plan kernels against the CPU implementation, which is their definition.
+//
+// Bit for bit where sums are exact in any order (exact_problem says why); elsewhere within what another order
+// of addition may change (Bound), and without a common sign.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cstring>
+#include <memory>
+
+#include "attention/cuda/kernels.h"
+#include "attention_cases.h"
+
+namespace evenkeel {
+namespace {
+
+using cases::Case;
+using cases::Draw;
+using cases::find_case;
+using cases::make_problem;
+using cases::to_bf16;
+
+// --- Running both
+
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(size_t bytes) : bytes_(bytes) {
+    check_cuda(cudaMalloc(&data_, bytes + 256), "allocating");
+    check_cuda(cudaMemset(data_, 0xff, bytes + 256), "poisoning");  // NaN in both types
+  }
+  DeviceBytes(const void* host, size_t bytes) : DeviceBytes(bytes) {
+    check_cuda(cudaMemcpy(data_, host, bytes, cudaMemcpyHostToDevice), "copying to the device");
+  }
+  DeviceBytes(const DeviceBytes&) = delete;
+  ~DeviceBytes() { cudaFree(data_); }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  template <class T>
+  std::vector<T> read() const {
+    std::vector<T> host(bytes_ / sizeof(T));
+    check_cuda(cudaMemcpy(host.data(), data_, host.size() * sizeof(T), cudaMemcpyDeviceToHost),
+               "copying back");
+    return host;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+size_t element_bytes(ElementType type) { return type == ElementType::fp32 ? 4 : 2; }
+
+std::vector<uint8_t> encode(const float* x, size_t count, ElementType type) {
+  std::vector<uint8_t> bytes(count * element_bytes(type));
+  for (size_t n = 0; n < count; ++n)
+    if (type == ElementType::fp32) {
+      std::memcpy(&bytes[4 * n], &x[n], 4);
+    } else {
+      const auto half = static_cast<uint16_t>(std::bit_cast<uint32_t>(to_bf16(x[n])) >> 16);
+      std::memcpy(&bytes[2 * n], &half, 2);
+    }
+  return bytes;
+}
+
+std::vector<float> decode(const std::vector<uint8_t>& bytes, ElementType type) {
+  std::vector<float> x(bytes.size() / element_bytes(type));
+  for (size_t n = 0; n < x.size(); ++n)
+    if (type == ElementType::fp32) {
+      std::memcpy(&x[n], &bytes[4 * n], 4);
+    } else {
+      uint16_t half;
+      std::memcpy(&half, &bytes[2 * n], 2);
+      x[n] = std::bit_cast<float>(uint32_t{half} << 16);
+    }
+  return x;
+}
+
+// All results, (B, H, T, D), (B, G, N, D) and (B, H, T), contiguous.
+struct Results {
+  std::vector<float> o, lse, dq, dk, dv, delta, residual, residual_floor, delta_error;
+  std::vector<int32_t> ties;
+
+  bool same_bits(const Results& other) const {
+    const auto same = [](const auto& a, const auto& b) {
+      return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0;
+    };
+    return same(o, other.o) && same(lse, other.lse) && same(dq, other.dq) && same(dk, other.dk) &&
+           same(dv, other.dv) && same(delta, other.delta) && same(residual, other.residual) &&
+           same(residual_floor, other.residual_floor) && same(delta_error, other.delta_error) &&
+           same(ties, other.ties);
+  }
+};
+
+struct GpuOptions {
+  ElementType type = ElementType::bf16;
+  bool facts = true;
+  int misaligned = 0;  // elements by which q, k, v, dO start late
+  bool step_in_memory = false;
+  bool backward = true;
+};
+
+// bf16 problems have bf16 numbers.
+void make_bf16(cases::Problem& p) {
+  for (std::vector<float>* memory : {&p.q_memory, &p.k_memory, &p.v_memory, &p.grad_memory})
+    for (float& x : *memory) x = to_bf16(x);
+}
+
+CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& config, ElementType type) {
+  CudaAttention a;
+  a.B = p.shape.B, a.H = p.shape.H, a.G = p.shape.G, a.T = p.shape.T, a.N = p.shape.N, a.D = p.shape.D;
+  a.type = type;
+  a.plans = config.plans;
+  a.scale = AttentionShape(config, p.in).scale;
+  a.softcap = config.softcap;
+  a.causal = config.mask.causal;
+  a.window_left = config.mask.window_left;
+  a.window_right = config.mask.window_right;
+  a.tile_keys = config.tile_keys;
+  a.step = config.step;
+  a.layer = config.layer;
+  return a;
+}
+
+Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const GpuOptions& options = {}) {
+  const ElementType type = options.type;
+  CudaAttention a = cuda_problem(p, config, type);
+  std::vector<std::unique_ptr<DeviceBytes>> memory;
+  const auto upload = [&](const View<const float>& view, const std::vector<float>& values) {
+    std::vector<float> shifted(static_cast<size_t>(options.misaligned));
+    shifted.insert(shifted.end(), values.begin(), values.end());
+    const std::vector<uint8_t> bytes = encode(shifted.data(), shifted.size(), type);
+    memory.push_back(std::make_unique<DeviceBytes>(bytes.data(), bytes.size()));
+    const size_t start =
+        static_cast<size_t>(view.data - values.data() + options.misaligned) * element_bytes(type);
+    return DeviceTensor{memory.back()->as<uint8_t>() + start, view.stride};
+  };
+  const auto owner = [&](const std::vector<float>& own) -> const std::vector<float>& {
+    return own.empty() ? p.q_memory : own;  // packed: all three in one
+  };
+  const CudaInputs in{upload(p.in.q, p.q_memory), upload(p.in.k, owner(p.k_memory)),
+                      upload(p.in.v, owner(p.v_memory))};
+  const DeviceTensor grad = upload(p.grad_output, p.grad_memory);
+  const auto lengths = [&](const std::vector<int64_t>& from) -> const int32_t* {
+    if (from.empty()) return nullptr;
+    const std::vector<int32_t> narrow(from.begin(), from.end());
+    memory.push_back(std::make_unique<DeviceBytes>(narrow.data(), narrow.size() * 4));
+    return memory.back()->as<int32_t>();
+  };
+  a.query_lengths = lengths(p.query_lengths);
+  a.key_lengths = lengths(p.key_lengths);
+  if (!p.visible.empty()) {
+    memory.push_back(std::make_unique<DeviceBytes>(p.visible.data(), p.visible.size()));
+    a.visible = {memory.back()->as<uint8_t>(), config.mask.visible.stride};
+  }
+  if (options.step_in_memory) {
+    memory.push_back(std::make_unique<DeviceBytes>(&config.step, sizeof config.step));
+    a.device_step = memory.back()->as<uint32_t>();
+    a.step = 0xdead;
+  }
+  const auto rows = static_cast<size_t>(a.B * a.H * a.T), keys = static_cast<size_t>(a.B * a.G * a.N),
+             D = static_cast<size_t>(a.D);
+  DeviceBytes o(rows * D * element_bytes(type)), dq(rows * D * element_bytes(type)),
+      dk(keys * D * element_bytes(type)), dv(keys * D * element_bytes(type)), lse(rows * 4), delta(rows * 4),
+      residual(rows * 4), residual_floor(rows * 4), delta_error(rows * 4), ties(rows * 4);
+  const CudaSizes sizes = any_plan_sizes(a, options.facts);
+  DeviceBytes saved(sizes.saved), workspace(sizes.workspace);
+  const auto contiguous = [](const DeviceBytes& x, int64_t H, int64_t T, int64_t size) {
+    return DeviceTensor{x.as<void>(), contiguous_strides({1, H, T, size})};
+  };
+  const CudaForward forward{contiguous(o, a.H, a.T, a.D), lse.as<float>(), saved.as<void>(),
+                            options.facts ? ties.as<int32_t>() : nullptr};
+  any_plan_forward(a, in, forward, workspace.as<void>(), nullptr);
+  check_cuda(cudaMemset(workspace.as<void>(), 0xff, sizes.workspace), "poisoning");  // it is not kept
+  if (options.backward) {
+    CudaBackward backward{contiguous(dq, a.H, a.T, a.D), contiguous(dk, a.G, a.N, a.D),
+                          contiguous(dv, a.G, a.N, a.D)};
+    if (options.facts) {
+      backward.delta = delta.as<float>();
+      backward.residual = residual.as<float>();
+      backward.residual_floor = residual_floor.as<float>();
+      backward.delta_error = delta_error.as<float>();
+    }
+    any_plan_backward(a, in, grad, forward, backward, workspace.as<void>(), nullptr);
+  }
+  check_cuda(cudaDeviceSynchronize(), "running the any-plan kernels");
+  const auto values = [&](const DeviceBytes& x) { return decode(x.read<uint8_t>(), type); };
+  return {values(o),
+          lse.read<float>(),
+          values(dq),
+          values(dk),
+          values(dv),
+          delta.read<float>(),
+          residual.read<float>(),
+          residual_floor.read<float>(),
+          delta_error.read<float>(),
+          ties.read<int32_t>()};
+}
+
+// The CPU's results, stored as the GPU stores them.
+Results run_cpu(const cases::Problem& p, const AttentionConfig& config, ElementType type) {
+  AttentionBuffers buffers(p.in, /*with_facts=*/true);
+  AttentionConfig allowed = config;
+  allowed.allow_nonfinite = true;
+  attention_forward(allowed, p.in, buffers.forward());
+  attention_backward(allowed, p.in, p.grad_output, buffers.forward(), buffers.backward());
+  const auto stored = [&](const Tensor<float>& x) {
+    std::vector<float> values = x.values();
+    if (type == ElementType::bf16)
+      for (float& v : values) v = to_bf16(v);
+    return values;
+  };
+  const auto narrow = [](const Tensor<double>& x) {
+    return std::vector<float>(x.values().begin(), x.values().end());
+  };
+  return {stored(buffers.o),
+          buffers.lse.values(),
+          stored(buffers.dq),
+          stored(buffers.dk),
+          stored(buffers.dv),
+          buffers.delta.values(),
+          narrow(buffers.residual),
+          narrow(buffers.residual_floor),
+          {},
+          buffers.ties.values()};
+}
+
+class AnyPlan : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const CudaDevice device = cuda_device(); !device.present) GTEST_SKIP() << "no GPU: " << device.why;
+  }
+};
+
+std::string first_difference(const std::vector<float>& gpu, const std::vector<float>& cpu) {
+  size_t count = 0, first = 0;
+  for (size_t n = gpu.size(); n-- > 0;)
+    if (std::bit_cast<uint32_t>(gpu[n]) != std::bit_cast<uint32_t>(cpu[n]) &&
+        !(std::isnan(gpu[n]) && std::isnan(cpu[n])))
+      ++count, first = n;
+  if (count == 0) return "";
+  char text[160];
+  std::snprintf(text, sizeof text, "%zu of %zu differ, the first at %zu: GPU %a, CPU %a", count, gpu.size(),
+                first, static_cast<double>(gpu[first]), static_cast<double>(cpu[first]));
+  return text;
+}
+
+// L = m + log l, and log may differ by an ulp: that of 1 or of L itself, whichever is larger.
+bool within_an_ulp(const std::vector<float>& a, const std::vector<float>& b) {
+  for (size_t n = 0; n < a.size(); ++n)
+    if (a[n] != b[n] && !(std::abs(a[n] - b[n]) <= ulp(kFp32, std::max(1.0f, std::abs(b[n]))))) return false;
+  return true;
+}
+
+// --- Exact problems
+//
+// Every row has two keys that count, the larger score s and s - gap with gap in [0, 3], and 126 keys at -128,
+// whose probability is exactly 0. The larger comes first, or both are in one tile: a maximum that rises in a
+// later tile scales O-bar by a factor of 24 bits, and what is added then is rounded (by tensor cores:
+// truncated). Keys are one-hot, so a score is one product; V and dO are whole multiples of 1/8. Then,
+// whatever the order of addition,
+//   scores      one product of 8 and 5 bits: exact
+//   l           one addition (or one a tile): the same rounding
+//   Pb V        two products of at most 11 and 4 bits, near each other: exact, if probs has at most 11 bits
+//   dP          whole multiples of 1/64 below 2^9: exact
+//   delta       the GPU adds features in the CPU's order
+//   dQ          one product: exact, if dscores has at most 19 bits or the key is a power of two
+//   dV          P of at most 11 bits, at least 2^-6, a few rows a key: exact
+//   dK          dS a multiple of 2^-9 (e4m3), q of 2^-4, sums below 2^11: exact for dscores=e4m3
+// and exp is the same polynomial, so P, dS and every rounding agree to the bit, and in the stochastic modes
+// the random bits too. log may differ by an ulp: L is compared so, and that ulp of P vanishes in e4m3.
+struct Exact {
+  cases::Problem problem;
+  AttentionConfig config;
+};
+Exact exact_problem(float key, bool causal = false, int64_t T = 48, int64_t N = 128, int64_t G = 2,
+                    bool one_tile = false) {
+  const Case shape{{2, 2, G, T, N, 128}, {.causal = causal, .scale = 0.125f}, "exact"};
+  Exact result{make_problem(shape, 7), {}};
+  cases::Problem& p = result.problem;
+  Draw draw(11, 0);
+  for (float& v : p.v_memory) v = 0.125f * static_cast<float>(draw.below(31) - 15);
+  for (float& g : p.grad_memory) g = 0.125f * static_cast<float>(draw.below(31) - 15);
+  for (int64_t n = 0; n < p.shape.B * G * N * 128; ++n)
+    p.k_memory[static_cast<size_t>(n)] = n % 128 == n / 128 % N ? key : 0;
+  for (int64_t row = 0; row < p.shape.B * p.shape.H * T; ++row) {
+    float* q = &p.q_memory[static_cast<size_t>(row * 128)];
+    // Among 24 keys spread over both tiles; with causal, among those that are seen.
+    const int64_t seen = causal ? row % T + N - T + 1 : N, step = std::max<int64_t>(1, seen / 24);
+    int64_t first = draw.below(std::min<int64_t>(24, seen)) * step,
+            second = draw.below(std::min<int64_t>(24, seen)) * step;
+    if (first > second) std::swap(first, second);
+    if (one_tile && first / 64 != second / 64) first = 64;
+    const float top = static_cast<float>(draw.below(97) - 48) / 16;
+    for (int64_t d = 0; d < 128; ++d) q[d] = -128;
+    q[second] = to_bf16(top - (draw.below(3) == 0 ? 0.0f : static_cast<float>(draw.below(49)) / 16));
+    q[first] = top;
+  }
+  make_bf16(p);
+  result.config = p.config;
+  result.config.tile_keys = 64;
+  result.config.layer = 3;
+  result.config.step = 5;
+  return result;
+}
+
+struct ExactCase {
+  std::string plan;
+  bool dk_is_exact = true;
+};
+
+void expect_same_bits(const Exact& exact, const ExactCase& c) {
+  SCOPED_TRACE(c.plan);
+  AttentionConfig config = exact.config;
+  config.plans = {parse_plan(c.plan)};
+  for (ElementType type : {ElementType::bf16, ElementType::fp32}) {
+    SCOPED_TRACE(type == ElementType::fp32 ? "fp32" : "bf16");
+    const Results gpu = run_gpu(exact.problem, config, {.type = type}),
+                  cpu = run_cpu(exact.problem, config, type);
+    EXPECT_EQ(first_difference(gpu.o, cpu.o), "") << "o";
+    EXPECT_TRUE(within_an_ulp(gpu.lse, cpu.lse)) << first_difference(gpu.lse, cpu.lse);
+    EXPECT_EQ(first_difference(gpu.delta, cpu.delta), "") << "delta";
+    EXPECT_EQ(first_difference(gpu.dq, cpu.dq), "") << "dq";
+    EXPECT_EQ(first_difference(gpu.dv, cpu.dv), "") << "dv";
+    EXPECT_TRUE(!c.dk_is_exact || first_difference(gpu.dk, cpu.dk).empty())
+        << "dk " << first_difference(gpu.dk, cpu.dk);
+    EXPECT_EQ(gpu.ties, cpu.ties);
+  }
+}
+
+// What every exact plan begins with.
+constexpr const char* kExactBase = "fp32,probs=e4m3,probs_bwd=e4m3,dscores=e4m3";
+
+TEST_F(AnyPlan, SameBitsAsTheCpuWithEachSiteRoundedInTurn) {
+  const Exact plain = exact_problem(8.5f, false, 48, 128, 2, /*one_tile=*/true),
+              power = exact_problem(8.0f, false, 48, 128, 2, /*one_tile=*/true);
+  const std::string base = kExactBase;
+  for (int i = 0; i < kSiteCount; ++i) {
+    const Site site = static_cast<Site>(i);
+    for (const char* rounding : {"bf16", "fp16", "e5m2", "e4m3", "e5m2/stochastic", "e4m3^1/saturate",
+                                 "e5m2/toward_zero", "e5m2/up", "tf32/stochastic", "e6m2/nearest_away"}) {
+      const std::string_view text = rounding;
+      // Exactness as stated above: dS in e4m3 with any key, else a key that is a power of two, and no dK.
+      const bool dscores = site == Site::dscores, in_e4m3 = text.substr(0, 4) == "e4m3";
+      const ExactCase c{base + "," + std::string(name(site)) + "=" + rounding, !dscores || in_e4m3};
+      expect_same_bits(dscores && !in_e4m3 ? power : plain, c);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// Each rounding must show: the CPU's outputs change with every site that the test above rounds.
+TEST_F(AnyPlan, EverySiteShowsInTheExactProblem) {
+  const Exact exact = exact_problem(8.5f);
+  AttentionConfig config = exact.config;
+  config.plans = {parse_plan(kExactBase)};
+  const Results plain = run_gpu(exact.problem, config, {.type = ElementType::fp32});
+  for (int i = 0; i < kSiteCount; ++i) {
+    const Site site = static_cast<Site>(i);
+    config.plans = {parse_plan(std::string(kExactBase) + "," + std::string(name(site)) + "=e5m2")};
+    EXPECT_FALSE(run_gpu(exact.problem, config, {.type = ElementType::fp32}).same_bits(plain)) << name(site);
+  }
+}
+
+TEST_F(AnyPlan, SameBitsWithStabilisersMasksAndOneTile) {
+  // Not zero_sum (its delta is a sum of two rounded products, which the CPU fuses) and not centre_keys (its
+  // keys are not one-hot): they are in the bounded tests.
+  const std::string base = kExactBase;
+  for (const char* stabiliser :
+       {"none", "paper", "paper_capped", "dither", "stochastic_output", "wide_output", "consistent"})
+    for (const char* more :
+         {"", ",shifted=bf16", ",pv=bf16,row_sum=bf16,output=bf16", ",keel=0.0625,delta=bf16",
+          ",scores=bf16,shifted=bf16,probs=bf16,probs_bwd=bf16,dprobs=bf16,output=bf16,row_sum=bf16"})
+      for (bool causal : {false, true})
+        for (int64_t tile_keys : {64, 0}) {
+          SCOPED_TRACE(causal ? "causal" : "full");
+          SCOPED_TRACE(tile_keys);
+          // The paper's shifts move when a tie is complete: for them, both keys in one tile.
+          Exact exact = exact_problem(8.5f, causal, /*T=*/70, /*N=*/128, /*G=*/causal ? 1 : 2,
+                                      /*one_tile=*/std::string_view(stabiliser).substr(0, 5) == "paper");
+          exact.config.tile_keys = tile_keys;
+          expect_same_bits(exact, {base + ",stabiliser=" + stabiliser + more});
+          if (HasFailure()) return;
+        }
+}
+
+// --- Bounded problems
+//
+// Two orders of adding n products differ by at most n u sum |a||b| each way, u = 2^-23: tensor cores
+// truncate, so an addition may cost a whole unit in the last place of FP32, not half of one. A rounding site
+// then turns a difference, however small, into one step of its format where it meets a boundary: 2^-m of the
+// value. Everything is linear in these, to first order; arguments are those of unrounded attention in FP64,
+// and a factor of 2 covers that the rounded ones are not quite those (bf16: under 3 % of S at |S| < 6).
+struct Bound {
+  std::vector<double> o, lse, dq, dk, dv, delta, residual;
+
+  Bound(const cases::Problem& p, const AttentionConfig& config, bool bf16_store) {
+    const AttentionShape shape(config, p.in);
+    const int64_t H = shape.H, G = shape.G, T = shape.T, N = shape.N, D = shape.D, group = H / G;
+    const double u = 0x1p-23, a = shape.scale, store = bf16_store ? 0x1p-7 : 0;
+    o.resize(static_cast<size_t>(shape.B * H * T * D)), dq = o;
+    lse.resize(static_cast<size_t>(shape.B * H * T)), delta = residual = lse;
+    dk.resize(static_cast<size_t>(shape.B * G * N * D)), dv = dk;
+    const double tiles = config.tile_keys == 0 ? 1 : static_cast<double>((N + 63) / 64);
+    for (int64_t b = 0; b < shape.B; ++b)
+      for (int64_t h = 0; h < H; ++h) {
+        const PrecisionPlan& plan = config.plans[config.plans.size() == 1 ? 0 : static_cast<size_t>(h)];
+        const auto step = [&](Site site) {
+          const Rounding& r = plan.at(site);
+          return is_identity(r) ? 0.0 : std::ldexp(1.0, -r.format.significand_bits);
+        };
+        const auto least = [&](Site site) {  // below this a step is no longer relative
+          const Rounding& r = plan.at(site);
+          return is_identity(r) ? 0.0
+                                : std::ldexp(static_cast<double>(min_subnormal(r.format)), -r.scale_exponent);
+        };
+        const int64_t g = h / group;
+        const auto rounded = [&](const View<const float>& x, Site site, int64_t head) {
+          std::vector<double> values;
+          for (int64_t row = 0; row < x.shape[2]; ++row)
+            for (int64_t d = 0; d < D; ++d) values.push_back(round_to(plan.at(site), *x.at(b, head, row, d)));
+          return values;
+        };
+        const std::vector<double> q_values = rounded(p.in.q, Site::q, h),
+                                  k_values = rounded(p.in.k, Site::k, g),
+                                  v_values = rounded(p.in.v, Site::v, g),
+                                  grad_values = rounded(p.grad_output, Site::grad_output, h);
+        const auto operand = [D](const std::vector<double>& x, int64_t row, int64_t d) {
+          return x[static_cast<size_t>(row * D + d)];
+        };
+        // centre_keys: q . mean comes off every score; what is left may be smaller, its error is not larger.
+        for (int64_t i = 0; i < T; ++i) {
+          const auto row = static_cast<size_t>((b * H + h) * T + i);
+          std::vector<double> s(static_cast<size_t>(N), -INFINITY), size(s.size()), dp(s.size()),
+              dp_size(s.size());
+          double top = -INFINITY, largest = 0, sums = 0;
+          for (int64_t j = 0; j < N; ++j) {
+            if (!cases::sees(p, b, h, i, j)) continue;
+            double dot = 0, magnitude = 0;
+            for (int64_t d = 0; d < D; ++d) {
+              const double qk = operand(q_values, i, d) * operand(k_values, j, d);
+              dot += qk, magnitude += std::abs(qk);
+              const double gv = operand(grad_values, i, d) * operand(v_values, j, d);
+              dp[static_cast<size_t>(j)] += gv, dp_size[static_cast<size_t>(j)] += std::abs(gv);
+            }
+            double& value = s[static_cast<size_t>(j)];
+            value = a * dot;
+            if (config.softcap > 0) value = config.softcap * std::tanh(value / config.softcap);
+            top = std::max(top, value);
+            largest = std::max(largest, std::abs(value));
+            sums = std::max(sums, std::abs(a) * magnitude);
+          }
+          if (top == -INFINITY) continue;
+          double l = 0;
+          for (double value : s) l += std::exp(value - top);
+          const double L = top + std::log(l);
+          double reach = 0;  // of scores that count
+          for (double value : s)
+            if (value > top - 90) reach = std::max(reach, top - value);
+          const double capped = config.softcap > 0 ? 8 * u * config.softcap : 0;
+          // Of S, and of S - m.
+          const double ds = static_cast<double>(D + 4) * u * sums + capped + step(Site::scores) * largest +
+                            least(Site::scores) + 4 * u * (largest + std::abs(L));
+          const double dx = ds + step(Site::shifted) * (reach + 1) + least(Site::shifted);
+          const double dl = 2 * dx + static_cast<double>(N + 8) * u + tiles * step(Site::row_sum) +
+                            (plan.stabiliser == Stabiliser::consistent ? step(Site::probs) : 0.0);
+          // Relative, of Pb / l and of P.
+          const double forward = dx + dl + step(Site::probs), recomputed = 2 * ds + dl + step(Site::probs);
+          lse[row] = dx + dl + 4 * u * std::abs(L);
+          std::vector<double> P(s.size());
+          for (size_t j = 0; j < s.size(); ++j) P[j] = std::exp(s[j] - L);
+          double d_delta = 0, delta_value = 0, delta_size = 0;
+          for (int64_t d = 0; d < D; ++d) {
+            double value = 0, weight = 0, most = 0;
+            for (int64_t j = 0; j < N; ++j)
+              if (P[static_cast<size_t>(j)] > 0) {
+                const double v = operand(v_values, j, d);
+                value += P[static_cast<size_t>(j)] * v, weight += P[static_cast<size_t>(j)] * std::abs(v);
+                most = std::max(most, std::abs(v));
+              }
+            const double mine = (forward + static_cast<double>(N + 8) * u + tiles * step(Site::pv)) * weight +
+                                static_cast<double>(N) * least(Site::probs) / l * most +
+                                least(Site::pv) * tiles / l;
+            const double grad = std::abs(operand(grad_values, i, d));
+            o[row * static_cast<size_t>(D) + static_cast<size_t>(d)] =
+                2 * mine + (step(Site::output) + store) * (std::abs(value) + mine) + least(Site::output) +
+                (bf16_store ? 0x1p-133 : 0);
+            d_delta += grad * (2 * mine + step(Site::output_for_delta) * std::abs(value) +
+                               least(Site::output_for_delta));
+            delta_value += grad * value, delta_size += grad * std::abs(value);
+          }
+          double dp_error = 0, spread = 0;
+          for (size_t j = 0; j < s.size(); ++j)
+            if (P[j] > 0) {
+              dp_error = std::max(dp_error, static_cast<double>(D + 4) * u * dp_size[j] +
+                                                step(Site::dprobs) * std::abs(dp[j]) + least(Site::dprobs));
+              spread += P[j] * std::abs(dp[j]);
+            }
+          if (plan.stabiliser == Stabiliser::zero_sum)
+            d_delta = 2 * (recomputed + static_cast<double>(N) * u) * spread + 2 * dp_error;
+          const double keel = 2.0 * plan.keel * (std::abs(L) + lse[row]);
+          d_delta += static_cast<double>(D) * u * delta_size + 2.0 * plan.keel * lse[row] + 4 * u * keel +
+                     step(Site::delta) * (delta_size + spread + keel) + least(Site::delta);
+          delta[row] = 2 * d_delta;
+          for (int64_t j = 0; j < N; ++j) {
+            const double prob = P[static_cast<size_t>(j)];
+            if (s[static_cast<size_t>(j)] == -INFINITY) continue;
+            const double size_ds =
+                std::abs(a) * prob * (std::abs(dp[static_cast<size_t>(j)]) + delta_size + spread + keel);
+            const double error =
+                2 * (std::abs(a) * prob * (dp_error + d_delta) + (recomputed + 8 * u) * size_ds +
+                     (config.softcap > 0 ? 4 * ds / config.softcap * size_ds : 0.0)) +
+                step(Site::dscores) * size_ds + least(Site::dscores) + 0x1p-120;
+            residual[row] += error / std::abs(a);
+            const double p_error = 2 * (recomputed + 8 * u) * prob + step(Site::probs_bwd) * prob +
+                                   least(Site::probs_bwd) + 0x1p-120;
+            for (int64_t d = 0; d < D; ++d) {
+              const double k = std::abs(operand(k_values, j, d)), q = std::abs(operand(q_values, i, d)),
+                           grad = std::abs(operand(grad_values, i, d));
+              const double adding = static_cast<double>(std::max(N, T * group) + 8) * u;
+              // centre_keys moves keys by their mean: at most the largest key.
+              dq[row * static_cast<size_t>(D) + static_cast<size_t>(d)] +=
+                  (error + adding * size_ds) * (plan.stabiliser == Stabiliser::centre_keys ? k + 4 : k) +
+                  (step(Site::dq) + store) * size_ds * k;
+              const auto at = static_cast<size_t>(((b * G + g) * N + j) * D + d);
+              dk[at] += (error + adding * size_ds) * q + (step(Site::dk) + store) * size_ds * q;
+              dv[at] += (p_error + adding * prob) * grad + (step(Site::dv) + store) * prob * grad;
+            }
+          }
+        }
+      }
+    // The last of three bf16 parts keeps nothing below 2^-133.
+    for (std::vector<double>* x : {&o, &dq, &dk, &dv})
+      for (double& value : *x) value += static_cast<double>(N + T * group) * 0x1p-132;
+  }
+};
+
+struct Deviation {
+  double worst = 0;  // of the bound
+  double rms = 0;    // of the values' rms
+  double signed_mean = 0,
+         signed_error = 0;  // of (gpu - cpu) sign(cpu), in units of the values' mean size; its standard error
+};
+Deviation compare(const std::vector<float>& gpu, const std::vector<float>& cpu,
+                  const std::vector<double>& bound) {
+  Deviation result;
+  double squares = 0, values = 0, sizes = 0, sum = 0;
+  for (size_t n = 0; n < gpu.size(); ++n) {
+    const bool both_infinite = gpu[n] == cpu[n] || (!std::isfinite(gpu[n]) && !std::isfinite(cpu[n]));
+    const double error = both_infinite ? 0.0 : static_cast<double>(gpu[n]) - static_cast<double>(cpu[n]);
+    if (std::isnan(error)) {
+      result.worst = INFINITY;
+      return result;
+    }
+    if (error != 0) result.worst = std::max(result.worst, std::abs(error) / bound[n]);
+    const double signed_one = cpu[n] < 0 ? -error : error;
+    squares += error * error, sum += signed_one;
+    if (std::isfinite(cpu[n])) values += static_cast<double>(cpu[n]) * cpu[n], sizes += std::abs(cpu[n]);
+  }
+  const auto count = static_cast<double>(gpu.size());
+  if (values > 0) {
+    result.rms = std::sqrt(squares / values);
+    result.signed_mean = sum / sizes;
+    result.signed_error = std::sqrt(squares / count) / std::sqrt(count) * count / sizes;
+  }
+  return result;
+}
+
+double g_worst = 0;  // of all bounds, for the record
+
+void expect_within_bound(const cases::Problem& p, const AttentionConfig& config, ElementType type,
+                         bool with_rms = true) {
+  const Results gpu = run_gpu(p, config, {.type = type}), cpu = run_cpu(p, config, type);
+  const Bound bound(p, config, type == ElementType::bf16);
+  const auto check = [&](const char* what, const std::vector<float>& x, const std::vector<float>& y,
+                         const std::vector<double>& b) {
+    const Deviation d = compare(x, y, b);
+    g_worst = std::max(g_worst, d.worst);
+    EXPECT_LE(d.worst, 1.0) << what << ": " << first_difference(x, y);
+    if (!with_rms) return;
+    // A step of bf16 here and there: far below bf16's own noise of 2^-9. And no common sign beyond four
+    // standard errors and what truncation leaves (a unit of FP32 for each block of 16 products).
+    EXPECT_LE(d.rms, 0x1p-9) << what;
+    EXPECT_LE(std::abs(d.signed_mean), 4 * d.signed_error + 64 * 0x1p-23) << what << ": mean signed error";
+  };
+  check("o", gpu.o, cpu.o, bound.o);
+  check("lse", gpu.lse, cpu.lse, bound.lse);
+  check("dq", gpu.dq, cpu.dq, bound.dq);
+  check("dk", gpu.dk, cpu.dk, bound.dk);
+  check("dv", gpu.dv, cpu.dv, bound.dv);
+  check("delta", gpu.delta, cpu.delta, bound.delta);
+  const Deviation residual = compare(gpu.residual, cpu.residual, bound.residual);
+  EXPECT_LE(residual.worst, 1.0) << "residual: " << first_difference(gpu.residual, cpu.residual);
+}
+
+AttentionConfig at_tile(const cases::Problem& p, const std::string& plan) {
+  AttentionConfig config = p.with(parse_plan(plan));
+  config.tile_keys = p.config.tile_keys == 0 ? 0 : 64;
+  return config;
+}
+
+TEST_F(AnyPlan, EveryCaseWithinTheAccumulationBound) {
+  for (const Case& c : cases::kCases) {
+    // Rows of equal scores or of a few bits: what is left of a sum that cancels has no size to compare with.
+    const bool plain = c.fill == cases::Fill::normal || c.fill == cases::Fill::fp32_normal;
+    for (const char* plan : {"fp32", "flash2", "bf16_all", "fp8"})
+      for (ElementType type : {ElementType::fp32, ElementType::bf16}) {
+        if (c.fill == cases::Fill::subnormal && type == ElementType::bf16)
+          continue;  // bf16 keeps nothing of it
+        SCOPED_TRACE(c.name);
+        SCOPED_TRACE(plan);
+        SCOPED_TRACE(type == ElementType::fp32 ? "fp32" : "bf16");
+        cases::Problem p = make_problem(c);
+        if (type == ElementType::bf16) make_bf16(p);
+        expect_within_bound(p, at_tile(p, plan), type, plain && c.N >= 30 && std::string_view(plan) != "fp8");
+        if (HasFailure()) return;
+      }
+  }
+  std::printf("worst error, of its bound: %.3g\n", g_worst);
+}
+
+const Case kSizes[] = {
+    {{1, 2, 2, 100, 150, 32}, {.causal = true}, "D32"},
+    {{1, 2, 1, 140, 140, 64}, {.causal = true}, "D64"},
+    {{1, 2, 2, 40, 130, 96}, {}, "D96"},
+    {{1, 2, 1, 70, 130, 128}, {.causal = true}, "D128"},
+    {{1, 2, 2, 77, 150, 64}, {.window_left = 70}, "window"},
+    {{1, 2, 2, 200, 20, 64}, {.causal = true}, "more_rows"},
+    {{5, 2, 1, 50, 70, 64}, {.causal = true, .ragged = true}, "ragged"},
+};
+
+TEST_F(AnyPlan, EveryStabiliserAndHeadSizeWithinTheBound) {
+  for (const Case& c : kSizes)
+    for (std::string_view stabiliser : kStabiliserNames)
+      for (const char* plan :
+           {"bf16_all", "flash2", "fp32,row_sum=e5m2", "flash2,keel=1e-2,scores=fp16,dprobs=tf32"})
+        for (ElementType type : {ElementType::bf16, ElementType::fp32}) {
+          if (type == ElementType::fp32 && std::string_view(plan) != "flash2") continue;
+          SCOPED_TRACE(c.name);
+          SCOPED_TRACE(std::string(plan) + "," + std::string(stabiliser));
+          cases::Problem p = make_problem(c, 3);
+          if (type == ElementType::bf16) make_bf16(p);
+          expect_within_bound(p, at_tile(p, std::string(plan) + ",stabiliser=" + std::string(stabiliser)),
+                              type,
+                              /*with_rms=*/false);
+          if (HasFailure()) return;
+        }
+}
+
+// --- The GPU against itself
+
+TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
+  cases::Problem p = make_problem({{2, 6, 2, 100, 140, 64}, {.causal = true}, "mixed"}, 5);
+  make_bf16(p);
+  const std::vector<std::string> texts = {"flash2",
+                                          "bf16_all",
+                                          "bf16_all,stabiliser=wide_output",
+                                          "fp32,row_sum=e5m2",
+                                          "flash2,stabiliser=zero_sum",
+                                          "flash2,q=e4m3,k=e5m2/stochastic,seed=4"};
+  std::vector<PrecisionPlan> plans;
+  for (const std::string& text : texts) plans.push_back(parse_plan(text));
+  AttentionConfig config = p.with(plans);
+  config.tile_keys = 64;
+  const Results mixed = run_gpu(p, config);
+  const int64_t rows = 100 * 64;
+  for (size_t h = 0; h < plans.size(); ++h) {
+    config.plans = {plans[h]};
+    const Results alone = run_gpu(p, config);
+    for (int64_t b = 0; b < 2; ++b) {
+      const auto at = static_cast<size_t>((b * 6 + static_cast<int64_t>(h)) * rows);
+      EXPECT_EQ(std::memcmp(&mixed.o[at], &alone.o[at], rows * sizeof(float)), 0) << texts[h];
+      EXPECT_EQ(std::memcmp(&mixed.dq[at], &alone.dq[at], rows * sizeof(float)), 0) << texts[h];
+    }
+  }
+  config.plans = plans;
+  expect_within_bound(p, config, ElementType::bf16, false);
+}
+
+TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
+  for (const char* plan :
+       {"bf16_all", "flash2,stabiliser=zero_sum", "fp32,row_sum=e5m2/stochastic", "fp8",
+        "flash2,stabiliser=consistent", "bf16_all,stabiliser=consistent", "flash2,stabiliser=dither"}) {
+    SCOPED_TRACE(plan);
+    cases::Problem p = make_problem({{2, 2, 1, 150, 150, 64}, {.causal = true}, "twice"}, 9);
+    make_bf16(p);
+    AttentionConfig config = at_tile(p, plan);
+    config.step = 77;
+    const Results once = run_gpu(p, config);
+    EXPECT_TRUE(run_gpu(p, config).same_bits(once));
+    EXPECT_TRUE(run_gpu(p, config, {.step_in_memory = true}).same_bits(once));
+    const auto without_facts = [&](Results results) {
+      results.ties = once.ties, results.delta = once.delta, results.residual = once.residual;
+      results.residual_floor = once.residual_floor, results.delta_error = once.delta_error;
+      return results;
+    };
+    EXPECT_TRUE(without_facts(run_gpu(p, config, {.facts = false})).same_bits(once));
+    // Misaligned rows are taken by the kernel for anything, whose facts are summed in another order.
+    EXPECT_TRUE(without_facts(run_gpu(p, config, {.misaligned = 1})).same_bits(once));
+  }
+}
+
+TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
+  cases::Problem p = make_problem({{5, 2, 1, 90, 150, 64}, {.causal = true, .ragged = true}, "ragged"}, 4);
+  make_bf16(p);
+  for (const char* plan : {"bf16_all", "fp32,k=e5m2/stochastic", "flash2,stabiliser=consistent"}) {
+    SCOPED_TRACE(plan);
+    AttentionConfig config = at_tile(p, plan);
+    const Results padded = run_gpu(p, config);
+    CudaAttention a = cuda_problem(p, config, ElementType::bf16);
+    const std::vector<int32_t> rows(p.query_lengths.begin(), p.query_lengths.end()),
+        keys(p.key_lengths.begin(), p.key_lengths.end());
+    std::vector<int32_t> row_starts, key_starts;
+    int64_t all_rows = 0, all_keys = 0;
+    for (size_t b = 0; b < rows.size(); ++b) {
+      row_starts.push_back(static_cast<int32_t>(all_rows)),
+          key_starts.push_back(static_cast<int32_t>(all_keys));
+      all_rows += rows[b], all_keys += keys[b];
+    }
+    // (all rows, heads, D)
+    const auto pack = [&](const View<const float>& x, const std::vector<int32_t>& lengths, int64_t total) {
+      std::vector<float> values(static_cast<size_t>(total * x.shape[1] * 64));
+      size_t at = 0;
+      for (int64_t b = 0; b < 5; ++b)
+        for (int64_t i = 0; i < lengths[static_cast<size_t>(b)]; ++i)
+          for (int64_t h = 0; h < x.shape[1]; ++h)
+            for (int64_t d = 0; d < 64; ++d) values[at++] = *x.at(b, h, i, d);
+      return encode(values.data(), values.size(), ElementType::bf16);
+    };
+    const auto upload = [](const auto& x) {
+      return std::make_unique<DeviceBytes>(x.data(), x.size() * sizeof x[0]);
+    };
+    const auto q = upload(pack(p.in.q, rows, all_rows)), k = upload(pack(p.in.k, keys, all_keys)),
+               v = upload(pack(p.in.v, keys, all_keys)), grad = upload(pack(p.grad_output, rows, all_rows));
+    const auto row_lengths = upload(rows), key_lengths = upload(keys), query_offsets = upload(row_starts),
+               key_offsets = upload(key_starts);
+    a.query_lengths = row_lengths->as<int32_t>(), a.key_lengths = key_lengths->as<int32_t>();
+    a.query_offsets = query_offsets->as<int32_t>(), a.key_offsets = key_offsets->as<int32_t>();
+    a.query_rows = all_rows, a.key_rows = all_keys;
+    const size_t query_bytes = static_cast<size_t>(all_rows) * 2 * 64 * 2,
+                 key_bytes = static_cast<size_t>(all_keys) * 64 * 2;
+    DeviceBytes o(query_bytes), dq(query_bytes), dk(key_bytes), dv(key_bytes), lse(5 * 2 * 90 * 4);
+    const CudaSizes sizes = any_plan_sizes(a, false);
+    DeviceBytes saved(sizes.saved), workspace(sizes.workspace);
+    const auto tensor = [](const DeviceBytes& x, int64_t heads) {
+      return DeviceTensor{x.as<void>(), {0, 64, heads * 64, 1}};
+    };
+    const CudaForward forward{tensor(o, 2), lse.as<float>(), saved.as<void>()};
+    const CudaInputs in{tensor(*q, 2), tensor(*k, 1), tensor(*v, 1)};
+    any_plan_forward(a, in, forward, workspace.as<void>(), nullptr);
+    any_plan_backward(a, in, tensor(*grad, 2), forward, {tensor(dq, 2), tensor(dk, 1), tensor(dv, 1)},
+                      workspace.as<void>(), nullptr);
+    check_cuda(cudaDeviceSynchronize(), "packed sequences");
+    const auto expect = [&](const char* what, const DeviceBytes& packed, const std::vector<float>& expected,
+                            int64_t heads, const std::vector<int32_t>& lengths, int64_t longest) {
+      const std::vector<float> values = decode(packed.read<uint8_t>(), ElementType::bf16);
+      size_t at = 0, different = 0;
+      for (int64_t b = 0; b < 5; ++b)
+        for (int64_t i = 0; i < lengths[static_cast<size_t>(b)]; ++i)
+          for (int64_t h = 0; h < heads; ++h)
+            for (int64_t d = 0; d < 64; ++d, ++at)
+              different += std::bit_cast<uint32_t>(values[at]) !=
+                           std::bit_cast<uint32_t>(
+                               expected[static_cast<size_t>(((b * heads + h) * longest + i) * 64 + d)]);
+      EXPECT_EQ(different, 0u) << what;
+    };
+    expect("o", o, padded.o, 2, rows, 90);
+    expect("dq", dq, padded.dq, 2, rows, 90);
+    expect("dk", dk, padded.dk, 1, keys, 150);
+    expect("dv", dv, padded.dv, 1, keys, 150);
+    EXPECT_EQ(first_difference(lse.read<float>(), padded.lse), "");
+  }
+}
+
+TEST_F(AnyPlan, FactsAsTheCpuHasThem) {
+  for (const char* plan :
+       {"bf16_all", "flash2", "fp32", "flash2,stabiliser=consistent", "flash2,keel=1e-2"}) {
+    SCOPED_TRACE(plan);
+    cases::Problem p = make_problem({{1, 2, 2, 128, 128, 64}, {.causal = true}, "facts"}, 6);
+    make_bf16(p);
+    const AttentionConfig config = at_tile(p, plan);
+    const Results gpu = run_gpu(p, config), cpu = run_cpu(p, config, ElementType::bf16);
+    double difference = 0, size = 0, floor_difference = 0, floor_size = 0;
+    int32_t other_ties = 0;
+    for (size_t n = 0; n < gpu.residual.size(); ++n) {
+      difference += std::pow(gpu.residual[n] - cpu.residual[n], 2), size += std::pow(cpu.residual[n], 2);
+      floor_difference += std::pow(gpu.residual_floor[n] - cpu.residual_floor[n], 2);
+      floor_size += std::pow(cpu.residual_floor[n], 2);
+      other_ties += gpu.ties[n] != cpu.ties[n];
+      // By their definitions: the residual before dS is rounded is sum P (delta_hp - delta_lp).
+      const double slack = 8 * static_cast<double>(gpu.residual_floor[n]) + 0x1p-17;
+      EXPECT_NEAR(gpu.residual[n], -gpu.delta_error[n], slack + 0.02 * std::abs(gpu.residual[n]));
+    }
+    // FP32's residual is nothing but the order of its sums.
+    const bool has_residual =
+        std::string_view(plan) != "fp32" && std::string_view(plan) != "flash2,stabiliser=consistent";
+    EXPECT_TRUE(!has_residual || std::sqrt(difference / size) <= 0.25) << std::sqrt(difference / size);
+    EXPECT_LE(std::sqrt(floor_difference / floor_size), 0.01);
+    EXPECT_LE(other_ties, 1);  // a score at the tolerance's edge
+  }
+}
+
+TEST_F(AnyPlan, NanAndInfinityComeThroughAndNothingHangs) {
+  for (const char* plan :
+       {"bf16_all", "fp32", "flash2,stabiliser=consistent", "flash2,stabiliser=paper_capped"}) {
+    SCOPED_TRACE(plan);
+    cases::Problem p = make_problem({{1, 2, 2, 70, 130, 64}, {}, "nan"}, 2);
+    make_bf16(p);
+    p.q_memory[5 * 64 + 3] = NAN;
+    const Results gpu = run_gpu(p, at_tile(p, plan));
+    for (size_t d = 0; d < 64; ++d) {
+      EXPECT_TRUE(std::isnan(gpu.o[5 * 64 + d]));
+      EXPECT_TRUE(std::isnan(gpu.dq[5 * 64 + d]));
+      EXPECT_TRUE(std::isfinite(gpu.o[6 * 64 + d]));
+    }
+    p.k_memory[0] = INFINITY;
+    run_gpu(p, at_tile(p, plan));
+  }
+}
+
+TEST_F(AnyPlan, CapturedInAGraph) {
+  cases::Problem p = make_problem({{1, 2, 2, 70, 70, 64}, {.causal = true}, "graph"}, 8);
+  make_bf16(p);
+  const AttentionConfig config = at_tile(p, "bf16_all");
+  const Results plain = run_gpu(p, config);
+  CudaAttention a = cuda_problem(p, config, ElementType::bf16);
+  const auto upload = [](const std::vector<float>& x) {
+    const std::vector<uint8_t> bytes = encode(x.data(), x.size(), ElementType::bf16);
+    return std::make_unique<DeviceBytes>(bytes.data(), bytes.size());
+  };
+  const auto q = upload(p.q_memory), k = upload(p.k_memory), v = upload(p.v_memory);
+  const CudaSizes sizes = any_plan_sizes(a, false);
+  DeviceBytes saved(sizes.saved), workspace(sizes.workspace), o(2 * 70 * 64 * 2), lse(2 * 70 * 4);
+  const auto tensor = [](const DeviceBytes& x) {
+    return DeviceTensor{x.as<void>(), contiguous_strides({1, 2, 70, 64})};
+  };
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t ready;
+  check_cuda(cudaStreamCreate(&stream), "a stream");
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capturing");
+  any_plan_forward(a, {tensor(*q), tensor(*k), tensor(*v)}, {tensor(o), lse.as<float>(), saved.as<void>()},
+                   workspace.as<void>(), stream);
+  check_cuda(cudaStreamEndCapture(stream, &graph), "capturing");
+  check_cuda(cudaGraphInstantiate(&ready, graph, 0), "a graph");
+  check_cuda(cudaGraphLaunch(ready, stream), "a graph");
+  check_cuda(cudaStreamSynchronize(stream), "a graph");
+  EXPECT_EQ(first_difference(decode(o.read<uint8_t>(), ElementType::bf16), plain.o), "");
+  cudaGraphExecDestroy(ready);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+}  // namespace
+}  // namespace evenkeel

@@ -1,0 +1,32 @@
+// The main function of the tests that need a GPU: says so and leaves with 77 (skipped) where there is none.
+// With EVENKEEL_SMALL=1 only tests on small shapes run, for compute-sanitizer, under which everything is slow.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "attention/attention_cuda.h"
+
+namespace {
+
+constexpr const char* kSmall =
+    "*Small*:AnyPlan.EveryStabiliserAndHeadSizeWithinTheBound:AnyPlan.PackedSequencesAsPaddedOnes:"
+    "AnyPlan.FactsAsTheCpuHasThem";
+constexpr int kSkipped = 77;
+
+int skipped(const std::string& why) {
+  fmt::print("skipped: {}\n", why);
+  return kSkipped;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  const evenkeel::CudaDevice device = evenkeel::cuda_device();
+  if (!device.present) return skipped(fmt::format("no GPU ({})", device.why));
+  fmt::print("on {}, compute capability {}.{}\n", device.name, device.major, device.minor);
+  if (std::getenv("EVENKEEL_SMALL")) testing::GTEST_FLAG(filter) = kSmall;
+  const int code = RUN_ALL_TESTS();
+  return testing::UnitTest::GetInstance()->test_to_run_count() == 0 ? skipped("it has no such test") : code;
+}
