@@ -47,7 +47,8 @@ TEST(KernelChoice, hopper_takes_flash2_with_the_fast_stabilisers) {
 TEST(KernelChoice, the_wide_output_is_16_bits_and_said_so) {
   for (const char* plan : {"flash2,stabiliser=wide_output", "flash2,stabiliser=consistent",
                            "flash2,stabiliser=consistent,output_for_delta=fp32",
-                           "flash2,stabiliser=wide_output,output_for_delta=e8m15"}) {
+                           "flash2,stabiliser=wide_output,output_for_delta=e8m15",
+                           "flash2,stabiliser=consistent,output_for_delta=e8m15/stochastic"}) {
     const KernelChoice choice = choose_kernel(kHopper, problem(plan), false);
     EXPECT_EQ(choice.kernel, AttentionKernel::hopper) << plan;
     EXPECT_NE(choice.why.find("16 significand bits"), std::string::npos) << choice.why;
@@ -90,13 +91,13 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   expect(problem("flash2,stabiliser=paper"), "paper");
   expect(problem("flash2,stabiliser=stochastic_output"), "stochastic_output");
   expect(problem("flash2,stabiliser=centre_keys"), "centre_keys");
-  expect(problem("flash2,stabiliser=paper_capped,tie_tolerance=1e-2"), "tie_tolerance");
   const auto changed = [](auto change) {
     CudaAttention p = problem();
     change(p);
     return p;
   };
   expect(changed([](auto& p) { p.type = ElementType::fp32; }), "fp32");
+  expect(changed([](auto& p) { p.scale = -1; }), "negative scale");
   expect(changed([](auto& p) { p.D = 136; }), "136");
   expect(changed([](auto& p) { p.D = 65; }), "65");
   expect(changed([](auto& p) { p.softcap = 30; }), "softcap");

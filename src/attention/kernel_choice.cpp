@@ -26,16 +26,14 @@ std::string not_taken(const PrecisionPlan& plan) {
     default:
       return fmt::format("the stabiliser {}", name(plan.stabiliser));
   }
-  if (plan.stabiliser == Stabiliser::paper_capped && plan.tie_tolerance != PrecisionPlan{}.tie_tolerance)
-    return fmt::format("a tie_tolerance of {} (it compares at {})", plan.tie_tolerance,
-                       PrecisionPlan{}.tie_tolerance);
   static const PrecisionPlan flash2 = parse_plan("flash2");
   for (int n = 0; n < kSiteCount; ++n) {
     const auto site = static_cast<Site>(n);
     if (plan.at(site) == flash2.at(site)) continue;
-    // The O of delta is kept with 16 significand bits, which these two formats ask for or exceed.
+    // The O of delta is kept with 16 significand bits, rounded without bias: what is asked for, or nearly.
     if (site == Site::output_for_delta && keeps_wide_output(plan.stabiliser) &&
-        (is_identity(plan.at(site)) || plan.at(site) == Rounding{Format{8, 15}}))
+        (is_identity(plan.at(site)) || plan.at(site) == Rounding{Format{8, 15}} ||
+         plan.at(site) == Rounding{Format{8, 15}, RoundingMode::stochastic}))
       continue;
     return fmt::format("{}={} (flash2 has {})", name(site), to_string(plan.at(site)),
                        to_string(flash2.at(site)));
@@ -56,6 +54,7 @@ std::string not_taken(const CudaDevice& device, const CudaAttention& p, bool wit
     return "plans that differ between heads";
   if (std::string plan = not_taken(p.plans[0]); !plan.empty()) return plan;
   if (p.softcap != 0) return "softcap";
+  if (p.scale < 0) return "a negative scale";  // masked scores are -inf before they are scaled
   if (p.window_left >= 0 || p.window_right >= 0) return "a sliding window";
   if (p.visible.present()) return "a mask of its own";
   if (with_facts) return "ties, residuals or delta as outputs";
@@ -82,7 +81,8 @@ KernelChoice choose_kernel(const CudaDevice& device, const CudaAttention& proble
   const Stabiliser stabiliser = problem.plans[0].stabiliser;
   std::string why = fmt::format("bf16, head size {}, flash2 with stabiliser {} on compute capability 9.0",
                                 problem.D, name(stabiliser));
-  if (keeps_wide_output(stabiliser)) why += "; the O of delta has 16 significand bits";
+  if (keeps_wide_output(stabiliser))
+    why += "; the O of delta has 16 significand bits, rounded stochastically";
   return {AttentionKernel::hopper, why};
 }
 

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/attention_cuda.h"
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/options.h"
 #include "diagnosis/conform.h"
+#include "diagnosis/conform_gpu.h"
 #include "diagnosis/drift.h"
 #include "numerics/explain.h"
 
@@ -45,6 +47,27 @@ struct Plan {
   const char *text, *words;
 };
 
+// What rounding leaves of the sum that must be zero, a line a plan.
+void print_residuals(std::vector<ConformPlan>& plans, const ConformKernel& kernel, bool constant_feature) {
+  std::vector<ConformCase> cases;
+  for (const ConformCase& c : conform_cases())
+    if (c.name == "ties_2_tail" || c.name == "sink") cases.push_back(c);
+  {
+    Progress progress("rows", conform_work(plans.size(), cases, kBiasRows));
+    conform(
+        plans, cases, kBiasRows, 1, kernel, [&] { progress.advance(); }, constant_feature);
+  }
+  fmt::print("  {:<30}{:>12}{:>8}{:>8}   {:>10}{:>8}{:>8}\n", "", "ties: mean", "z", "noise", "sink: mean",
+             "z", "noise");
+  for (const ConformPlan& plan : plans) {
+    fmt::print("  {:<30}", plan.name);
+    for (const ConformResult& r : plan.results)
+      fmt::print("{:>12.1e}{:>8.0f}{:>8.1f} ", r.residual.mean(), r.residual.z(),
+                 r.residual.rms() / r.noise_bound());
+    fmt::print("  {}\n", plan.passes() ? "pass" : "FAIL");
+  }
+}
+
 void show_residual(bool colour) {
   heading("2. A sum that must be zero", colour);
   fmt::print(
@@ -60,22 +83,7 @@ void show_residual(bool colour) {
                              {"flash2,stabiliser=zero_sum", "the exact remedy"}};
   std::vector<ConformPlan> plans;
   for (const Plan& plan : kPlans) plans.push_back({plan.text, parse_plan(plan.text), {}});
-  std::vector<ConformCase> cases;
-  for (const ConformCase& c : conform_cases())
-    if (c.name == "ties_2_tail" || c.name == "sink") cases.push_back(c);
-  {
-    Progress progress("rows", conform_work(plans.size(), cases, kBiasRows));
-    conform(plans, cases, kBiasRows, 1, conform_cpu_kernel, [&] { progress.advance(); });
-  }
-  fmt::print("  {:<30}{:>12}{:>8}{:>8}   {:>10}{:>8}{:>8}\n", "", "ties: mean", "z", "noise", "sink: mean",
-             "z", "noise");
-  for (const ConformPlan& plan : plans) {
-    fmt::print("  {:<30}", plan.name);
-    for (const ConformResult& r : plan.results)
-      fmt::print("{:>12.1e}{:>8.0f}{:>8.1f} ", r.residual.mean(), r.residual.z(),
-                 r.residual.rms() / r.noise_bound());
-    fmt::print("  {}\n", plan.passes() ? "pass" : "FAIL");
-  }
+  print_residuals(plans, conform_cpu_kernel, /*constant_feature=*/false);
   fmt::print("\n");
 }
 
@@ -119,15 +127,38 @@ void show_drift(const std::vector<std::string>& extra, bool colour) {
       "error is harmless.\n\n");
 }
 
+// The second part again, on the kernels of this machine's GPU.
+void show_gpu(bool colour) {
+  heading("4. On a GPU", colour);
+  const CudaDevice device = cuda_device();
+  if (!device.present) {
+    fmt::print(
+        "None to be used ({}). Where there is one, the second part is repeated on its kernels, and\n"
+        "`evenkeel bench attention --gpu` times them next to FlashAttention-2 and cuDNN.\n\n",
+        device.why);
+    return;
+  }
+  fmt::print("{}: what its kernels leave of the sum, read off their dQ.\n\n", device.name);
+  std::vector<ConformPlan> plans;
+  for (const char* text :
+       {"bf16_all", "flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent"})
+    plans.push_back({text, parse_plan(text), {}});
+  GpuConform gpu;
+  print_residuals(plans, gpu.kernel(), /*constant_feature=*/true);
+  for (const std::string& use : gpu.uses()) fmt::print("  {}\n", use);
+  fmt::print("\n");
+}
+
 }  // namespace
 
 int run_demo(int argc, char** argv) {
   std::vector<std::string> extra;
-  Options options("demo [--plan PLAN]...",
-                  "The story so far on built-in inputs, in under a minute: one addition, bit by bit; the sum "
-                  "that rounding\n"
-                  "breaks; one attention head that derails and is cured.",
-                  "demo --plan fp32,pv=e8m2 --plan fp32,pv=e8m2,stabiliser=zero_sum");
+  Options options(
+      "demo [--plan PLAN]...",
+      "The story so far on built-in inputs, in under a minute: one addition, bit by bit; the sum "
+      "that rounding\n"
+      "breaks; one attention head that derails and is cured; and the GPU's kernels, where there is one.",
+      "demo --plan fp32,pv=e8m2 --plan fp32,pv=e8m2,stabiliser=zero_sum");
   options.values("--plan", "PLAN", "one more plan for the third part, several allowed", extra);
   if (!options.parse(argc, argv)) return 0;
   for (const std::string& text : extra)
@@ -136,6 +167,7 @@ int run_demo(int argc, char** argv) {
   show_addition(colour);
   show_residual(colour);
   show_drift(extra, colour);
+  show_gpu(colour);
   fmt::print(
       "`evenkeel conform` judges every plan on every kind of row; `evenkeel explain A + B` explains any "
       "operation.\n");

@@ -12,8 +12,8 @@
 // A longer row is a chain of blocks: each result is the addend of the next. NaN, Inf * 0 and Inf - Inf give
 // kTensorCoreNan; other infinities stay. Every truncation points toward zero: tensor cores are biased.
 //
-// The rule, h200 and h200_mma were compared with an H200 bit for bit, 24,000 sums and more per format made to
-// be hard (wide exponents, zeros, subnormals, Inf and NaN, overflow, cancellation); the other chips with
+// The rule, h200 and h200_mma were compared with an H200 bit for bit, 10,485,760 sums per format and instruction made
+// to be hard (tools/tensor_core_chip.cu: wide exponents, zeros, subnormals, Inf and NaN, overflow, cancellation); the other chips with
 // 5,000 published results per format, their min_exponent being the published one. The rule's form is that of
 // F. A. Khattak and M. Mikaitis, "Accurate models of NVIDIA tensor cores", ACM TACO 2026.
 #pragma once
@@ -48,7 +48,7 @@ inline constexpr int kMaxBlockTerms = 32;
 inline constexpr uint32_t kTensorCoreNan = 0x7FFFFFFFu;  // the one NaN that tensor cores return
 
 // Hopper does FP8 in two ways: wgmma (h200, h100: what FlashAttention-3 uses) and mma.sync (h200_mma). For
-// bf16 the two instructions agree.
+// bf16, fp16 and tf32 the two instructions agree.
 inline constexpr TensorCoreModel kTensorCoreModels[] = {
     // chip, operand, block_terms, alignment_bits, output_bits, min_exponent, passes
     {"h200", kBf16, 16, 25, 23, -133},

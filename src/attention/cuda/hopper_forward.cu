@@ -188,11 +188,21 @@ EK_DEVICE float device_random_unit(const RandomKey& key, uint64_t element) {
   return (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// residue_of a pair, in the lower two bytes: byte 1 of min(exact - rounded + 128, 2^15 - 1), twice two
-// instructions.
-EK_DEVICE uint32_t residues(float low, float high, uint32_t packed) {
-  const int minus_low = 128 - static_cast<int>(packed << 16);
-  const int minus_high = static_cast<int>((~packed & 0xffff0000u) | 128u);  // - 2^16: not seen in byte 1
+// 8 random bits for a row: a hash of its number (J. K. Salmon's generator would take ten times as long; here only the
+// mean matters).
+EK_DEVICE int row_noise(const RandomKey& key, uint32_t row) {
+  uint32_t x =
+      row * 0x9E3779B1u + key.step * 0x85EBCA77u + key.tensor * 0xC2B2AE3Du + static_cast<uint32_t>(key.seed);
+  x = (x ^ x >> 16) * 0x7FEB352Du;
+  x = (x ^ x >> 15) * 0x846CA68Bu;
+  return static_cast<int>((x ^ x >> 16) >> 24);
+}
+
+// The residues of a pair, in the lower two bytes: byte 1 of min(exact - rounded + noise, 2^15 - 1), twice two
+// instructions. 127 stands for 128, which does not fit: in 1 of 512 values, at most 2^-8 of an ulp.
+EK_DEVICE uint32_t residues(float low, float high, uint32_t packed, int noise) {
+  const int minus_low = noise - static_cast<int>(packed << 16);
+  const int minus_high = static_cast<int>(~packed & 0xffff0000u) | noise;  // - 2^16: not seen in byte 1
   const int first = __viaddmin_s32(static_cast<int>(__float_as_uint(low)), minus_low, 0x7fff);
   const int second = __viaddmin_s32(static_cast<int>(__float_as_uint(high)), minus_high, 0x7fff - 0x10000);
   return __byte_perm(static_cast<uint32_t>(first), static_cast<uint32_t>(second), 0x0051);
@@ -551,15 +561,19 @@ struct Worker {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row + lane_row + 8 * r;
-      int8_t* const to = a.saved.residue + (static_cast<size_t>(done.head) * a.sequences.T + i) * a.D;
+      const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
+      int8_t* const to = a.saved.residue + at * a.D;
+      RandomKey key = a.random;
+      if (a.device_step) key.step = *a.device_step;
+      const int noise = row_noise(key, static_cast<uint32_t>(at));
 #pragma unroll
       for (int box = 0; box < T::kBoxes; ++box) {
         uint32_t word[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           const int pair = box * 16 + w * 4 + r;  // and the one of the next 8 features
-          word[w] = __byte_perm(residues(o[2 * pair], o[2 * pair + 1], packed[pair]),
-                                residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2]), 0x5410);
+          word[w] = __byte_perm(residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise),
+                                residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise), 0x5410);
         }
         quad_transpose(word);
         const int feature = box * kBoxFeatures + thread % 4 * 16;
