@@ -107,7 +107,7 @@ CudaAttention cuda_problem(const evenkeel_attention& a) {
   p.T = a.T;
   p.N = a.N;
   p.D = a.D;
-  p.type = a.type == EVENKEEL_BF16 ? ElementType::bf16 : ElementType::fp32;
+  p.type = a.type == EVENKEEL_BF16 ? TensorType::bf16 : TensorType::fp32;
   p.plans = plans_of(a);
   p.scale = a.scale;
   p.softcap = a.softcap;

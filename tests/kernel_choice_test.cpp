@@ -96,7 +96,7 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
     change(p);
     return p;
   };
-  expect(changed([](auto& p) { p.type = ElementType::fp32; }), "fp32");
+  expect(changed([](auto& p) { p.type = TensorType::fp32; }), "fp32");
   expect(changed([](auto& p) { p.scale = -1; }), "negative scale");
   expect(changed([](auto& p) { p.D = 136; }), "136");
   expect(changed([](auto& p) { p.D = 65; }), "65");

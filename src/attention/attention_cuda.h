@@ -22,7 +22,7 @@ struct CudaDevice {
 };
 CudaDevice cuda_device();  // of the calling thread's current device; asks once a device
 
-enum class ElementType : uint8_t { bf16, fp32 };
+enum class TensorType : uint8_t { bf16, fp32 };
 
 // Device memory with strides in elements. A packed sequence of all batches has stride[0] = 0 and offsets below.
 struct DeviceTensor {
@@ -35,7 +35,7 @@ struct DeviceTensor {
 // One attention problem: everything that decides the bits, besides the numbers themselves.
 struct CudaAttention {
   int64_t B = 0, H = 0, G = 0, T = 0, N = 0, D = 0;  // T and N: the longest sequence's
-  ElementType type = ElementType::bf16;              // of q, k, v, o and their gradients
+  TensorType type = TensorType::bf16;                // of q, k, v, o and their gradients
   std::vector<PrecisionPlan> plans;                  // one for all heads, or one per query head
   float scale = 0;                                   // 0 means 1 / sqrt(D)
   float softcap = 0;

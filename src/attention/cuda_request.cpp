@@ -14,7 +14,7 @@ constexpr uintptr_t kBufferAlignment = 256;
 
 using Sizes = std::array<int64_t, 4>;
 
-size_t element_bytes(ElementType type) { return type == ElementType::bf16 ? 2 : 4; }
+size_t element_bytes(TensorType type) { return type == TensorType::bf16 ? 2 : 4; }
 
 std::string strides_of(const DeviceTensor& t) {
   return fmt::format("({}, {}, {}, {})", t.stride[0], t.stride[1], t.stride[2], t.stride[3]);

@@ -46,7 +46,7 @@ std::string not_taken(const CudaDevice& device, const CudaAttention& p, bool wit
   if (device.major != 9 || device.minor != 0)
     return fmt::format("compute capability {}.{} (they are built for exactly 9.0)", device.major,
                        device.minor);
-  if (p.type != ElementType::bf16) return "fp32 tensors";
+  if (p.type != TensorType::bf16) return "fp32 tensors";
   if (p.D > kLargestHead || p.D % kHeadStep != 0)
     return fmt::format("head size {} (a multiple of {} up to {} is taken)", p.D, kHeadStep, kLargestHead);
   if (p.plans.empty()) return "a problem without a plan";

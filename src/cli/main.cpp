@@ -1,6 +1,7 @@
 // The command `evenkeel`: picks the subcommand, turns exceptions into messages and exit codes.
 #include <fmt/format.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -21,6 +22,9 @@ constexpr Command kCommands[] = {
     {"demo", "the story so far, on built-in inputs: no GPU, no download", cli::run_demo},
     {"explain", "one operation, or one tensor-core sum, bit by bit", cli::run_explain},
     {"conform", "judge attention by the sign of its errors, on hard inputs", cli::run_conform},
+    {"data", "text to tokens: prepare | synth | inspect", cli::run_data},
+    {"train", "train GPT-2 with a precision plan per layer and head", cli::run_train},
+    {"sample", "text from a checkpoint", cli::run_sample},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},
 };
@@ -40,6 +44,7 @@ void print_usage(std::FILE* to) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
   if (argc < 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
     print_usage(argc < 2 ? stderr : stdout);
     return argc < 2 ? 2 : 0;

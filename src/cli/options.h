@@ -49,7 +49,10 @@ bool use_colour();
 int run_explain(int argc, char** argv);
 int run_conform(int argc, char** argv);
 int run_bench(int argc, char** argv);
+int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
 int run_info(int argc, char** argv);
+int run_sample(int argc, char** argv);
+int run_train(int argc, char** argv);
 
 }  // namespace evenkeel::cli

@@ -30,8 +30,8 @@ float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_
 
 class Transfer {
  public:
-  Transfer(DeviceMemory& memory, ElementType type) : memory_(memory), type_(type) {}
-  size_t bytes(size_t count) const { return count * (type_ == ElementType::bf16 ? 2 : 4); }
+  Transfer(DeviceMemory& memory, TensorType type) : memory_(memory), type_(type) {}
+  size_t bytes(size_t count) const { return count * (type_ == TensorType::bf16 ? 2 : 4); }
   size_t offset(const void* part) const {
     return static_cast<size_t>(static_cast<const char*>(part) - memory_.as<char>());
   }
@@ -44,15 +44,14 @@ class Transfer {
       for (int64_t h = 0; h < H; ++h)
         for (int64_t i = 0; i < rows; ++i)
           for (int64_t d = 0; d < D; ++d) values.push_back(*from.at(b, h, i, d));
-    if (type_ == ElementType::fp32) return memory_.upload(values.data(), bytes(values.size()), offset(to));
+    if (type_ == TensorType::fp32) return memory_.upload(values.data(), bytes(values.size()), offset(to));
     std::vector<uint16_t> narrow(values.size());
     std::transform(values.begin(), values.end(), narrow.begin(), bf16_bits);
     memory_.upload(narrow.data(), bytes(narrow.size()), offset(to));
   }
   void down(const void* from, Tensor<float>& to) const {
     std::vector<float>& values = to.values();
-    if (type_ == ElementType::fp32)
-      return memory_.download(values.data(), bytes(values.size()), offset(from));
+    if (type_ == TensorType::fp32) return memory_.download(values.data(), bytes(values.size()), offset(from));
     std::vector<uint16_t> narrow(values.size());
     memory_.download(narrow.data(), bytes(narrow.size()), offset(from));
     std::transform(narrow.begin(), narrow.end(), values.begin(), from_bf16);
@@ -60,7 +59,7 @@ class Transfer {
 
  private:
   DeviceMemory& memory_;
-  ElementType type_;
+  TensorType type_;
 };
 
 DeviceTensor contiguous(void* data, const std::array<int64_t, 4>& shape) {
@@ -75,10 +74,10 @@ size_t extent(const View<const uint8_t>& view) {
 }
 
 // Tensors in bf16 where everything that leaves the kernel is rounded to it anyway.
-ElementType type_for(const PrecisionPlan& plan) {
+TensorType type_for(const PrecisionPlan& plan) {
   for (Site site : {Site::output, Site::dq, Site::dk, Site::dv})
-    if (plan.at(site) != Rounding{kBf16}) return ElementType::fp32;
-  return ElementType::bf16;
+    if (plan.at(site) != Rounding{kBf16}) return TensorType::fp32;
+  return TensorType::bf16;
 }
 
 // delta as exact arithmetic has it, and what rounding dS must leave in a row: both from the CPU, which rounds nothing

@@ -51,12 +51,12 @@ class DeviceBytes {
   size_t bytes_;
 };
 
-size_t element_bytes(ElementType type) { return type == ElementType::fp32 ? 4 : 2; }
+size_t element_bytes(TensorType type) { return type == TensorType::fp32 ? 4 : 2; }
 
-std::vector<uint8_t> encode(const float* x, size_t count, ElementType type) {
+std::vector<uint8_t> encode(const float* x, size_t count, TensorType type) {
   std::vector<uint8_t> bytes(count * element_bytes(type));
   for (size_t n = 0; n < count; ++n)
-    if (type == ElementType::fp32) {
+    if (type == TensorType::fp32) {
       std::memcpy(&bytes[4 * n], &x[n], 4);
     } else {
       const auto half = static_cast<uint16_t>(std::bit_cast<uint32_t>(to_bf16(x[n])) >> 16);
@@ -65,10 +65,10 @@ std::vector<uint8_t> encode(const float* x, size_t count, ElementType type) {
   return bytes;
 }
 
-std::vector<float> decode(const std::vector<uint8_t>& bytes, ElementType type) {
+std::vector<float> decode(const std::vector<uint8_t>& bytes, TensorType type) {
   std::vector<float> x(bytes.size() / element_bytes(type));
   for (size_t n = 0; n < x.size(); ++n)
-    if (type == ElementType::fp32) {
+    if (type == TensorType::fp32) {
       std::memcpy(&x[n], &bytes[4 * n], 4);
     } else {
       uint16_t half;
@@ -95,7 +95,7 @@ struct Results {
 };
 
 struct GpuOptions {
-  ElementType type = ElementType::bf16;
+  TensorType type = TensorType::bf16;
   bool facts = true;
   int misaligned = 0;  // elements by which q, k, v, dO start late
   bool step_in_memory = false;
@@ -108,7 +108,7 @@ void make_bf16(cases::Problem& p) {
     for (float& x : *memory) x = to_bf16(x);
 }
 
-CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& config, ElementType type) {
+CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& config, TensorType type) {
   CudaAttention a;
   a.B = p.shape.B, a.H = p.shape.H, a.G = p.shape.G, a.T = p.shape.T, a.N = p.shape.N, a.D = p.shape.D;
   a.type = type;
@@ -125,7 +125,7 @@ CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& confi
 }
 
 Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const GpuOptions& options = {}) {
-  const ElementType type = options.type;
+  const TensorType type = options.type;
   CudaAttention a = cuda_problem(p, config, type);
   std::vector<std::unique_ptr<DeviceBytes>> memory;
   const auto upload = [&](const View<const float>& view, const std::vector<float>& values) {
@@ -200,7 +200,7 @@ Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const Gp
 }
 
 // The CPU's results, stored as the GPU stores them.
-Results run_cpu(const cases::Problem& p, const AttentionConfig& config, ElementType type) {
+Results run_cpu(const cases::Problem& p, const AttentionConfig& config, TensorType type) {
   AttentionBuffers buffers(p.in, /*with_facts=*/true);
   AttentionConfig allowed = config;
   allowed.allow_nonfinite = true;
@@ -208,7 +208,7 @@ Results run_cpu(const cases::Problem& p, const AttentionConfig& config, ElementT
   attention_backward(allowed, p.in, p.grad_output, buffers.forward(), buffers.backward());
   const auto stored = [&](const Tensor<float>& x) {
     std::vector<float> values = x.values();
-    if (type == ElementType::bf16)
+    if (type == TensorType::bf16)
       for (float& v : values) v = to_bf16(v);
     return values;
   };
@@ -315,8 +315,8 @@ void expect_same_bits(const Exact& exact, const ExactCase& c) {
   SCOPED_TRACE(c.plan);
   AttentionConfig config = exact.config;
   config.plans = {parse_plan(c.plan)};
-  for (ElementType type : {ElementType::bf16, ElementType::fp32}) {
-    SCOPED_TRACE(type == ElementType::fp32 ? "fp32" : "bf16");
+  for (TensorType type : {TensorType::bf16, TensorType::fp32}) {
+    SCOPED_TRACE(type == TensorType::fp32 ? "fp32" : "bf16");
     const Results gpu = run_gpu(exact.problem, config, {.type = type}),
                   cpu = run_cpu(exact.problem, config, type);
     EXPECT_EQ(first_difference(gpu.o, cpu.o), "") << "o";
@@ -356,11 +356,11 @@ TEST_F(AnyPlan, EverySiteShowsInTheExactProblem) {
   const Exact exact = exact_problem(8.5f);
   AttentionConfig config = exact.config;
   config.plans = {parse_plan(kExactBase)};
-  const Results plain = run_gpu(exact.problem, config, {.type = ElementType::fp32});
+  const Results plain = run_gpu(exact.problem, config, {.type = TensorType::fp32});
   for (int i = 0; i < kSiteCount; ++i) {
     const Site site = static_cast<Site>(i);
     config.plans = {parse_plan(std::string(kExactBase) + "," + std::string(name(site)) + "=e5m2")};
-    EXPECT_FALSE(run_gpu(exact.problem, config, {.type = ElementType::fp32}).same_bits(plain)) << name(site);
+    EXPECT_FALSE(run_gpu(exact.problem, config, {.type = TensorType::fp32}).same_bits(plain)) << name(site);
   }
 }
 
@@ -570,10 +570,10 @@ Deviation compare(const std::vector<float>& gpu, const std::vector<float>& cpu,
 
 double g_worst = 0;  // of all bounds, for the record
 
-void expect_within_bound(const cases::Problem& p, const AttentionConfig& config, ElementType type,
+void expect_within_bound(const cases::Problem& p, const AttentionConfig& config, TensorType type,
                          bool with_rms = true) {
   const Results gpu = run_gpu(p, config, {.type = type}), cpu = run_cpu(p, config, type);
-  const Bound bound(p, config, type == ElementType::bf16);
+  const Bound bound(p, config, type == TensorType::bf16);
   const auto check = [&](const char* what, const std::vector<float>& x, const std::vector<float>& y,
                          const std::vector<double>& b) {
     const Deviation d = compare(x, y, b);
@@ -606,14 +606,14 @@ TEST_F(AnyPlan, EveryCaseWithinTheAccumulationBound) {
     // Rows of equal scores or of a few bits: what is left of a sum that cancels has no size to compare with.
     const bool plain = c.fill == cases::Fill::normal || c.fill == cases::Fill::fp32_normal;
     for (const char* plan : {"fp32", "flash2", "bf16_all", "fp8"})
-      for (ElementType type : {ElementType::fp32, ElementType::bf16}) {
-        if (c.fill == cases::Fill::subnormal && type == ElementType::bf16)
+      for (TensorType type : {TensorType::fp32, TensorType::bf16}) {
+        if (c.fill == cases::Fill::subnormal && type == TensorType::bf16)
           continue;  // bf16 keeps nothing of it
         SCOPED_TRACE(c.name);
         SCOPED_TRACE(plan);
-        SCOPED_TRACE(type == ElementType::fp32 ? "fp32" : "bf16");
+        SCOPED_TRACE(type == TensorType::fp32 ? "fp32" : "bf16");
         cases::Problem p = make_problem(c);
-        if (type == ElementType::bf16) make_bf16(p);
+        if (type == TensorType::bf16) make_bf16(p);
         expect_within_bound(p, at_tile(p, plan), type, plain && c.N >= 30 && std::string_view(plan) != "fp8");
         if (HasFailure()) return;
       }
@@ -636,12 +636,12 @@ TEST_F(AnyPlan, EveryStabiliserAndHeadSizeWithinTheBound) {
     for (std::string_view stabiliser : kStabiliserNames)
       for (const char* plan :
            {"bf16_all", "flash2", "fp32,row_sum=e5m2", "flash2,keel=1e-2,scores=fp16,dprobs=tf32"})
-        for (ElementType type : {ElementType::bf16, ElementType::fp32}) {
-          if (type == ElementType::fp32 && std::string_view(plan) != "flash2") continue;
+        for (TensorType type : {TensorType::bf16, TensorType::fp32}) {
+          if (type == TensorType::fp32 && std::string_view(plan) != "flash2") continue;
           SCOPED_TRACE(c.name);
           SCOPED_TRACE(std::string(plan) + "," + std::string(stabiliser));
           cases::Problem p = make_problem(c, 3);
-          if (type == ElementType::bf16) make_bf16(p);
+          if (type == TensorType::bf16) make_bf16(p);
           expect_within_bound(p, at_tile(p, std::string(plan) + ",stabiliser=" + std::string(stabiliser)),
                               type,
                               /*with_rms=*/false);
@@ -676,7 +676,7 @@ TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
     }
   }
   config.plans = plans;
-  expect_within_bound(p, config, ElementType::bf16, false);
+  expect_within_bound(p, config, TensorType::bf16, false);
 }
 
 TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
@@ -709,7 +709,7 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
     SCOPED_TRACE(plan);
     AttentionConfig config = at_tile(p, plan);
     const Results padded = run_gpu(p, config);
-    CudaAttention a = cuda_problem(p, config, ElementType::bf16);
+    CudaAttention a = cuda_problem(p, config, TensorType::bf16);
     const std::vector<int32_t> rows(p.query_lengths.begin(), p.query_lengths.end()),
         keys(p.key_lengths.begin(), p.key_lengths.end());
     std::vector<int32_t> row_starts, key_starts;
@@ -727,7 +727,7 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
         for (int64_t i = 0; i < lengths[static_cast<size_t>(b)]; ++i)
           for (int64_t h = 0; h < x.shape[1]; ++h)
             for (int64_t d = 0; d < 64; ++d) values[at++] = *x.at(b, h, i, d);
-      return encode(values.data(), values.size(), ElementType::bf16);
+      return encode(values.data(), values.size(), TensorType::bf16);
     };
     const auto upload = [](const auto& x) {
       return std::make_unique<DeviceBytes>(x.data(), x.size() * sizeof x[0]);
@@ -755,7 +755,7 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
     check_cuda(cudaDeviceSynchronize(), "packed sequences");
     const auto expect = [&](const char* what, const DeviceBytes& packed, const std::vector<float>& expected,
                             int64_t heads, const std::vector<int32_t>& lengths, int64_t longest) {
-      const std::vector<float> values = decode(packed.read<uint8_t>(), ElementType::bf16);
+      const std::vector<float> values = decode(packed.read<uint8_t>(), TensorType::bf16);
       size_t at = 0, different = 0;
       for (int64_t b = 0; b < 5; ++b)
         for (int64_t i = 0; i < lengths[static_cast<size_t>(b)]; ++i)
@@ -781,7 +781,7 @@ TEST_F(AnyPlan, FactsAsTheCpuHasThem) {
     cases::Problem p = make_problem({{1, 2, 2, 128, 128, 64}, {.causal = true}, "facts"}, 6);
     make_bf16(p);
     const AttentionConfig config = at_tile(p, plan);
-    const Results gpu = run_gpu(p, config), cpu = run_cpu(p, config, ElementType::bf16);
+    const Results gpu = run_gpu(p, config), cpu = run_cpu(p, config, TensorType::bf16);
     double difference = 0, size = 0, floor_difference = 0, floor_size = 0;
     int32_t other_ties = 0;
     for (size_t n = 0; n < gpu.residual.size(); ++n) {
@@ -825,9 +825,9 @@ TEST_F(AnyPlan, CapturedInAGraph) {
   make_bf16(p);
   const AttentionConfig config = at_tile(p, "bf16_all");
   const Results plain = run_gpu(p, config);
-  CudaAttention a = cuda_problem(p, config, ElementType::bf16);
+  CudaAttention a = cuda_problem(p, config, TensorType::bf16);
   const auto upload = [](const std::vector<float>& x) {
-    const std::vector<uint8_t> bytes = encode(x.data(), x.size(), ElementType::bf16);
+    const std::vector<uint8_t> bytes = encode(x.data(), x.size(), TensorType::bf16);
     return std::make_unique<DeviceBytes>(bytes.data(), bytes.size());
   };
   const auto q = upload(p.q_memory), k = upload(p.k_memory), v = upload(p.v_memory);
@@ -847,7 +847,7 @@ TEST_F(AnyPlan, CapturedInAGraph) {
   check_cuda(cudaGraphInstantiate(&ready, graph, 0), "a graph");
   check_cuda(cudaGraphLaunch(ready, stream), "a graph");
   check_cuda(cudaStreamSynchronize(stream), "a graph");
-  EXPECT_EQ(first_difference(decode(o.read<uint8_t>(), ElementType::bf16), plain.o), "");
+  EXPECT_EQ(first_difference(decode(o.read<uint8_t>(), TensorType::bf16), plain.o), "");
   cudaGraphExecDestroy(ready);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);

@@ -29,7 +29,7 @@ bool is_bf16_number(const Rounding& r) { return parts_of(r) == 1; }
 
 struct Resolved {
   explicit Resolved(const CudaAttention& problem) {
-    const bool fp32 = problem.type == ElementType::fp32;
+    const bool fp32 = problem.type == TensorType::fp32;
     const auto heads = static_cast<int64_t>(problem.plans.size()), group = problem.H / problem.G;
     for (const PrecisionPlan& plan : problem.plans) {
       const HeadPlan head(plan);
@@ -175,7 +175,7 @@ class Pass {
     p.T = static_cast<int>(problem.T);
     p.N = static_cast<int>(problem.N);
     p.D = static_cast<int>(problem.D);
-    p.fp32 = problem.type == ElementType::fp32;
+    p.fp32 = problem.type == TensorType::fp32;
     p.scale = problem.scale;
     p.softcap = problem.softcap;
     const auto reach = [](int64_t window) {

@@ -1,0 +1,21 @@
+// Text from outside: shown without harm, and checked for UTF-8.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+namespace evenkeel {
+
+// A piece of text for a message: short, and with nothing in it that a terminal would obey.
+std::string shown(std::string_view text, size_t longest = 40);
+
+// Where the text stops being UTF-8 (RFC 3629: no surrogates, nothing overlong, nothing above U+10FFFF), or
+// npos.
+size_t find_not_utf8(std::string_view text);
+inline bool is_utf8(std::string_view text) { return find_not_utf8(text) == std::string_view::npos; }
+
+// Appends a code point as UTF-8. REQUIRES: code_point <= 0x10FFFF and no surrogate.
+void append_utf8(std::string& text, char32_t code_point);
+
+}  // namespace evenkeel

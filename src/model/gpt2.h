@@ -1,0 +1,187 @@
+// GPT-2: what it is made of, where its parameters lie, and what one step does. The same interface for every
+// backend; gpt2_cpu.cpp is the CPU's.
+//
+// One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D = C / H features, L layers,
+// V vocabulary. Residual stream, LayerNorm and master weights are FP32; attention follows a precision plan
+// per layer and head.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention/precision_plan.h"
+
+namespace evenkeel {
+
+// Of the linear layers: sums and master weights are FP32 in both.
+//   fp32  nothing is rounded
+//   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
+//   within a
+//         block (q, k, v, the gate, the input of GELU, and their gradients and O's), as mixed-precision
+//         training has them. What is added to the residual stream, what LayerNorm's backward pass reads, and
+//         logits are FP32.
+enum class LinearPrecision { fp32, bf16 };
+
+struct Gpt2Config {
+  int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50257;
+  bool bias = false;            // of linear layers (Hugging Face's weights have it)
+  bool norm_bias = false;       // of LayerNorms
+  bool tied_embeddings = true;  // the output layer is wte
+  bool qk_norm = false;         // q and k of each head over their root mean square, times a learnt gain (D)
+  bool gated_attention =
+      false;               // O times sigmoid(x W), value by value, x the input of the layer's q, k and v
+  float softcap = 0;       // scores become c tanh(S / c); 0 is off
+  float qk_clip = 0;       // largest score that apply_qk_clip leaves to a head; 0 is off
+  int64_t tile_keys = 64;  // of attention: keys between two roundings of pv and row_sum; 0: all
+  LinearPrecision precision = LinearPrecision::bf16;
+
+  int64_t head_size() const { return width / heads; }
+  friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
+};
+
+//   micro        3 layers, 4 heads, width  128, context  128, bytes       fails in minutes on a CPU; FP32,
+//   LayerNorm
+//                                                                         with bias, as where it was first
+//                                                                         measured
+//   nano         6 layers, 6 heads, width  384, context  512, 8192        fails in minutes on a GPU
+//   gpt2        12 layers, 12 heads, width 768, context 1024, 50257       124 M parameters
+//   gpt2-medium 24 layers, 16 heads, width 1024, context 1024, 50257      350 M parameters
+inline constexpr std::string_view kGpt2Presets[] = {"micro", "nano", "gpt2", "gpt2-medium"};
+Gpt2Config gpt2_preset(std::string_view name);  // std::invalid_argument lists the known ones
+void validate(const Gpt2Config& config);        // std::invalid_argument: what was expected, what was found
+
+enum class ParameterInit { normal, residual, one, zero };
+
+struct ParameterTensor {
+  std::string name;            // Hugging Face's: h.0.attn.c_attn.weight
+  std::vector<int64_t> shape;  // (in, out) of linear layers, (V, C) of wte and lm_head; (C) of vectors
+  int64_t offset;              // of its first value in the flat buffer
+  bool decay;                  // weight decay applies: to matrices, not to gains and biases
+  bool muon;                   // a hidden matrix; embeddings, head and vectors are AdamW's
+  int64_t parts;               // c_attn is 3 matrices side by side: q, k, v; others are 1
+  ParameterInit init;
+
+  int64_t count() const;
+};
+
+// Where every tensor lies in the one flat FP32 buffer that parameters, gradients and optimiser states share.
+// Tensors start at multiples of 64 floats; what lies between is zero and stays zero.
+class ParameterTable {
+ public:
+  explicit ParameterTable(const Gpt2Config& config);
+  const std::vector<ParameterTensor>& tensors() const { return tensors_; }
+  const ParameterTensor* find(std::string_view name) const;  // nullptr: no such tensor
+  int64_t size() const { return size_; }                     // floats of the buffer, gaps included
+  int64_t parameter_count() const;                           // without gaps
+
+ private:
+  void add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon, int64_t parts = 1);
+  std::vector<ParameterTensor> tensors_;
+  int64_t size_ = 0;
+};
+
+// Forward and backward: 6 for every weight that meets a token in a product (2 forward, 4 backward; wpe, gains
+// and biases meet none, a tied wte counts once), and 12 L C T for scores and PV. The causal half is counted
+// too, as usual.
+double flops_per_token(const Gpt2Config& config, int64_t T);
+
+// GPT-2's: normal with deviation 0.02, matrices that write to the residual stream over sqrt(2 L); gains 1,
+// biases 0. A tensor's numbers depend on the seed and its name alone. parameters: (table.size()).
+void initialise(const Gpt2Config& config, const ParameterTable& table, uint64_t seed,
+                std::span<float> parameters);
+
+// Host memory, (B, T) each. Tokens and targets lie in [0, V).
+struct Batch {
+  int64_t B, T;
+  std::span<const int32_t> tokens, targets;
+};
+
+// What a step is told besides its batch.
+struct StepContext {
+  uint32_t step = 0;            // of the random numbers of stochastic sites
+  bool score_facts = false;     // HeadFacts' scores and log-sum-exps
+  bool tie_facts = false;       // its ties
+  bool residual_facts = false;  // its zero-sum residual
+};
+
+// One head of one layer in the last forward_backward. NaN where it was not asked for.
+struct HeadFacts {
+  float largest_score;     // of a q.k, before softcap and roundings
+  float largest_row_mean;  // largest |mean of a row's scores|: the part that softmax cannot see
+  float mean_lse;          // of L
+  float largest_lse;       // of |L|
+  float tied_rows;  // share of rows where another score ties with the largest, by the plan's arithmetic
+  // Of rho = sum_j dS_ij / a (attention.h): mean over rows, its standard error, root mean square; and
+  // delta's.
+  double residual_mean, residual_error, residual_rms, delta_rms;
+
+  friend bool operator==(const HeadFacts&, const HeadFacts&) = default;
+};
+extern const HeadFacts kNoFacts;  // all NaN
+
+class Gpt2 {
+ public:
+  explicit Gpt2(const Gpt2Config& config);
+  virtual ~Gpt2() = default;
+  Gpt2(const Gpt2&) = delete;
+  Gpt2& operator=(const Gpt2&) = delete;
+
+  const Gpt2Config& config() const { return config_; }
+  const ParameterTable& table() const { return table_; }
+
+  // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
+  // gradients alone.
+  void set_plan(const ScopedPlan& plan);
+  const PrecisionPlan& plan(int64_t layer, int64_t head) const;
+
+  // Flat buffers of table().size() floats in the backend's own memory (host or device), for its optimiser.
+  // Whoever writes to parameters() calls parameters_changed() before the next pass.
+  virtual float* parameters() = 0;
+  virtual float* gradients() = 0;
+  virtual void parameters_changed() = 0;
+  // The same by copy, for the host; all of table().size() floats.
+  virtual void read_parameters(std::span<float> to) const = 0;
+  virtual void write_parameters(std::span<const float> from) = 0;
+  virtual void read_gradients(std::span<float> to) const = 0;
+  virtual void write_gradients(std::span<const float> from) = 0;
+  virtual void zero_gradients() = 0;
+
+  // Adds loss_scale times the gradient of the mean cross-entropy to the gradients (1 / n for the n parts of
+  // an accumulated step) and returns the mean cross-entropy itself.
+  virtual double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) = 0;
+  virtual double loss(const Batch& batch, const StepContext& context = {}) = 0;
+  // Logits (V) of the token that follows these, 1 to `context` of them.
+  virtual std::vector<float> logits(std::span<const int32_t> tokens) = 0;
+
+  const std::vector<HeadFacts>& facts() const { return facts_; }  // (L, H)
+  // To be called after the optimiser: a head whose largest score s was above config().qk_clip has its W_Q and
+  // W_K (and biases) scaled by sqrt(qk_clip / s) each. REQUIRES: the last step had score_facts. Returns how
+  // many heads.
+  virtual int64_t apply_qk_clip() = 0;
+
+ protected:
+  void check_batch(const Batch& batch, bool with_targets) const;
+  const std::vector<PrecisionPlan>& plans_of(int64_t layer) const {
+    return plans_[static_cast<size_t>(layer)];
+  }
+
+  const Gpt2Config config_;
+  const ParameterTable table_;
+  std::vector<HeadFacts> facts_;  // (L, H)
+
+ private:
+  std::vector<std::vector<PrecisionPlan>> plans_;  // (L, H)
+};
+
+// apply_qk_clip on parameters in host memory.
+int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
+                       std::span<const HeadFacts> facts, float* parameters);
+
+// Parameters as initialise leaves them.
+std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+
+}  // namespace evenkeel

@@ -1,0 +1,510 @@
+// GPT-2 on the CPU. Reads top to bottom: the forward pass, the backward pass in reverse, facts.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "attention/attention.h"
+#include "base/error.h"
+#include "base/threads.h"
+#include "model/gpt2.h"
+#include "model/layers.h"
+#include "model/matrix_product.h"
+
+namespace evenkeel {
+namespace {
+
+using Array = std::vector<float>;
+
+constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
+
+double mean(const Array& x) {
+  return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
+}
+
+// Offsets in the flat buffer; -1: no such tensor.
+struct LayerOffsets {
+  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
+      ln2_bias, fc, fc_bias, out, out_bias;
+};
+
+// What a layer's forward pass keeps for its backward pass.
+struct LayerMemory {
+  Array x;                       // (N, C): the residual stream as it comes in
+  Array ln1, mean1, rstd1;       // (N, C), (N), (N)
+  Array qkv;                     // (N, 3 C)
+  Array qk, q_rstd, k_rstd;      // (N, 2 C), (N, H), (N, H): qk_norm
+  Array o, o_for_delta;          // (N, C)
+  Array lse, row_max, row_sum;   // (B, H, T)
+  Array gate, gated;             // (N, C): gated_attention
+  Array middle;                  // (N, C): the residual stream behind attention
+  Array ln2, mean2, rstd2;       // (N, C), (N), (N)
+  Array hidden, activated;       // (N, 4 C): the input of GELU, then its slope there; its output
+  std::vector<int32_t> ties;     // (B, H, T), on request
+  std::vector<double> residual;  // (B, H, T), on request
+  Array delta;                   // (B, H, T), on request
+};
+
+// What HeadFacts are made of, added up row by row in the order of the batch.
+struct FactSums {
+  float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
+  int64_t rows = 0, tied = 0;
+  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
+};
+
+// Random numbers are named by a sequence's place in the call of attention.
+bool draws_random_numbers(const PrecisionPlan& plan) {
+  using enum Stabiliser;
+  return plan.stabiliser == dither || plan.stabiliser == paper_capped ||
+         plan.stabiliser == stochastic_output ||
+         std::any_of(plan.rounding.begin(), plan.rounding.end(),
+                     [](const Rounding& r) { return r.mode == RoundingMode::stochastic; });
+}
+
+class Gpt2Cpu final : public Gpt2 {
+ public:
+  Gpt2Cpu(const Gpt2Config& config, uint64_t seed);
+
+  float* parameters() override { return parameters_.data(); }
+  float* gradients() override { return gradients_.data(); }
+  void parameters_changed() override { operands_fresh_ = false; }
+  void read_parameters(std::span<float> to) const override { copy(parameters_, to); }
+  void write_parameters(std::span<const float> from) override {
+    copy(from, parameters_);
+    parameters_changed();
+  }
+  void read_gradients(std::span<float> to) const override { copy(gradients_, to); }
+  void write_gradients(std::span<const float> from) override { copy(from, gradients_); }
+  void zero_gradients() override { std::fill(gradients_.begin(), gradients_.end(), 0.0f); }
+
+  double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
+  double loss(const Batch& batch, const StepContext& context) override;
+  std::vector<float> logits(std::span<const int32_t> tokens) override;
+  int64_t apply_qk_clip() override {
+    const int64_t clipped = clip_query_key(config_, table_, facts_, parameters_.data());
+    if (clipped > 0) parameters_changed();
+    return clipped;
+  }
+
+ private:
+  // A batch goes through in parts of whole sequences, small enough for the caches. The parts change no bit,
+  // so their size may depend on the number of threads.
+  int64_t sequences_of_part(int64_t B, int64_t T) const;
+  void refresh_operands();
+  void start_part(int64_t B, int64_t T);
+  View<float> heads_of(float* data, int64_t row_stride) const {
+    const int64_t D = config_.head_size();
+    return {data, {B_, config_.heads, T_, D}, {T_ * row_stride, D, row_stride, 1}};
+  }
+  template <class T>
+  View<T> per_row(std::vector<T>& values) const {
+    return contiguous_view(values.data(), {B_, config_.heads, T_, 1});
+  }
+  AttentionConfig attention_config(int64_t layer, const StepContext& context, float keel_scale) const;
+  AttentionInputs attention_inputs(LayerMemory& m) const;
+  AttentionForward attention_memory(LayerMemory& m, bool ties) const;
+
+  // Masters for vectors and lookups; the same, rounded, as operands of products.
+  const float* master(int64_t offset) const { return offset < 0 ? nullptr : parameters_.data() + offset; }
+  const float* operand(int64_t offset) const {
+    return (config_.precision == LinearPrecision::fp32 ? parameters_ : operands_).data() + offset;
+  }
+  float* gradient(int64_t offset) { return offset < 0 ? nullptr : gradients_.data() + offset; }
+  void round(Array& x) const { round_operand(rounding_, x.data(), static_cast<int64_t>(x.size())); }
+  // The gradient of the residual stream as an operand.
+  const float* stream_operand();
+
+  void forward(const int32_t* tokens, const StepContext& context);
+  void layer_forward(int64_t l, float* out, const StepContext& context);
+  void layer_backward(int64_t l, const StepContext& context, float keel_scale);
+  Classifier output_layer(const int32_t* targets, float* losses) const;
+
+  void add_facts(const StepContext& context);  // of the part at hand
+  void add_score_facts(int64_t layer);
+  void write_facts(const StepContext& context);
+  static void copy(std::span<const float> from, std::span<float> to) {
+    require(from.size() == to.size(), "[model] expected {} values, got {}", to.size(), from.size());
+    std::copy(from.begin(), from.end(), to.begin());
+  }
+
+  const Rounding rounding_;  // of operands
+  Array parameters_, gradients_, operands_;
+  bool operands_fresh_ = false;
+  std::vector<LayerOffsets> offsets_;
+  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;
+
+  int64_t B_ = 0, T_ = 0, N_ = 0;  // of the part at hand
+  std::vector<LayerMemory> layers_;
+  Array x_, lnf_, mean_, rstd_;                        // (N, C), (N, C), (N), (N)
+  Array rounded_, dln_, do_, dgate_, dqkv_, dhidden_;  // (N, C) but for (N, 3 C) and (N, 4 C)
+  Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
+  float* dx_ = nullptr;                                // the part's rows of batch_dx_
+  std::vector<FactSums> fact_sums_;                    // (L, H)
+};
+
+Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
+    : Gpt2(config),
+      rounding_{config.precision == LinearPrecision::bf16 ? kBf16 : kFp32},
+      parameters_(at(table_.size())),
+      gradients_(at(table_.size())),
+      layers_(at(config.layers)) {
+  initialise(config_, table_, seed, parameters_);
+  const auto find = [&](const std::string& name) {
+    const ParameterTensor* tensor = table_.find(name);
+    return tensor ? tensor->offset : -1;
+  };
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
+    offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
+                        in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
+                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
+                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
+                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
+                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
+                        in_layer("mlp.c_proj.bias")});
+  }
+  wte_ = find("wte.weight");
+  wpe_ = find("wpe.weight");
+  lnf_gain_ = find("ln_f.weight");
+  lnf_bias_ = find("ln_f.bias");
+  head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
+}
+
+// --- Sizes and views
+
+// As few as make whole blocks of every sum over rows (layers.h), and 512 tokens for each thread; or all.
+int64_t Gpt2Cpu::sequences_of_part(int64_t B, int64_t T) const {
+  constexpr int64_t kTokens = 512;
+  for (int64_t l = 0; l < config_.layers; ++l)
+    if (std::any_of(plans_of(l).begin(), plans_of(l).end(), draws_random_numbers)) return B;
+  const int64_t whole = kProductBlock / std::gcd(kProductBlock, T);
+  return std::min(B, (kTokens * thread_count() + whole * T - 1) / (whole * T) * whole);
+}
+
+void Gpt2Cpu::refresh_operands() {
+  if (config_.precision == LinearPrecision::bf16 && !operands_fresh_) {
+    operands_.resize(parameters_.size());
+    round_operand(rounding_, operands_.data(), parameters_.data(), table_.size());
+  }
+  operands_fresh_ = true;
+}
+
+void Gpt2Cpu::start_part(int64_t B, int64_t T) {
+  if (B == B_ && T == T_) return;
+  B_ = B, T_ = T, N_ = B * T;
+  const int64_t C = config_.width, H = config_.heads;
+  const auto size = [](int64_t count, auto&... arrays) { (arrays.resize(at(count)), ...); };
+  for (LayerMemory& m : layers_) {
+    size(N_ * C, m.x, m.ln1, m.o, m.o_for_delta, m.middle, m.ln2);
+    size(N_, m.mean1, m.rstd1, m.mean2, m.rstd2);
+    size(N_ * 3 * C, m.qkv);
+    size(N_ * 4 * C, m.hidden, m.activated);
+    size(N_ * H, m.lse, m.row_max, m.row_sum);
+    if (config_.qk_norm) {
+      size(N_ * 2 * C, m.qk);
+      size(N_ * H, m.q_rstd, m.k_rstd);
+    }
+    if (config_.gated_attention) size(N_ * C, m.gate, m.gated);
+  }
+  size(N_ * C, x_, lnf_, dln_, do_);
+  size(N_, mean_, rstd_);
+  size(N_ * 3 * C, dqkv_);
+  size(N_ * 4 * C, dhidden_);
+  if (config_.gated_attention) size(N_ * C, dgate_);
+}
+
+AttentionConfig Gpt2Cpu::attention_config(int64_t layer, const StepContext& context, float keel_scale) const {
+  AttentionConfig config;
+  config.plans = plans_of(layer);
+  for (PrecisionPlan& plan : config.plans) plan.keel *= keel_scale;
+  config.softcap = config_.softcap;
+  config.mask.causal = true;
+  config.tile_keys = config_.tile_keys;
+  config.step = context.step;
+  config.layer = static_cast<uint32_t>(layer);
+  config.allow_nonfinite = true;  // a run that diverges is a finding of those above
+  return config;
+}
+
+AttentionInputs Gpt2Cpu::attention_inputs(LayerMemory& m) const {
+  const int64_t C = config_.width;
+  const View<float> v = heads_of(m.qkv.data() + 2 * C, 3 * C);
+  if (config_.qk_norm) return {heads_of(m.qk.data(), 2 * C), heads_of(m.qk.data() + C, 2 * C), v};
+  return {heads_of(m.qkv.data(), 3 * C), heads_of(m.qkv.data() + C, 3 * C), v};
+}
+
+AttentionForward Gpt2Cpu::attention_memory(LayerMemory& m, bool ties) const {
+  AttentionForward out;
+  out.o = heads_of(m.o.data(), config_.width);
+  out.o_for_delta = heads_of(m.o_for_delta.data(), config_.width);
+  out.lse = per_row(m.lse);
+  out.row_max = per_row(m.row_max);
+  out.row_sum = per_row(m.row_sum);
+  if (ties) out.ties = per_row(m.ties);
+  return out;
+}
+
+// --- Forward
+
+void Gpt2Cpu::forward(const int32_t* tokens, const StepContext& context) {
+  const int64_t C = config_.width;
+  embedding_forward(tokens, master(wte_), master(wpe_), B_, T_, C, layers_[0].x.data());
+  for (int64_t l = 0; l < config_.layers; ++l)
+    layer_forward(l, l + 1 < config_.layers ? layers_[at(l + 1)].x.data() : x_.data(), context);
+  layernorm_forward(x_.data(), master(lnf_gain_), master(lnf_bias_), N_, C, lnf_.data(), mean_.data(),
+                    rstd_.data());
+  round(lnf_);
+}
+
+void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
+  LayerMemory& m = layers_[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
+  layernorm_forward(m.x.data(), master(w.ln1_gain), master(w.ln1_bias), N_, C, m.ln1.data(), m.mean1.data(),
+                    m.rstd1.data());
+  round(m.ln1);
+  linear_forward(m.ln1.data(), operand(w.qkv), master(w.qkv_bias), nullptr, N_, C, 3 * C, m.qkv.data());
+  round(m.qkv);
+  if (config_.qk_norm) {
+    rms_norm_forward(m.qkv.data(), 3 * C, master(w.q_gain), N_, H, D, m.qk.data(), 2 * C, m.q_rstd.data());
+    rms_norm_forward(m.qkv.data() + C, 3 * C, master(w.k_gain), N_, H, D, m.qk.data() + C, 2 * C,
+                     m.k_rstd.data());
+    round(m.qk);
+  }
+  if (context.tie_facts) m.ties.resize(at(N_ * H));
+  attention_forward(attention_config(l, context, 1), attention_inputs(m),
+                    attention_memory(m, context.tie_facts));
+  if (config_.gated_attention) {
+    linear_forward(m.ln1.data(), operand(w.gate), master(w.gate_bias), nullptr, N_, C, C, m.gate.data());
+    round(m.gate);
+    gate_forward(m.o.data(), m.gate.data(), m.gated.data(), N_ * C);
+    round(m.gated);
+  } else {
+    round(m.o);
+  }
+  const Array& attended = config_.gated_attention ? m.gated : m.o;
+  linear_forward(attended.data(), operand(w.proj), master(w.proj_bias), m.x.data(), N_, C, C,
+                 m.middle.data());
+  layernorm_forward(m.middle.data(), master(w.ln2_gain), master(w.ln2_bias), N_, C, m.ln2.data(),
+                    m.mean2.data(), m.rstd2.data());
+  round(m.ln2);
+  linear_forward(m.ln2.data(), operand(w.fc), master(w.fc_bias), nullptr, N_, C, 4 * C, m.hidden.data());
+  round(m.hidden);
+  gelu_forward(m.hidden.data(), m.activated.data(), m.hidden.data(), N_ * 4 * C);
+  round(m.activated);
+  linear_forward(m.activated.data(), operand(w.out), master(w.out_bias), m.middle.data(), N_, 4 * C, C, out);
+}
+
+Classifier Gpt2Cpu::output_layer(const int32_t* targets, float* losses) const {
+  return {lnf_.data(), operand(head_), targets, losses,   N_, config_.width, config_.vocabulary,
+          1,           nullptr,        nullptr, rounding_};
+}
+
+double Gpt2Cpu::loss(const Batch& batch, const StepContext& context) {
+  check_batch(batch, /*with_targets=*/true);
+  refresh_operands();
+  losses_.resize(at(batch.B * batch.T));
+  const int64_t part = sequences_of_part(batch.B, batch.T);
+  for (int64_t b = 0; b < batch.B; b += part) {
+    start_part(std::min(part, batch.B - b), batch.T);
+    forward(batch.tokens.data() + b * T_, context);
+    classifier(output_layer(batch.targets.data() + b * T_, losses_.data() + b * T_));
+  }
+  return mean(losses_);
+}
+
+std::vector<float> Gpt2Cpu::logits(std::span<const int32_t> tokens) {
+  const Batch batch{1, static_cast<int64_t>(tokens.size()), tokens, {}};
+  check_batch(batch, /*with_targets=*/false);
+  refresh_operands();
+  start_part(batch.B, batch.T);
+  forward(tokens.data(), {});
+  const int64_t C = config_.width, V = config_.vocabulary;
+  std::vector<float> out(at(V));
+  multiply({1, V, C, Matrix::rows_of(lnf_.data() + (N_ - 1) * C, C), Matrix::transposed(operand(head_), C),
+            out.data(), V});
+  return out;
+}
+
+// --- Backward
+
+double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
+  check_batch(batch, /*with_targets=*/true);
+  refresh_operands();
+  const int64_t C = config_.width, rows = batch.B * batch.T;
+  losses_.resize(at(rows));
+  batch_dx_.assign(at(rows * C), 0.0f);
+  fact_sums_.assign(facts_.size(), {});
+  // The loss is a mean over tokens, and so is the z-loss of keel.
+  const float gradient_scale = loss_scale / static_cast<float>(rows);
+  const int64_t part = sequences_of_part(batch.B, batch.T);
+  for (int64_t b = 0; b < batch.B; b += part) {
+    start_part(std::min(part, batch.B - b), batch.T);
+    const int64_t first = b * T_;
+    dx_ = batch_dx_.data() + first * C;
+    forward(batch.tokens.data() + first, context);
+    Classifier head = output_layer(batch.targets.data() + first, losses_.data() + first);
+    head.gradient_scale = gradient_scale;
+    head.dx = dln_.data();
+    head.dw = gradient(head_);
+    classifier(head);
+    layernorm_backward(dln_.data(), x_.data(), master(lnf_gain_), mean_.data(), rstd_.data(), N_, C, dx_,
+                       gradient(lnf_gain_), gradient(lnf_bias_));
+    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, context, gradient_scale);
+    add_facts(context);
+  }
+  embedding_backward(batch.tokens.data(), batch_dx_.data(), batch.B, batch.T, C, config_.vocabulary,
+                     gradient(wte_), gradient(wpe_));
+  write_facts(context);
+  return mean(losses_);
+}
+
+const float* Gpt2Cpu::stream_operand() {
+  if (config_.precision == LinearPrecision::fp32) return dx_;
+  rounded_.resize(at(N_ * config_.width));
+  round_operand(rounding_, rounded_.data(), dx_, N_ * config_.width);
+  return rounded_.data();
+}
+
+// dx_ comes in as the gradient of the layer's output and leaves as that of its input.
+void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_scale) {
+  LayerMemory& m = layers_[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
+  linear_backward(stream_operand(), m.activated.data(), operand(w.out), N_, 4 * C, C, dhidden_.data(),
+                  gradient(w.out), gradient(w.out_bias));
+  gelu_backward(m.hidden.data(), dhidden_.data(), N_ * 4 * C);
+  round(dhidden_);
+  linear_backward(dhidden_.data(), m.ln2.data(), operand(w.fc), N_, C, 4 * C, dln_.data(), gradient(w.fc),
+                  gradient(w.fc_bias));
+  layernorm_backward(dln_.data(), m.middle.data(), master(w.ln2_gain), m.mean2.data(), m.rstd2.data(), N_, C,
+                     dx_, gradient(w.ln2_gain), gradient(w.ln2_bias));
+
+  const Array& attended = config_.gated_attention ? m.gated : m.o;
+  linear_backward(stream_operand(), attended.data(), operand(w.proj), N_, C, C, do_.data(), gradient(w.proj),
+                  gradient(w.proj_bias));
+  if (config_.gated_attention) {
+    gate_backward(m.o.data(), m.gate.data(), do_.data(), do_.data(), dgate_.data(), N_ * C);
+    round(dgate_);
+  }
+  round(do_);
+  AttentionBackward out;
+  out.dq = heads_of(dqkv_.data(), 3 * C);
+  out.dk = heads_of(dqkv_.data() + C, 3 * C);
+  out.dv = heads_of(dqkv_.data() + 2 * C, 3 * C);
+  if (context.residual_facts) {
+    m.residual.resize(at(N_ * H));
+    m.delta.resize(at(N_ * H));
+    out.residual = per_row(m.residual);
+    out.delta = per_row(m.delta);
+  }
+  attention_backward(attention_config(l, context, keel_scale), attention_inputs(m), heads_of(do_.data(), C),
+                     attention_memory(m, false), out);
+  if (config_.qk_norm) {
+    rms_norm_backward(dqkv_.data(), 3 * C, m.qkv.data(), 3 * C, master(w.q_gain), m.q_rstd.data(), N_, H, D,
+                      dqkv_.data(), 3 * C, gradient(w.q_gain));
+    rms_norm_backward(dqkv_.data() + C, 3 * C, m.qkv.data() + C, 3 * C, master(w.k_gain), m.k_rstd.data(), N_,
+                      H, D, dqkv_.data() + C, 3 * C, gradient(w.k_gain));
+  }
+  round(dqkv_);
+  linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, 3 * C, dln_.data(), gradient(w.qkv),
+                  gradient(w.qkv_bias));
+  if (config_.gated_attention)
+    linear_backward(dgate_.data(), m.ln1.data(), operand(w.gate), N_, C, C, dln_.data(), gradient(w.gate),
+                    gradient(w.gate_bias), /*add_dx=*/true);
+  layernorm_backward(dln_.data(), m.x.data(), master(w.ln1_gain), m.mean1.data(), m.rstd1.data(), N_, C, dx_,
+                     gradient(w.ln1_gain), gradient(w.ln1_bias));
+}
+
+// --- Facts
+
+void Gpt2Cpu::add_facts(const StepContext& context) {
+  const int64_t H = config_.heads;
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    if (context.score_facts) add_score_facts(l);
+    const LayerMemory& m = layers_[at(l)];
+    for (int64_t h = 0; h < H; ++h) {
+      FactSums& sums = fact_sums_[at(l * H + h)];
+      for (int64_t b = 0; b < B_; ++b)
+        for (size_t n = at((b * H + h) * T_), end = n + at(T_); n < end; ++n) {
+          ++sums.rows;
+          sums.lse += m.lse[n];
+          sums.largest_lse = std::max(sums.largest_lse, std::fabs(m.lse[n]));
+          if (context.tie_facts) sums.tied += m.ties[n] > 1;
+          if (!context.residual_facts) continue;
+          sums.residual += m.residual[n];
+          sums.residual_squares += m.residual[n] * m.residual[n];
+          sums.delta_squares += static_cast<double>(m.delta[n]) * m.delta[n];
+        }
+    }
+  }
+}
+
+void Gpt2Cpu::write_facts(const StepContext& context) {
+  for (size_t n = 0; n < facts_.size(); ++n) {
+    const FactSums& sums = fact_sums_[n];
+    const double rows = static_cast<double>(sums.rows);
+    HeadFacts facts = kNoFacts;
+    if (context.score_facts) {
+      facts.largest_score = sums.largest_score;
+      facts.largest_row_mean = sums.largest_row_mean;
+      facts.mean_lse = static_cast<float>(sums.lse / rows);
+      facts.largest_lse = sums.largest_lse;
+    }
+    if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
+    if (context.residual_facts) {
+      const double mean = sums.residual / rows, square = sums.residual_squares / rows;
+      facts.residual_mean = mean;
+      facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
+      facts.residual_rms = std::sqrt(square);
+      facts.delta_rms = std::sqrt(sums.delta_squares / rows);
+    }
+    facts_[n] = facts;
+  }
+}
+
+// Scores again, in FP32 and by rows of 64: cheaper than to have attention keep them, and independent of the
+// plan.
+void Gpt2Cpu::add_score_facts(int64_t layer) {
+  constexpr int64_t kRows = 64;
+  const int64_t H = config_.heads, D = config_.head_size();
+  const AttentionInputs in = attention_inputs(layers_[at(layer)]);
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+  struct Largest {
+    float score = -std::numeric_limits<float>::infinity(), row_mean = 0;
+  };
+  std::vector<Largest> found(at(B_ * H));
+  parallel_for(B_ * H, [&](int64_t item, int) {
+    const int64_t b = item / H, h = item % H;
+    const Matrix k{in.k.at(b, h, 0), 1, in.k.stride[2]};  // (D, T)
+    Array scores(at(kRows * T_));
+    Largest& largest = found[at(item)];
+    for (int64_t row = 0; row < T_; row += kRows) {
+      const int64_t rows = std::min(kRows, T_ - row), keys = row + rows;
+      multiply({rows, keys, D, {in.q.at(b, h, row), in.q.stride[2], 1}, k, scores.data(), T_});
+      for (int64_t i = 0; i < rows; ++i) {
+        const float* s = scores.data() + i * T_;
+        double sum = 0;
+        for (int64_t j = 0; j <= row + i; ++j) {
+          largest.score = std::max(largest.score, s[j] * scale);
+          sum += s[j];
+        }
+        const double mean = sum * scale / static_cast<double>(row + i + 1);
+        largest.row_mean = std::max(largest.row_mean, static_cast<float>(std::fabs(mean)));
+      }
+    }
+  });
+  for (int64_t item = 0; item < B_ * H; ++item) {
+    FactSums& sums = fact_sums_[at(layer * H + item % H)];
+    sums.largest_score = std::max(sums.largest_score, found[at(item)].score);
+    sums.largest_row_mean = std::max(sums.largest_row_mean, found[at(item)].row_mean);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed) {
+  return std::make_unique<Gpt2Cpu>(config, seed);
+}
+
+}  // namespace evenkeel

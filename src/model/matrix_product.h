@@ -1,0 +1,36 @@
+// Matrix products on the CPU: FP32, all threads, the same bits for any number of them and on every CPU
+// target.
+#pragma once
+
+#include <cstdint>
+
+namespace evenkeel {
+
+// A matrix in someone else's memory: value (i, j) is data[i * row + j * column]. One of the strides is 1.
+struct Matrix {
+  const float* data;
+  int64_t row, column;  // strides in elements
+
+  static Matrix rows_of(const float* data, int64_t columns) { return {data, columns, 1}; }
+  static Matrix transposed(const float* data, int64_t columns) { return {data, 1, columns}; }
+};
+
+// Terms of a sum are added in blocks of so many: each block is a chain of fused multiply-adds from 0 in the
+// order of the summed index; blocks are added up in order. Short blocks lose fewer bits than one long chain.
+inline constexpr int64_t kProductBlock = 256;
+
+// C = bias + base + A B.
+struct MatrixProduct {
+  int64_t rows, columns, depth;
+  Matrix a;  // (rows, depth)
+  Matrix b;  // (depth, columns)
+  float* c;  // (rows, columns), stride c_stride
+  int64_t c_stride;
+  const float* bias = nullptr;  // (columns)
+  const float* base = nullptr;  // (rows, columns), stride c_stride; c itself to add to it
+};
+
+// REQUIRES: sizes >= 0; c overlaps neither a nor b.
+void multiply(const MatrixProduct& p);
+
+}  // namespace evenkeel

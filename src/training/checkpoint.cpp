@@ -1,0 +1,166 @@
+#include "training/checkpoint.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <map>
+#include <span>
+
+#include "base/error.h"
+#include "base/safetensors.h"
+#include "base/whole_file.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kFolderPrefix = "step-";
+
+fs::path folder_of(const fs::path& folder, int64_t step) { return folder / fmt::format("step-{:08}", step); }
+
+TensorHeader header_of(const std::string& name, const ParameterTensor& tensor) {
+  return {name, element_type("F32"), {tensor.shape.begin(), tensor.shape.end()}};
+}
+
+Bytes bytes_of_tensor(const std::vector<float>& buffer, const ParameterTensor& tensor) {
+  return std::as_bytes(
+      std::span(buffer).subspan(static_cast<size_t>(tensor.offset), static_cast<size_t>(tensor.count())));
+}
+
+// One file with every tensor of the table in each of the buffers; names are prefix + name.
+struct NamedBuffer {
+  std::string prefix;
+  const std::vector<float>& values;  // (table.size())
+};
+void write_buffers(const fs::path& file, const ParameterTable& table, const std::vector<NamedBuffer>& buffers,
+                   const std::map<std::string, std::string>& metadata) {
+  std::vector<TensorHeader> headers;
+  for (const NamedBuffer& buffer : buffers)
+    for (const ParameterTensor& tensor : table.tensors())
+      headers.push_back(header_of(buffer.prefix + tensor.name, tensor));
+  SafetensorsWriter writer(file, headers, metadata);
+  for (const NamedBuffer& buffer : buffers)
+    for (const ParameterTensor& tensor : table.tensors())
+      writer.append(buffer.prefix + tensor.name, bytes_of_tensor(buffer.values, tensor));
+  writer.commit();
+}
+
+void read_buffer(const Safetensors& file, const ParameterTable& table, const std::string& prefix,
+                 std::vector<float>& values) {
+  values.assign(static_cast<size_t>(table.size()), 0.0f);
+  for (const ParameterTensor& tensor : table.tensors())
+    file.at(header_of(prefix + tensor.name, tensor))
+        .copy_to(values.data() + tensor.offset, static_cast<size_t>(tensor.count()));
+}
+
+int64_t read_integer(const Safetensors& file, const fs::path& path, const std::string& key) {
+  const auto found = file.metadata().find(key);
+  require_data(found != file.metadata().end(), "{}: expected '{}' in the metadata, found none", path.string(),
+               key);
+  int64_t value = 0;
+  const std::string& text = found->second;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  require_data(error == std::errc() && end == text.data() + text.size() && value >= 0,
+               "{}: expected a number of steps as '{}' in the metadata, found '{}'", path.string(), key,
+               text);
+  return value;
+}
+
+float from_half(uint16_t bits) {  // exact
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float sign = bits >> 15 ? -1.0f : 1.0f;
+  if (exponent == 31) return sign * (fraction ? NAN : INFINITY);
+  return sign * (exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                               : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25));
+}
+
+}  // namespace
+
+std::vector<Checkpoint> find_checkpoints(const fs::path& folder) {
+  std::vector<Checkpoint> found;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kFolderPrefix)) continue;
+    int64_t step = 0;
+    const char *begin = name.data() + kFolderPrefix.size(), *end = name.data() + name.size();
+    const auto [last, failed] = std::from_chars(begin, end, step);
+    if (failed == std::errc() && last == end && step >= 0) found.push_back({step, entry.path()});
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
+  return found;
+}
+
+void save_checkpoint(const fs::path& folder, int64_t step, const Gpt2& model, const Optimizer& optimizer) {
+  WholeFolderWriter writer(folder_of(folder, step));
+  const auto size = static_cast<size_t>(model.table().size());
+  std::vector<float> values(size), second(size);
+  model.read_parameters(values);
+  const std::string step_text = fmt::format("{}", step);
+  write_buffers(writer.folder() / "model.safetensors", model.table(), {{"", values}},
+                {{"format", "pt"}, {"step", step_text}});
+  int64_t applied = 0;
+  optimizer.read_state(values, second, applied);
+  write_buffers(writer.folder() / "optimizer.safetensors", model.table(),
+                {{"first.", values}, {"second.", second}},
+                {{"step", step_text}, {"applied", fmt::format("{}", applied)}});
+  writer.commit();
+}
+
+void load_checkpoint(const Checkpoint& checkpoint, Gpt2& model, Optimizer& optimizer) {
+  const fs::path weights = checkpoint.folder / "model.safetensors",
+                 state = checkpoint.folder / "optimizer.safetensors";
+  const Safetensors weights_file(weights), state_file(state);
+  for (const auto& [file, path] : {std::pair{&weights_file, &weights}, {&state_file, &state}})
+    require_data(read_integer(*file, *path, "step") == checkpoint.step, "{}: expected step {}, found {}",
+                 path->string(), checkpoint.step, read_integer(*file, *path, "step"));
+  std::vector<float> parameters, first, second;
+  read_buffer(weights_file, model.table(), "", parameters);
+  read_buffer(state_file, model.table(), "first.", first);
+  read_buffer(state_file, model.table(), "second.", second);
+  // Nothing is changed before all of it was read.
+  optimizer.write_state(first, second, read_integer(state_file, state, "applied"));
+  model.write_parameters(parameters);
+}
+
+void load_weights(const fs::path& path, Gpt2& model) {
+  const Safetensors file(path);
+  std::vector<float> parameters(static_cast<size_t>(model.table().size()));
+  for (const ParameterTensor& tensor : model.table().tensors()) {
+    const StoredTensor* stored = file.find(tensor.name);
+    if (!stored) stored = file.find("transformer." + tensor.name);
+    require_data(stored, "{}: expected a tensor {} (or transformer.{}), found none", path.string(),
+                 tensor.name, tensor.name);
+    require_data(
+        std::equal(tensor.shape.begin(), tensor.shape.end(), stored->shape.begin(), stored->shape.end(),
+                   [](int64_t a, uint64_t b) { return static_cast<uint64_t>(a) == b; }),
+        "{}: {}: expected the shape ({}), found ({})", path.string(), stored->name,
+        fmt::join(tensor.shape, ", "), fmt::join(stored->shape, ", "));
+    const auto count = static_cast<size_t>(tensor.count());
+    float* const to = parameters.data() + tensor.offset;
+    if (stored->type == element_type("F32")) {
+      stored->copy_to(to, count);
+      continue;
+    }
+    const bool half = stored->type == element_type("F16");
+    require_data(half || stored->type == element_type("BF16"), "{}: {}: expected F32, F16 or BF16, found {}",
+                 path.string(), stored->name, stored->type.name);
+    std::vector<uint16_t> bits(count);
+    stored->copy_to(bits.data(), count);
+    for (size_t n = 0; n < count; ++n)
+      to[n] = half ? from_half(bits[n]) : std::bit_cast<float>(static_cast<uint32_t>(bits[n]) << 16);
+  }
+  model.write_parameters(parameters);
+}
+
+void save_weights(const fs::path& path, const Gpt2& model) {
+  std::vector<float> values(static_cast<size_t>(model.table().size()));
+  model.read_parameters(values);
+  write_buffers(path, model.table(), {{"", values}}, {{"format", "pt"}});
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,31 @@
+// Checkpoints: a folder step-N with model.safetensors and optimizer.safetensors, written whole or not at all. Weights
+// have Hugging Face's names and shapes for GPT-2, so that its loaders take them.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <vector>
+
+#include "model/gpt2.h"
+#include "training/optimizer.h"
+
+namespace evenkeel {
+
+struct Checkpoint {
+  int64_t step;  // steps done: the next one is this
+  std::filesystem::path folder;
+};
+// Those in the folder, by step. Leftovers of killed writers are none.
+std::vector<Checkpoint> find_checkpoints(const std::filesystem::path& folder);
+
+void save_checkpoint(const std::filesystem::path& folder, int64_t step, const Gpt2& model,
+                     const Optimizer& optimizer);
+// DataError: what in the files does not fit the model.
+void load_checkpoint(const Checkpoint& checkpoint, Gpt2& model, Optimizer& optimizer);
+
+// Weights alone, from any file with Hugging Face's names (with or without "transformer." before them); F32, F16 and
+// BF16. What GPT-2's files have besides (masks) is passed over; what the model needs and is not there is a DataError.
+void load_weights(const std::filesystem::path& file, Gpt2& model);
+void save_weights(const std::filesystem::path& file, const Gpt2& model);
+
+}  // namespace evenkeel

@@ -1,0 +1,187 @@
+#include "training/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <vector>
+
+#include "base/error.h"
+#include "base/threads.h"
+#include "model/matrix_product.h"
+
+namespace evenkeel {
+
+OptimizerKind parse_optimizer(std::string_view text) {
+  for (size_t n = 0; n < std::size(kOptimizerNames); ++n)
+    if (text == kOptimizerNames[n]) return static_cast<OptimizerKind>(n);
+  require(false, "[optimizer] expected adamw or muon, got '{}'", text);
+  return OptimizerKind::adamw;
+}
+
+void validate(const OptimizerConfig& c) {
+  const auto share = [](float x) { return x >= 0 && x < 1; };
+  require(share(c.beta1) && share(c.beta2), "[optimizer] expected betas from 0 to below 1, got {} and {}",
+          c.beta1, c.beta2);
+  require(share(c.momentum), "[optimizer] expected a momentum from 0 to below 1, got {}", c.momentum);
+  require(c.epsilon > 0, "[optimizer] expected an epsilon above 0, got {}", c.epsilon);
+  require(c.weight_decay >= 0, "[optimizer] expected a weight decay of 0 or more, got {}", c.weight_decay);
+  require(c.clip >= 0, "[optimizer] expected a clipping norm of 0 (off) or more, got {}", c.clip);
+}
+
+namespace {
+
+constexpr int64_t kBlock = 8192;  // floats that one task passes over; fixes the order of sums
+
+// The root of the sum of squares, blocks in order.
+double norm_of(const float* x, int64_t count) {
+  std::vector<double> sums(static_cast<size_t>((count + kBlock - 1) / kBlock));
+  parallel_for(static_cast<int64_t>(sums.size()), [&](int64_t block, int) {
+    double sum = 0;
+    for (int64_t n = block * kBlock; n < std::min(count, (block + 1) * kBlock); ++n)
+      sum += static_cast<double>(x[n]) * x[n];
+    sums[static_cast<size_t>(block)] = sum;
+  });
+  double sum = 0;
+  for (double part : sums) sum += part;
+  return std::sqrt(sum);
+}
+
+class CpuOptimizer final : public Optimizer {
+ public:
+  CpuOptimizer(const OptimizerConfig& config, const ParameterTable& table)
+      : config_(config),
+        table_(table),
+        first_(static_cast<size_t>(table.size())),
+        second_(static_cast<size_t>(table.size())) {
+    validate(config);
+  }
+
+  StepNorms step(Gpt2& model, double lr) override {
+    float* const gradients = model.gradients();
+    StepNorms norms{norm_of(gradients, table_.size()), true};
+    if (!std::isfinite(norms.gradient)) return {norms.gradient, false};
+    ++steps_;
+    const float factor = config_.clip > 0 && norms.gradient > config_.clip
+                             ? static_cast<float>(config_.clip / norms.gradient)
+                             : 1.0f;
+    for (const ParameterTensor& tensor : table_.tensors())
+      if (config_.kind == OptimizerKind::muon && tensor.muon)
+        muon(tensor, model.parameters(), gradients, factor, lr);
+      else
+        adamw(tensor, model.parameters(), gradients, factor, lr);
+    model.parameters_changed();
+    return norms;
+  }
+
+  void read_state(std::span<float> first, std::span<float> second, int64_t& steps) const override {
+    check_sizes(first.size(), second.size());
+    std::copy(first_.begin(), first_.end(), first.begin());
+    std::copy(second_.begin(), second_.end(), second.begin());
+    steps = steps_;
+  }
+  void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) override {
+    check_sizes(first.size(), second.size());
+    require(steps >= 0, "[optimizer] expected 0 or more steps, got {}", steps);
+    std::copy(first.begin(), first.end(), first_.begin());
+    std::copy(second.begin(), second.end(), second_.begin());
+    steps_ = steps;
+  }
+
+ private:
+  void check_sizes(size_t first, size_t second) const {
+    require(first == first_.size() && second == first_.size(),
+            "[optimizer] expected states of {} numbers, got {} and {}", first_.size(), first, second);
+  }
+
+  void adamw(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
+             double lr) {
+    const float beta1 = config_.beta1, beta2 = config_.beta2, epsilon = config_.epsilon;
+    const double t = static_cast<double>(steps_);
+    const float rate = static_cast<float>(lr / (1 - std::pow(static_cast<double>(beta1), t)));
+    const float inverse_root = static_cast<float>(1 / std::sqrt(1 - std::pow(static_cast<double>(beta2), t)));
+    const float keep = tensor.decay ? static_cast<float>(1 - lr * config_.weight_decay) : 1.0f;
+    const int64_t count = tensor.count();
+    parallel_for((count + kBlock - 1) / kBlock, [&](int64_t block, int) {
+      const int64_t first = tensor.offset + block * kBlock,
+                    last = tensor.offset + std::min(count, (block + 1) * kBlock);
+      float* const w = parameters;
+      float* const m = first_.data();
+      float* const v = second_.data();
+      for (int64_t n = first; n < last; ++n) {
+        const float g = gradients[n] * factor;
+        m[n] = beta1 * m[n] + (1 - beta1) * g;
+        v[n] = beta2 * v[n] + (1 - beta2) * g * g;
+        w[n] = keep * w[n] - rate * m[n] / (std::sqrt(v[n]) * inverse_root + epsilon);
+      }
+    });
+  }
+
+  // The update has the root mean square 0.2 that AdamW's typically has, so that both take the same learning rate and
+  // decay: an orthogonal matrix of r by c has 1 / sqrt(max(r, c)). (J. Liu et al., "Muon is scalable for LLM training",
+  // 2025.) q, k and v are matrices of their own.
+  void muon(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
+            double lr) {
+    const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts, stride = tensor.shape[1];
+    const float scale =
+        static_cast<float>(lr * 0.2 * std::sqrt(static_cast<double>(std::max(rows, columns))));
+    const float keep = tensor.decay ? static_cast<float>(1 - lr * config_.weight_decay) : 1.0f;
+    scratch_.resize(static_cast<size_t>(rows * columns));
+    for (int64_t part = 0; part < tensor.parts; ++part) {
+      const int64_t at = tensor.offset + part * columns;
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) {
+          const int64_t n = at + i * stride + j;
+          const float g = gradients[n] * factor;
+          float& m = first_[static_cast<size_t>(n)];
+          m = config_.momentum * m + g;
+          scratch_[static_cast<size_t>(i * columns + j)] = g + config_.momentum * m;
+        }
+      orthogonalise(scratch_, rows, columns);
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) {
+          float& w = parameters[at + i * stride + j];
+          w = keep * w - scale * scratch_[static_cast<size_t>(i * columns + j)];
+        }
+    }
+  }
+
+  const OptimizerConfig config_;
+  const ParameterTable& table_;
+  std::vector<float> first_, second_;  // AdamW's m and v; Muon's momentum lies in first_
+  std::vector<float> scratch_;
+  int64_t steps_ = 0;
+};
+
+}  // namespace
+
+void orthogonalise(std::span<float> x, int64_t rows, int64_t columns) {
+  require(static_cast<int64_t>(x.size()) == rows * columns, "[muon] expected {} numbers for {} x {}, got {}",
+          rows * columns, rows, columns, x.size());
+  const double norm = norm_of(x.data(), rows * columns);
+  if (norm == 0) return;
+  // Every singular value is at most 1 then. Of Jordan, 2024: steep at 0, and settles near 1 without converging.
+  constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
+  constexpr int kSteps = 5;
+  const float inverse = static_cast<float>(1 / norm);
+  for (float& value : x) value *= inverse;
+  // The smaller Gram matrix: x x^T for wide matrices, x^T x for tall ones.
+  const bool wide = rows <= columns;
+  const int64_t n = std::min(rows, columns);
+  std::vector<float> gram(static_cast<size_t>(n * n)), polynomial(gram.size()), next(x.size());
+  for (int step = 0; step < kSteps; ++step) {
+    const Matrix plain = Matrix::rows_of(x.data(), columns), turned = Matrix::transposed(x.data(), columns);
+    multiply({n, n, wide ? columns : rows, wide ? plain : turned, wide ? turned : plain, gram.data(), n});
+    multiply(
+        {n, n, n, Matrix::rows_of(gram.data(), n), Matrix::rows_of(gram.data(), n), polynomial.data(), n});
+    for (size_t i = 0; i < gram.size(); ++i) polynomial[i] = kB * gram[i] + kC * polynomial[i];
+    const Matrix p = Matrix::rows_of(polynomial.data(), n);
+    multiply({rows, columns, n, wide ? p : plain, wide ? plain : p, next.data(), columns});
+    for (size_t i = 0; i < next.size(); ++i) x[i] = kA * x[i] + next[i];
+  }
+}
+
+std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table) {
+  return std::make_unique<CpuOptimizer>(config, table);
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,54 @@
+// Everything needed to repeat a training run: config.toml.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/toml.h"
+#include "model/gpt2.h"
+#include "training/optimizer.h"
+#include "training/schedule.h"
+
+namespace evenkeel {
+
+// From `step` on, these clauses hold on top of what held before: "layer 1: stabiliser=zero_sum".
+struct PlanChange {
+  int64_t step;
+  std::string clauses;
+  friend bool operator==(const PlanChange&, const PlanChange&) = default;
+};
+
+struct RunConfig {
+  Gpt2Config model;
+  std::string data;        // what TokenSource::open takes
+  std::string validation;  // the same; empty: the validation files beside the data, if there are some
+  std::string batches;     // another run's batches.bin: the same batches again; empty: drawn by the seed
+  int64_t sequences = 16;  // a step, each of model.context tokens
+  int64_t accumulate = 1;  // parts in which a step is computed; sequences is a multiple of it
+  uint64_t seed = 1;       // of the initial weights and of the batches
+  OptimizerConfig optimizer;
+  Schedule schedule;                                   // its `steps` are the run's
+  std::string plan = "flash2,stabiliser=wide_output";  // ScopedPlan::parse
+  std::vector<PlanChange> changes;                     // steps ascending
+  int64_t checkpoint_every = 500;                      // steps; 0: only at the end
+  int64_t checkpoints_kept = 3;  // the newest so many; the prehistory of a spike is in them
+  int64_t keep_every = 0;        // checkpoints of these steps stay for good; 0: none
+  int64_t validate_every = 0, validation_batches = 8;  // 0: never
+  int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
+  double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never
+
+  // Where the plan of a step comes from: `plan`, and the clauses of every change up to it.
+  std::string plan_at(int64_t step) const;
+};
+
+// std::invalid_argument: what was expected, what was found.
+void validate(const RunConfig& config);
+
+// Sets what the table has and leaves the rest as it is; [model] preset = "nano" first. DataError on a value of
+// another type and on unknown keys, with the place in the file.
+void read_run_config(const TomlTable& table, RunConfig& config);
+// All of it; reads back to the same.
+TomlTable to_toml_table(const RunConfig& config);
+
+}  // namespace evenkeel

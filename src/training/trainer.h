@@ -1,0 +1,97 @@
+// A training run and its folder:
+//   config.toml                  everything needed to repeat it
+//   metrics.jsonl                one object a step
+//   events.out.tfevents.*        the same for TensorBoard
+//   batches.bin                  where every batch came from
+//   checkpoints/step-N/          a ring of recent ones, and every keep_every-th
+//   findings.json                what ended the run before its time
+// Whatever kills the process loses at most the steps since the last checkpoint; going on from there gives the same bits
+// as a run that was never stopped.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/json_lines.h"
+#include "base/tensorboard.h"
+#include "training/batch_record.h"
+#include "training/checkpoint.h"
+#include "training/run_config.h"
+#include "training/token_file.h"
+
+namespace evenkeel {
+
+struct StepReport {
+  int64_t step = 0;
+  double loss = 0, gradient_norm = 0, lr = 0;
+  double seconds = 0;
+  bool applied = true;  // false: the gradient was not finite
+  std::optional<double> validation_loss;
+};
+
+// What happens in a run and is not an error: recorded, and the run ends in order.
+struct Finding {
+  int64_t step = 0;
+  std::string kind;   // "not_finite", "divergence"
+  std::string words;  // with the figures
+};
+
+// Watches the loss: means over a window of steps, against the best of them so far.
+class DivergenceWatch {
+ public:
+  static constexpr size_t kWindow = 20;
+  explicit DivergenceWatch(double rise) : rise_(rise) {}
+  // The next step's loss; a finding where the run has gone wrong.
+  std::optional<Finding> see(int64_t step, double loss);
+
+ private:
+  double rise_, best_ = 0;
+  std::vector<double> window_;  // the last kWindow losses, a ring
+  size_t seen_ = 0;
+};
+
+class Trainer {
+ public:
+  // A new run in a folder that is not there or is empty; DataError where there is a run.
+  static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config);
+  // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
+  static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder);
+
+  const RunConfig& config() const { return config_; }
+  Gpt2& model() { return *model_; }
+  int64_t next_step() const { return next_step_; }
+  bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
+  const std::optional<Finding>& finding() const { return finding_; }
+
+  // One step: batch, gradients, update, records; a checkpoint where one is due.
+  StepReport step();
+  void save();  // a checkpoint of now, if there is none
+
+ private:
+  Trainer(const std::filesystem::path& folder, const RunConfig& config, bool fresh);
+  void follow_plan();
+  std::vector<int64_t> offsets_of(int64_t step) const;
+  double compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context);
+  double validation_loss();
+  void record(const StepReport& report, bool facts);
+
+  const std::filesystem::path folder_;
+  const RunConfig config_;
+  std::unique_ptr<Gpt2> model_;
+  std::unique_ptr<Optimizer> optimizer_;
+  TokenSource tokens_;
+  std::optional<TokenSource> validation_;
+  std::optional<BatchRecord> given_batches_;
+  DivergenceWatch watch_;
+  int64_t next_step_ = 0, saved_step_ = -1;
+  std::string plan_;  // in force
+  std::optional<Finding> finding_;
+  std::unique_ptr<JsonLinesWriter> metrics_;
+  std::unique_ptr<TensorboardWriter> events_;
+  std::unique_ptr<BatchRecorder> batches_;
+};
+
+}  // namespace evenkeel

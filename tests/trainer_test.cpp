@@ -1,0 +1,292 @@
+// Training runs on a tiny model: records, exact repetition, endings.
+#include "training/trainer.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <csignal>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/threads.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+
+class TrainerTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder = fs::temp_directory_path() / fmt::format("evenkeel-trainer-{}-{}", getpid(), count++);
+    fs::create_directories(folder);
+    std::ofstream text(folder / "text.txt");
+    for (int n = 0; n < 400; ++n)
+      text << "the " << (n % 7 == 0 ? "keel" : "sail") << " is " << n % 10 << ".\n";
+  }
+  void TearDown() override { fs::remove_all(folder); }
+
+  RunConfig tiny() const {
+    RunConfig c;
+    c.model = gpt2_preset("micro");
+    c.model.layers = 1;
+    c.model.heads = 2;
+    c.model.width = 16;
+    c.model.context = 12;
+    c.data = (folder / "text.txt").string();
+    c.sequences = 4;
+    c.plan = "fp32";
+    c.schedule.peak = 1e-2;
+    c.schedule.steps = 12;
+    c.checkpoint_every = 4;
+    c.facts_every = 3;
+    return c;
+  }
+  std::vector<float> run_to_end(const fs::path& run, const RunConfig& c) const {
+    const auto trainer = Trainer::start(run, c);
+    while (!trainer->done()) trainer->step();
+    return weights(*trainer);
+  }
+  static std::vector<float> weights(Trainer& t) {
+    std::vector<float> w(static_cast<size_t>(t.model().table().size()));
+    t.model().read_parameters(w);
+    return w;
+  }
+  static std::vector<nlohmann::json> metrics(const fs::path& run) {
+    std::vector<nlohmann::json> lines;
+    const auto result =
+        read_json_lines(run / "metrics.jsonl", [&](const JsonLine& l) { lines.push_back(l.object); });
+    EXPECT_EQ(result.fault_count, 0u);
+    return lines;
+  }
+
+  fs::path folder;
+  static inline int count = 0;
+};
+
+TEST_F(TrainerTest, learns_and_records_every_step) {
+  RunConfig c = tiny();
+  c.schedule.steps = 60;
+  run_to_end(folder / "run", c);
+  const auto lines = metrics(folder / "run");
+  ASSERT_EQ(lines.size(), 60u);
+  for (size_t n = 0; n < lines.size(); ++n) {
+    EXPECT_EQ(lines[n]["step"], n);
+    EXPECT_TRUE(lines[n]["loss"].is_number());
+    EXPECT_GT(lines[n]["gradient_norm"], 0);
+    EXPECT_EQ(lines[n].contains("largest_score"), n % 3 == 0);
+    if (n % 3 == 0) {
+      EXPECT_EQ(lines[n]["largest_row_mean"].size(), 1u);     // layers
+      EXPECT_EQ(lines[n]["largest_row_mean"][0].size(), 2u);  // heads
+    }
+  }
+  EXPECT_LT(lines.back()["loss"].get<double>(), lines.front()["loss"].get<double>() - 1);
+  const BatchRecord batches(folder / "run" / "batches.bin");
+  EXPECT_EQ(batches.steps(), 60);
+  std::vector<Checkpoint> kept = find_checkpoints(folder / "run" / "checkpoints");
+  ASSERT_EQ(kept.size(), 3u);  // the ring
+  EXPECT_EQ(kept.back().step, 60);
+  EXPECT_EQ(kept.front().step, 52);
+  // TensorBoard's file has the same losses.
+  for (const auto& entry : fs::directory_iterator(folder / "run")) {
+    if (!entry.path().filename().string().starts_with("events.")) continue;
+    size_t seen = 0;
+    read_tensorboard(entry.path(), [&](const TensorboardEvent& e) {
+      for (const Scalar& s : e.scalars)
+        if (s.tag == "train/loss") {
+          EXPECT_FLOAT_EQ(s.value, lines[static_cast<size_t>(e.step)]["loss"].get<float>());
+          ++seen;
+        }
+    });
+    EXPECT_EQ(seen, lines.size());
+  }
+}
+
+TEST_F(TrainerTest, the_same_bits_on_any_number_of_threads_and_from_recorded_batches) {
+  const std::vector<float> once = run_to_end(folder / "a", tiny());
+  const int threads = thread_count();
+  set_thread_count(3);
+  EXPECT_EQ(run_to_end(folder / "b", tiny()), once);
+  set_thread_count(threads);
+  RunConfig other = tiny();
+  other.batches = (folder / "a" / "batches.bin").string();
+  EXPECT_EQ(run_to_end(folder / "c", other), once);
+  other.batches.clear();
+  other.seed = 2;
+  EXPECT_NE(run_to_end(folder / "d", other), once);
+}
+
+TEST_F(TrainerTest, going_on_from_a_checkpoint_gives_the_bits_of_a_run_that_never_stopped) {
+  for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
+    RunConfig c = tiny();
+    c.optimizer.kind = kind;
+    c.plan = "fp32,row_sum=e5m2/stochastic";  // random numbers, too
+    const fs::path whole = folder / fmt::format("whole-{}", name(kind)),
+                   parts = folder / fmt::format("parts-{}", name(kind));
+    const std::vector<float> expected = run_to_end(whole, c);
+    {
+      const auto trainer = Trainer::start(parts, c);
+      for (int n = 0; n < 6; ++n) trainer->step();  // two behind the checkpoint: they are lost and done again
+    }
+    const auto trainer = Trainer::resume(parts);
+    EXPECT_EQ(trainer->next_step(), 4);
+    while (!trainer->done()) trainer->step();
+    EXPECT_EQ(weights(*trainer), expected) << name(kind);
+    const auto a = metrics(whole), b = metrics(parts);
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t n = 0; n < a.size(); ++n) EXPECT_EQ(a[n]["loss"], b[n]["loss"]) << n;
+    EXPECT_EQ(read_whole_file(whole / "batches.bin", 1 << 20),
+              read_whole_file(parts / "batches.bin", 1 << 20));
+  }
+}
+
+// kill -9 after one to five steps, again and again, until the run is done. (What a kill in the middle of a write
+// leaves is whole_file_test's and json_lines_test's.) The victim is this program again, which runs the test below.
+TEST_F(TrainerTest, survives_being_killed) {
+  RunConfig c = tiny();
+  c.checkpoint_every = 2;
+  const std::vector<float> expected = run_to_end(folder / "whole", c);
+  const fs::path run = folder / "killed";
+  Trainer::start(run, c);
+  int kills = 0, status = 0;
+  do {
+    ASSERT_LT(kills, 50);
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      setenv("EVENKEEL_TEST_VICTIM", run.c_str(), 1);
+      setenv("EVENKEEL_TEST_STEPS", std::to_string(1 + kills % 5).c_str(), 1);
+      execl("/proc/self/exe", "trainer_test", "--gtest_filter=Victim.*", "--gtest_brief=1", nullptr);
+      _exit(9);
+    }
+    waitpid(child, &status, 0);
+    kills += WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+  } while (!WIFEXITED(status));
+  ASSERT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_GE(kills, 3);
+  const auto trainer = Trainer::resume(run);
+  EXPECT_TRUE(trainer->done());
+  EXPECT_EQ(weights(*trainer), expected);
+}
+TEST(Victim, trains_for_some_steps_and_is_killed) {
+  const char *run = getenv("EVENKEEL_TEST_VICTIM"), *steps = getenv("EVENKEEL_TEST_STEPS");
+  if (!run || !steps) GTEST_SKIP() << "only for survives_being_killed";
+  const auto trainer = Trainer::resume(run);
+  for (int n = 0; n < atoi(steps) && !trainer->done(); ++n) trainer->step();
+  if (!trainer->done()) raise(SIGKILL);
+}
+
+TEST_F(TrainerTest, a_second_trainer_is_refused_and_so_is_a_folder_in_use) {
+  const auto first = Trainer::start(folder / "run", tiny());
+  first->step();
+  EXPECT_THROW(Trainer::resume(folder / "run"), DataError);
+  EXPECT_THROW(Trainer::start(folder / "run", tiny()), DataError);
+  first->step();
+  EXPECT_THROW(Trainer::resume(folder / "nothing"), DataError);
+}
+
+TEST_F(TrainerTest, a_change_of_plan_holds_from_its_step_on) {
+  RunConfig c = tiny();
+  const auto plain = run_to_end(folder / "a", c);
+  c.changes = {{5, "layer 0 head 1: row_sum=e5m2"}};
+  EXPECT_EQ(c.plan_at(4), "fp32");
+  EXPECT_EQ(c.plan_at(5), "fp32; layer 0 head 1: row_sum=e5m2");
+  EXPECT_NE(run_to_end(folder / "b", c), plain);
+  const auto a = metrics(folder / "a"), b = metrics(folder / "b");
+  for (size_t n = 0; n < 5; ++n) EXPECT_EQ(a[n]["loss"], b[n]["loss"]);
+  EXPECT_NE(a[11]["loss"], b[11]["loss"]);
+}
+
+TEST_F(TrainerTest, divergence_is_a_finding_and_ends_the_run_in_order) {
+  RunConfig c = tiny();
+  c.schedule.steps = 400;
+  c.schedule.peak = 1e3;
+  c.optimizer.clip = 0;
+  c.divergence = 0.5;
+  const auto trainer = Trainer::start(folder / "run", c);
+  while (!trainer->done()) trainer->step();
+  ASSERT_TRUE(trainer->finding());
+  EXPECT_LT(trainer->next_step(), 400);
+  EXPECT_TRUE(fs::exists(folder / "run" / "findings.json"));
+  EXPECT_EQ(find_checkpoints(folder / "run" / "checkpoints").back().step, trainer->next_step());
+}
+
+TEST(DivergenceWatch, sees_a_rise_and_what_is_not_finite_and_is_quiet_otherwise) {
+  DivergenceWatch watch(0.5);
+  for (int64_t step = 0; step < 500; ++step)
+    EXPECT_FALSE(watch.see(step, 3 - 0.002 * static_cast<double>(step) + 0.3 * (step % 2)));
+  int64_t step = 500;
+  while (step < 600 && !watch.see(step, 3.5)) ++step;
+  EXPECT_LT(step, 510);
+  EXPECT_EQ(watch.see(step, NAN)->kind, "not_finite");
+  DivergenceWatch off(0);
+  for (int64_t n = 0; n < 100; ++n) EXPECT_FALSE(off.see(n, static_cast<double>(n)));
+}
+
+TEST_F(TrainerTest, configurations_go_to_toml_and_back) {
+  RunConfig c = tiny();
+  c.changes = {{3, "stabiliser=zero_sum"}, {9, "layer 1 head 0,2: output=fp32"}};
+  c.optimizer.kind = OptimizerKind::muon;
+  c.optimizer.weight_decay = 0.1f;
+  c.schedule.course = Course::wsd;
+  c.model.precision = LinearPrecision::bf16;
+  RunConfig back;
+  read_run_config(parse_toml(to_toml(to_toml_table(c)), "config.toml"), back);
+  EXPECT_TRUE(same(to_toml_table(c), to_toml_table(back)));
+  EXPECT_EQ(back.model, c.model);
+  EXPECT_EQ(back.changes, c.changes);
+  EXPECT_EQ(back.optimizer.weight_decay, 0.1f);
+  EXPECT_THROW(read_run_config(parse_toml("[model]\nhesds = 3\n", "x.toml"), back), DataError);
+  EXPECT_THROW(read_run_config(parse_toml("[optimizer]\nkind = 'adam'\n", "x.toml"), back), DataError);
+  EXPECT_THROW(read_run_config(parse_toml("[data]\nseed = -1\n", "x.toml"), back), DataError);
+  c.sequences = 3;
+  c.accumulate = 2;
+  EXPECT_THROW(validate(c), std::invalid_argument);
+}
+
+TEST_F(TrainerTest, accumulated_parts_are_one_step) {
+  RunConfig c = tiny();
+  c.schedule.steps = 3;
+  const auto whole = run_to_end(folder / "a", c);
+  c.accumulate = 4;
+  const auto parts = run_to_end(folder / "b", c);
+  // Sums in another order: equal to FP32's precision, through AdamW's division.
+  for (size_t n = 0; n < whole.size(); ++n) ASSERT_NEAR(whole[n], parts[n], 2e-3) << n;
+}
+
+TEST_F(TrainerTest, weights_go_to_hugging_face_names_and_back) {
+  const RunConfig c = tiny();
+  const auto trainer = Trainer::start(folder / "run", c);
+  trainer->step();
+  save_weights(folder / "w.safetensors", trainer->model());
+  const auto other = make_gpt2_cpu(c.model, 77);
+  load_weights(folder / "w.safetensors", *other);
+  std::vector<float> w(static_cast<size_t>(other->table().size()));
+  other->read_parameters(w);
+  EXPECT_EQ(w, weights(*trainer));
+  Gpt2Config wider = c.model;
+  wider.width = 32;
+  const auto wrong = make_gpt2_cpu(wider, 1);
+  EXPECT_THROW(load_weights(folder / "w.safetensors", *wrong), DataError);
+}
+
+TEST_F(TrainerTest, bad_data_is_refused_with_words) {
+  RunConfig c = tiny();
+  c.data = (folder / "missing.txt").string();
+  EXPECT_THROW(Trainer::start(folder / "a", c), DataError);
+  c = tiny();
+  c.model.vocabulary = 100;
+  EXPECT_THROW(Trainer::start(folder / "b", c), DataError);
+  std::ofstream(folder / "short.txt") << "short";
+  c = tiny();
+  c.data = (folder / "short.txt").string();
+  EXPECT_THROW(Trainer::start(folder / "c", c), DataError);
+  std::ofstream(folder / "bad.bin") << "EKBATCH1 and nothing good";
+  EXPECT_THROW(BatchRecord(folder / "bad.bin"), DataError);
+}
+
+}  // namespace
+}  // namespace evenkeel
