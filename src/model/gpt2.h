@@ -20,36 +20,32 @@ namespace evenkeel {
 // Of the linear layers: sums and master weights are FP32 in both.
 //   fp32  nothing is rounded
 //   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
-//   within a
-//         block (q, k, v, the gate, the input of GELU, and their gradients and O's), as mixed-precision
-//         training has them. What is added to the residual stream, what LayerNorm's backward pass reads, and
-//         logits are FP32.
+//         within a block (q, k, v, the gate, the input of GELU, and their gradients and O's), as in
+//         mixed-precision training. What is added to the residual stream, what LayerNorm's backward pass
+//         reads, and logits are FP32.
 enum class LinearPrecision { fp32, bf16 };
 
 struct Gpt2Config {
   int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50257;
-  bool bias = false;            // of linear layers (Hugging Face's weights have it)
-  bool norm_bias = false;       // of LayerNorms
-  bool tied_embeddings = true;  // the output layer is wte
-  bool qk_norm = false;         // q and k of each head over their root mean square, times a learnt gain (D)
-  bool gated_attention =
-      false;               // O times sigmoid(x W), value by value, x the input of the layer's q, k and v
-  float softcap = 0;       // scores become c tanh(S / c); 0 is off
-  float qk_clip = 0;       // largest score that apply_qk_clip leaves to a head; 0 is off
-  int64_t tile_keys = 64;  // of attention: keys between two roundings of pv and row_sum; 0: all
+  bool bias = false;             // of linear layers (Hugging Face's weights have it)
+  bool norm_bias = false;        // of LayerNorms
+  bool tied_embeddings = true;   // the output layer is wte
+  bool qk_norm = false;          // q and k of each head over their root mean square, times a learnt gain (D)
+  bool gated_attention = false;  // O times sigmoid(x W), value by value; x is what q, k and v are made of
+  float softcap = 0;             // scores become c tanh(S / c); 0 is off
+  float qk_clip = 0;             // largest score that apply_qk_clip leaves to a head; 0 is off
+  int64_t tile_keys = 64;        // of attention: keys between two roundings of pv and row_sum; 0: all
   LinearPrecision precision = LinearPrecision::bf16;
 
   int64_t head_size() const { return width / heads; }
   friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
 };
 
-//   micro        3 layers, 4 heads, width  128, context  128, bytes       fails in minutes on a CPU; FP32,
-//   LayerNorm
-//                                                                         with bias, as where it was first
-//                                                                         measured
-//   nano         6 layers, 6 heads, width  384, context  512, 8192        fails in minutes on a GPU
-//   gpt2        12 layers, 12 heads, width 768, context 1024, 50257       124 M parameters
-//   gpt2-medium 24 layers, 16 heads, width 1024, context 1024, 50257      350 M parameters
+//   micro         3 layers,  4 heads, width  128, context  128, bytes   fails in minutes on a CPU
+//   nano          6 layers,  6 heads, width  384, context  512, 8192    fails in minutes on a GPU
+//   gpt2         12 layers, 12 heads, width  768, context 1024, 50257   124 M parameters
+//   gpt2-medium  24 layers, 16 heads, width 1024, context 1024, 50257   354 M parameters
+// No linear layer has a bias. micro is FP32 and its LayerNorms have one, as where it was first measured.
 inline constexpr std::string_view kGpt2Presets[] = {"micro", "nano", "gpt2", "gpt2-medium"};
 Gpt2Config gpt2_preset(std::string_view name);  // std::invalid_argument lists the known ones
 void validate(const Gpt2Config& config);        // std::invalid_argument: what was expected, what was found
