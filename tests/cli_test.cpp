@@ -1,11 +1,11 @@
 // The command as a user meets it: exit codes, messages, nothing half-written. (explain has tests of its own.)
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
+
+#include "run_program.h"
 
 namespace {
 
@@ -15,20 +15,15 @@ struct Outcome {
 };
 
 Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1") {
-  const std::string command = std::string(EVENKEEL_PROGRAM) + " " + arguments + redirect;
-  std::FILE* pipe = popen(command.c_str(), "r");
-  Outcome result{-1, ""};
-  std::array<char, 4096> buffer;
-  while (size_t got = fread(buffer.data(), 1, buffer.size(), pipe)) result.text.append(buffer.data(), got);
-  const int status = pclose(pipe);
-  if (WIFEXITED(status)) result.code = WEXITSTATUS(status);
-  return result;
+  const evenkeel::Output output =
+      evenkeel::run_shell(std::string(EVENKEEL_PROGRAM) + " " + arguments + redirect);
+  return {output.code, output.out};
 }
 
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("").code, 2);
-  for (const char* command : {"demo", "explain", "conform", "bench", "info"}) {
+  for (const char* command : {"demo", "explain", "conform", "data", "train", "sample", "bench", "info"}) {
     const Outcome help = run(std::string(command) + " --help");
     EXPECT_EQ(help.code, 0) << command;
     EXPECT_NE(help.text.find("example:\n  evenkeel " + std::string(command)), std::string::npos) << help.text;

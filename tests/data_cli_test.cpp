@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 
+#include "run_program.h"
 #include "training/synth.h"
 #include "training/token_file.h"
 #include "training/tokenizer.h"
@@ -19,11 +20,6 @@ namespace {
 
 using Json = nlohmann::json;
 namespace fs = std::filesystem;
-
-struct Output {
-  int code = -1;
-  std::string out, err;
-};
 
 class DataCommand : public testing::Test {
  protected:
@@ -51,13 +47,7 @@ class DataCommand : public testing::Test {
   Output run(const std::string& arguments) {
     const std::string command =
         "cd '" + folder_.string() + "' && '" + EVENKEEL_PROGRAM + "' data " + arguments + " 2>stderr";
-    Output output;
-    std::FILE* pipe = popen(command.c_str(), "r");
-    if (!pipe) return output;
-    char buffer[4096];
-    for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) output.out.append(buffer, count);
-    const int status = pclose(pipe);
-    output.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    Output output = run_shell(command);
     output.err = read("stderr");
     return output;
   }

@@ -13,17 +13,13 @@
 #include "base/error.h"
 #include "base/mma_files.h"
 #include "numerics/tensor_core.h"
+#include "run_program.h"
 
 namespace evenkeel {
 namespace {
 
 using Json = nlohmann::json;
 namespace fs = std::filesystem;
-
-struct Output {
-  int code = -1;
-  std::string out, err;
-};
 
 class ExplainCommand : public testing::Test {
  protected:
@@ -43,13 +39,7 @@ class ExplainCommand : public testing::Test {
     const std::string errors = (folder_ / "stderr").string();
     const std::string command =
         std::string("'") + EVENKEEL_PROGRAM + "' explain " + arguments + " 2>'" + errors + "'";
-    Output output;
-    std::FILE* pipe = popen(command.c_str(), "r");
-    if (!pipe) return output;
-    char buffer[4096];
-    for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) output.out.append(buffer, count);
-    const int status = pclose(pipe);
-    output.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    Output output = run_shell(command);
     std::stringstream text;
     text << std::ifstream(errors).rdbuf();
     output.err = text.str();

@@ -144,8 +144,7 @@ int run_train(int argc, char** argv) {
     RunConfig config;
     config.schedule.steps = 1000;
     if (!preset.empty()) config.model = gpt2_preset(preset);
-    if (!config_file.empty())
-      read_run_config(parse_toml(read_whole_file(config_file, size_t{1} << 20), config_file), config);
+    if (!config_file.empty()) read_run_config(std::filesystem::path(config_file), config);
     for (const std::string& setting : settings) read_run_config(parse_toml(setting, "--set"), config);
     const auto take = [](auto& to, const auto& from, bool given) {
       if (given) to = static_cast<std::remove_reference_t<decltype(to)>>(from);
@@ -218,9 +217,9 @@ int run_sample(int argc, char** argv) {
           "--temperature '{}': expected a number of 0 or more", temperature_text);
 
   namespace fs = std::filesystem;
-  const fs::path folder = words[0], file = folder / "config.toml";
+  const fs::path folder = words[0];
   RunConfig config;
-  read_run_config(parse_toml(read_whole_file(file, size_t{1} << 20), file.string()), config);
+  read_run_config(folder / "config.toml", config);
   const std::vector<Checkpoint> checkpoints = find_checkpoints(folder / "checkpoints");
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none",
                (folder / "checkpoints").string());

@@ -102,37 +102,12 @@ void multiply_panel(const PanelProduct& p) {
   multiply_vectors<1>(p);
 }
 
-// Transposes blocks of 4 x 4 in vectors of four, whatever the target: about one instruction a value.
-void pack_transposed(float* panel, const float* b, int64_t b_column, int64_t depth, int64_t columns) {
-  using Four = float __attribute__((vector_size(16)));
-  using Lanes = int32_t __attribute__((vector_size(16)));
-  constexpr Lanes kLow = {0, 4, 1, 5}, kHigh = {2, 6, 3, 7}, kFirst = {0, 1, 4, 5}, kLast = {2, 3, 6, 7};
-  int64_t n = 0;
-  for (; n + 4 <= columns; n += 4) {
-    int64_t k = 0;
-    for (; k + 4 <= depth; k += 4) {
-      Four in[4];
-      for (int r = 0; r < 4; ++r) __builtin_memcpy(&in[r], b + (n + r) * b_column + k, sizeof in[r]);
-      const Four low = __builtin_shuffle(in[0], in[1], kLow), low2 = __builtin_shuffle(in[2], in[3], kLow);
-      const Four high = __builtin_shuffle(in[0], in[1], kHigh),
-                 high2 = __builtin_shuffle(in[2], in[3], kHigh);
-      const Four out[4] = {__builtin_shuffle(low, low2, kFirst), __builtin_shuffle(low, low2, kLast),
-                           __builtin_shuffle(high, high2, kFirst), __builtin_shuffle(high, high2, kLast)};
-      for (int r = 0; r < 4; ++r) __builtin_memcpy(panel + (k + r) * kPanel + n, &out[r], sizeof out[r]);
-    }
-    for (; k < depth; ++k)
-      for (int r = 0; r < 4; ++r) panel[k * kPanel + n + r] = b[(n + r) * b_column + k];
-  }
-  for (; n < columns; ++n)
-    for (int64_t k = 0; k < depth; ++k) panel[k * kPanel + n] = b[n * b_column + k];
-}
-
 void pack_panel(float* panel, const float* b, int64_t b_row, int64_t b_column, int64_t depth,
                 int64_t columns) {
   if (columns < kPanel)
     for (int64_t k = 0; k < depth; ++k)
       for (int64_t n = columns; n < kPanel; ++n) panel[k * kPanel + n] = 0;
-  if (b_column != 1) return pack_transposed(panel, b, b_column, depth, columns);
+  if (b_column != 1) return transpose(panel, kPanel, b, b_column, columns, depth);
   for (int64_t k = 0; k < depth; ++k) {
     const float* from = b + k * b_row;
     float* to = panel + k * kPanel;
@@ -147,37 +122,6 @@ void pack_panel(float* panel, const float* b, int64_t b_row, int64_t b_column, i
     else
       for (int64_t n = 0; n < columns; ++n) to[n] = from[n];
   }
-}
-
-// --- Exponential
-// exp(x) = 2^n exp(r), n = nearest(x / log 2), r = x - n log 2 with log 2 as a sum of two floats; exp(r) is
-// its Taylor polynomial of degree 7: the remainder is below 0.3466^8 / 8! = 2^-27.5.
-constexpr float kLog2E = 0x1.715476p+0f;
-constexpr float kLog2High = 0x1.62e43p-1f, kLog2Low = -0x1.05c61p-29f;  // log 2 = high + low to 2^-53
-
-// NaN stays.
-EK_INLINE Float clamp(Float x, float low, float high) {
-  x = select(x < splat(low), splat(low), x);
-  return select(x > splat(high), splat(high), x);
-}
-
-// 0 below -104, Inf above 88.7.
-EK_INLINE Float exp(Float x) {
-  x = clamp(x, -128, 128);
-  const Float n = nearest(x * splat(kLog2E));
-  Float r = fma(n, splat(-kLog2High), x);
-  r = fma(n, splat(-kLog2Low), r);
-  Float p = splat(1.0f / 5040);
-  p = fma(p, r, splat(1.0f / 720));
-  p = fma(p, r, splat(1.0f / 120));
-  p = fma(p, r, splat(1.0f / 24));
-  p = fma(p, r, splat(1.0f / 6));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
-  // Two powers of two: neither leaves the normal range, so the first product is exact.
-  const Int whole = to_int(n), half = whole >> 1;
-  return p * float_of((Uint)((half + 127) << 23)) * float_of((Uint)((whole - half + 127) << 23));
 }
 
 EK_INLINE Float sigmoid(Float x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
@@ -330,7 +274,8 @@ void gelu_forward(const float* x, float* y, float* slope, int64_t count) {
     const Group in = load_at(x, n, some), s = map([](Float v) { return gelu_sigmoid(v); }, in);
     store_at(y, n, some, map([](Float v, Float open) { return v * open; }, in, s));
     const auto derivative = [](Float v, Float open) {
-      v = clamp(v, -64, 64);  // the slope is 0 or 1 long before; beyond 2^64 a square would be Inf
+      v = clamp(v, splat(-64.0f),
+                splat(64.0f));  // the slope is 0 or 1 long before; beyond 2^64 a square would be Inf
       const Float du = splat(kGeluScale) * fma(splat(3 * kGeluCubic) * v, v, splat(1.0f));
       // d (x s) / dx = s + x s' with s' = 2 du s (1 - s).
       return fma(v * open * (splat(1.0f) - open), du + du, open);

@@ -3,15 +3,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <bit>
 #include <charconv>
-#include <cmath>
 #include <map>
 #include <span>
 
 #include "base/error.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
+#include "numerics/format.h"
 
 namespace evenkeel {
 namespace {
@@ -68,14 +67,6 @@ int64_t read_integer(const Safetensors& file, const fs::path& path, const std::s
                "{}: expected a number of steps as '{}' in the metadata, found '{}'", path.string(), key,
                text);
   return value;
-}
-
-float from_half(uint16_t bits) {  // exact
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float sign = bits >> 15 ? -1.0f : 1.0f;
-  if (exponent == 31) return sign * (fraction ? NAN : INFINITY);
-  return sign * (exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                               : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25));
 }
 
 }  // namespace
@@ -149,10 +140,9 @@ void load_weights(const fs::path& path, Gpt2& model) {
     const bool half = stored->type == element_type("F16");
     require_data(half || stored->type == element_type("BF16"), "{}: {}: expected F32, F16 or BF16, found {}",
                  path.string(), stored->name, stored->type.name);
-    std::vector<uint16_t> bits(count);
-    stored->copy_to(bits.data(), count);
-    for (size_t n = 0; n < count; ++n)
-      to[n] = half ? from_half(bits[n]) : std::bit_cast<float>(static_cast<uint32_t>(bits[n]) << 16);
+    std::vector<uint16_t> codes(count);
+    stored->copy_to(codes.data(), count);
+    for (size_t n = 0; n < count; ++n) to[n] = decode(half ? kFp16 : kBf16, codes[n]);
   }
   model.write_parameters(parameters);
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/whole_file.h"
 
 namespace evenkeel {
 namespace {
@@ -213,6 +214,11 @@ void read_run_config(const TomlTable& table, RunConfig& config) {
   const std::vector<std::string> unknown = unused_keys(table);
   require_data(unknown.empty(), "unknown key {}: expected one that `evenkeel train --help` names",
                fmt::join(unknown, ", "));
+}
+
+void read_run_config(const std::filesystem::path& file, RunConfig& config) {
+  constexpr size_t kLargest = 1 << 20;  // bytes
+  read_run_config(parse_toml(read_whole_file(file, kLargest), file.string()), config);
 }
 
 TomlTable to_toml_table(const RunConfig& config) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,7 @@ void validate(const RunConfig& config);
 // Sets what the table has and leaves the rest as it is; [model] preset = "nano" first. DataError on a value of
 // another type and on unknown keys, with the place in the file.
 void read_run_config(const TomlTable& table, RunConfig& config);
+void read_run_config(const std::filesystem::path& file, RunConfig& config);
 // All of it; reads back to the same.
 TomlTable to_toml_table(const RunConfig& config);
 

@@ -14,7 +14,6 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 constexpr int kMetricsSchema = 1;
-constexpr size_t kLargestConfig = 1 << 20;  // bytes
 // Batches for validation are drawn from a stream of their own, the same ones every time.
 constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
@@ -63,7 +62,7 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder) {
   require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
                folder.string());
   RunConfig config;
-  read_run_config(parse_toml(read_whole_file(file, kLargestConfig), file.string()), config);
+  read_run_config(file, config);
   validate(config);
   return std::unique_ptr<Trainer>(new Trainer(folder, config, /*fresh=*/false));
 }
