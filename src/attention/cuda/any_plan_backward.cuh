@@ -344,15 +344,14 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
         multiply_columns<kD, kStepFragments, kAny>(dq, dp, dscores_parts, keys, kBackwardStep, 0, k_parts,
                                                    lane, [&](const uint32_t(&left)[4]) {
                                                      if constexpr (kFacts) {
-                                                       constexpr uint32_t kOnes = 0x3f803f80u;
-                                                       multiply_add(dscore_sums, left, kOnes, kOnes);
+                                                       multiply_add(dscore_sums, left, kBf16Ones, kBf16Ones);
                                                        if (!wants_floor) return;
                                                        // 2^7 ulps of a normal bf16 number: its power of two.
                                                        uint32_t gaps[4];
 #pragma unroll
                                                        for (int e = 0; e < 4; ++e)
                                                          gaps[e] = square_bf16(left[e] & 0x7f807f80u);
-                                                       multiply_add(gap_sums, gaps, kOnes, kOnes);
+                                                       multiply_add(gap_sums, gaps, kBf16Ones, kBf16Ones);
                                                      }
                                                    });
     }

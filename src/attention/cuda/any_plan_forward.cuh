@@ -243,8 +243,27 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
   const auto count_at_least = [&](const float(&s)[kFragments][4], int i, float threshold) {
     int count = 0;
 #pragma unroll
-    for (int n = 0; n < kFragments; ++n) count += (s[n][2 * i] >= threshold) + (s[n][2 * i + 1] >= threshold);
+    for (int n = 0; n < kFragments; ++n)
+      count -= greater_equal(s[n][2 * i], threshold) + greater_equal(s[n][2 * i + 1], threshold);
     return count;
+  };
+  // Of BF16 scores, none of them masked: both rows' counts at once, two comparisons an instruction, and tensor cores add
+  // up. A third of the time.
+  const auto count_bf16_at_least = [&](const float(&s)[kFragments][4], const float(&threshold)[2],
+                                       int(&count)[2]) {
+    uint32_t least[2];
+    for (int i = 0; i < 2; ++i) least[i] = pack_twice_upward(threshold[i]);
+    float sums[4] = {};
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      uint32_t reached[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        reached[e] = greater_equal_bf16(pack_upper(s[n + e / 2][e % 2 * 2], s[n + e / 2][e % 2 * 2 + 1]),
+                                        least[e % 2]);
+      multiply_add(sums, reached, kBf16Ones, kBf16Ones);
+    }
+    for (int i = 0; i < 2; ++i) count[i] = static_cast<int>(sums[2 * i]);
   };
   // body(key, stage) for every tile, with K alone in shared memory: the passes before and after the main one.
   const auto for_each_key_tile = [&](auto body) {
@@ -297,11 +316,12 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
     __syncthreads();
   }
 
-  // Ties with the row's final maximum, counted while it is still rising. Each lane counts its own scores and
-  // knows the least of them as long as it counts one a tile: then a new maximum leaves all, or none. Where
-  // some of several may drop out, one more pass over the keys settles the doubt.
+  // Ties with the row's final maximum, counted while it is still rising; the least of them is known as long as
+  // there is one a tile: then a new maximum leaves all, or none. Where some of several may drop out, one more
+  // pass over the keys settles the doubt.
   int tied[2] = {0, 0};
-  float least_tied[2] = {0, 0}, tie_max[2] = {shift[0].max, shift[1].max};
+  float least_tied[2] = {0, 0}, tie_max[2] = {shift[0].max, shift[1].max}, threshold[2];
+  for (int i = 0; i < 2; ++i) threshold[i] = __fsub_rn(tie_max[i], tie_tolerance);
   bool doubt = false;
 
   float o[kD / 8][4] = {}, wide_o[kQuick ? 1 : kD / 8][4] = {};
@@ -344,22 +364,30 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
 
     float s[kFragments][4];
     score_tile(s, key, stage);
-    const float lane_max[2] = {largest(s, 0), largest(s, 1)};
-    const float tile_max[2] = {quad_max(lane_max[0]), quad_max(lane_max[1])};
-    if constexpr (kTies) {
+    const float tile_max[2] = {quad_max(largest(s, 0)), quad_max(largest(s, 1))};
+    // A tile without a score near the largest changes nothing.
+    if (kTies && __any_sync(0xffffffffu, tile_max[0] >= threshold[0] || tile_max[1] >= threshold[1])) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float top = fmaxf(tie_max[i], tile_max[i]), threshold = __fsub_rn(top, tie_tolerance);
-        if (tied[i] > 0 && least_tied[i] < threshold) {
-          doubt |= tied[i] > 1 && tie_max[i] >= threshold;
+        if (tile_max[i] <= tie_max[i]) continue;
+        threshold[i] = __fsub_rn(tile_max[i], tie_tolerance);
+        if (tied[i] > 0 && least_tied[i] < threshold[i]) {
+          doubt |= tied[i] > 1 && tie_max[i] >= threshold[i];
           tied[i] = 0;
         }
-        tie_max[i] = top;
-        if (lane_max[i] >= threshold && lane_max[i] != kNone) {
-          const int count = count_at_least(s, i, threshold);
-          least_tied[i] = count > 1 ? kNone : tied[i] == 0 ? lane_max[i] : fminf(least_tied[i], lane_max[i]);
-          tied[i] += count;
-        }
+        tie_max[i] = tile_max[i];
+      }
+      int count[2];
+      if (scores.kind == RoundKind::bf16 && warp_sight.whole(key, kTileKeys) && !p.visible) {
+        count_bf16_at_least(s, threshold, count);
+      } else {
+        for (int i = 0; i < 2; ++i) count[i] = quad_sum(count_at_least(s, i, threshold[i]));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!(tile_max[i] >= threshold[i]) || tile_max[i] == kNone) continue;
+        least_tied[i] = count[i] > 1 ? kNone : tied[i] == 0 ? tile_max[i] : fminf(least_tied[i], tile_max[i]);
+        tied[i] += count[i];
       }
     }
     if (!max_first) {
@@ -432,14 +460,12 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
         float s[kFragments][4];
         score_tile(s, key, 0);
         for (int i = 0; i < 2; ++i)
-          if (tie_max[i] != kNone) tied[i] += count_at_least(s, i, __fsub_rn(tie_max[i], tie_tolerance));
+          if (tie_max[i] != kNone) tied[i] += quad_sum(count_at_least(s, i, threshold[i]));
       });
     }
-    for (int i = 0; i < 2; ++i) {
-      const int count = quad_sum(tied[i]);
+    for (int i = 0; i < 2; ++i)
       if (quad == 0 && row[i] < p.T)
-        p.ties[static_cast<int64_t>(head) * p.T + row[i]] = row[i] < sight.rows ? count : 0;
-    }
+        p.ties[static_cast<int64_t>(head) * p.T + row[i]] = row[i] < sight.rows ? tied[i] : 0;
   }
 
   // L and what the backward pass needs of m and l: lane 0 of a row's four for the first row, lane 1 for the

@@ -290,29 +290,39 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
                                                  int lane, See see = {}) {
 #pragma unroll
   for (int k = 0; k < kCount / 2; ++k) {
-    const auto product = [&](const uint32_t(&left)[4], uint32_t b_tile) {
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
-        uint32_t right[4];
-        load_right_columns<kD>(right, b_tile, b_row + 16 * k, n, lane);
-        multiply_add(c[2 * n], left, right[0], right[1]);
-        multiply_add(c[2 * n + 1], left, right[2], right[3]);
-      }
-    };
     if constexpr (kAny) {
+      constexpr int kParts = 3;
+      uint32_t left[kParts][4];
       float rest[2][4];
 #pragma unroll
       for (int e = 0; e < 8; ++e) rest[e / 4][e % 4] = x[2 * k + e / 4][e % 4];
-#pragma unroll 1
-      for (int part = 0; part < x_parts; ++part) {
-        uint32_t left[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) left[e] = pack_upper(rest[e / 2][e % 2 * 2], rest[e / 2][e % 2 * 2 + 1]);
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          left[part][e] = pack_upper(rest[e / 2][e % 2 * 2], rest[e / 2][e % 2 * 2 + 1]);
 #pragma unroll
         for (int e = 0; e < 8; ++e) rest[e / 4][e % 4] = beyond_upper(rest[e / 4][e % 4]);
-#pragma unroll 1
-        for (int other = 0; other < b_parts && part + other <= 2; ++other)
-          product(left, b + other * b_rows * kTileRowBytes<kD>);
+      }
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) {
+        // By themselves, smallest terms first, and then added with rounding to nearest: tensor cores truncate, and six
+        // products a step would truncate the whole sum six times (O too small by 1e-6: a bias of delta).
+        float sums[2][4] = {};
+#pragma unroll
+        for (int order = kParts - 1; order >= 0; --order)
+#pragma unroll
+          for (int part = 0; part <= order; ++part) {
+            if (part >= x_parts || order - part >= b_parts) continue;
+            uint32_t right[4];
+            load_right_columns<kD>(right, b + (order - part) * b_rows * kTileRowBytes<kD>, b_row + 16 * k, n,
+                                   lane);
+            multiply_add(sums[0], left[part], right[0], right[1]);
+            multiply_add(sums[1], left[part], right[2], right[3]);
+          }
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          c[2 * n + e / 4][e % 4] = __fadd_rn(c[2 * n + e / 4][e % 4], sums[e / 4][e % 4]);
       }
     } else {
       // x holds bf16 numbers, or is rounded to them here: the plan's own rounding of P and dS.
@@ -321,7 +331,13 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
       for (int e = 0; e < 4; ++e)
         left[e] = pack_nearest(x[2 * k + e / 2][e % 2 * 2], x[2 * k + e / 2][e % 2 * 2 + 1]);
       see(left);
-      product(left, b);
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) {
+        uint32_t right[4];
+        load_right_columns<kD>(right, b, b_row + 16 * k, n, lane);
+        multiply_add(c[2 * n], left, right[0], right[1]);
+        multiply_add(c[2 * n + 1], left, right[2], right[3]);
+      }
     }
   }
 }

@@ -290,11 +290,15 @@ EK_DEVICE uint32_t pack_bf16(float low, float high) {
 EK_DEVICE float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 EK_DEVICE float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
-// O for delta: its BF16 value and one byte more, 16 significand bits in all. The byte counts 2^-8 of a BF16 ulp and is
-// rounded stochastically, with one random number a row: rounded to nearest, what is smaller than its unit would always be
-// lost (rows with four ties and a tail: a bias of 1e-6, z = -16; so: none).
+// O for delta: its BF16 value and one byte more, 16 significand bits in all. The byte counts steps of 1 / 254 of a BF16
+// ulp (half an ulp either way, rounded up or down, fits; with 256 steps it would not, and where O lies halfway between two
+// BF16 numbers, as with two ties, cutting it off is a bias). It is rounded stochastically: rounded to nearest, what is
+// smaller than its unit would always be lost (rows with four ties and a tail: a bias of 1e-6, z = -16; so: none).
+inline constexpr uint32_t kResidueSteps = 254;
 EK_DEVICE float with_residue(uint32_t bf16_bits, int residue) {
-  return __uint_as_float((bf16_bits << 16) + static_cast<uint32_t>(residue << 8));
+  // 2^16 / 254 units of the last place, to 2^-6 of one.
+  constexpr int kStep = ((1 << 24) + static_cast<int>(kResidueSteps) / 2) / static_cast<int>(kResidueSteps);
+  return __uint_as_float((bf16_bits << 16) + static_cast<uint32_t>((residue * kStep + 128) >> 8));
 }
 
 // 16 x 16 bytes-wide matrices of four 8 x 8 BF16 to shared memory, a row's 16 bytes by the lane that gives its address.

@@ -188,24 +188,22 @@ EK_DEVICE float device_random_unit(const RandomKey& key, uint64_t element) {
   return (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// 8 random bits for a row: a hash of its number (J. K. Salmon's generator would take ten times as long; here only the
+// 16 random bits for a row: a hash of its number (J. K. Salmon's generator would take ten times as long; here only the
 // mean matters).
-EK_DEVICE int row_noise(const RandomKey& key, uint32_t row) {
+EK_DEVICE uint32_t row_noise(const RandomKey& key, uint32_t row) {
   uint32_t x =
       row * 0x9E3779B1u + key.step * 0x85EBCA77u + key.tensor * 0xC2B2AE3Du + static_cast<uint32_t>(key.seed);
   x = (x ^ x >> 16) * 0x7FEB352Du;
   x = (x ^ x >> 15) * 0x846CA68Bu;
-  return static_cast<int>((x ^ x >> 16) >> 24);
+  return (x ^ x >> 16) >> 16;
 }
 
-// The residues of a pair, in the lower two bytes: byte 1 of min(exact - rounded + noise, 2^15 - 1), twice two
-// instructions. 127 stands for 128, which does not fit: in 1 of 512 values, at most 2^-8 of an ulp.
-EK_DEVICE uint32_t residues(float low, float high, uint32_t packed, int noise) {
-  const int minus_low = noise - static_cast<int>(packed << 16);
-  const int minus_high = static_cast<int>(~packed & 0xffff0000u) | noise;  // - 2^16: not seen in byte 1
-  const int first = __viaddmin_s32(static_cast<int>(__float_as_uint(low)), minus_low, 0x7fff);
-  const int second = __viaddmin_s32(static_cast<int>(__float_as_uint(high)), minus_high, 0x7fff - 0x10000);
-  return __byte_perm(static_cast<uint32_t>(first), static_cast<uint32_t>(second), 0x0051);
+// The residues of a pair (hopper.cuh), in the lower two bytes: floor(kResidueSteps (exact - rounded) + noise), in units of
+// the BF16 ulp and with a noise in [0, 1) for each, here in 2^-16. It is byte 2 of that sum, modulo 2^32.
+EK_DEVICE uint32_t residues(float low, float high, uint32_t packed, uint32_t low_noise, uint32_t high_noise) {
+  const uint32_t first = __float_as_uint(low) * kResidueSteps - packed * (kResidueSteps << 16) + low_noise;
+  const uint32_t second = (__float_as_uint(high) - (packed & 0xffff0000u)) * kResidueSteps + high_noise;
+  return __byte_perm(first, second, 0x0062);
 }
 
 // Nothing that follows starts before x is known: a branch that is never taken, x being nowhere below
@@ -565,15 +563,21 @@ struct Worker {
       int8_t* const to = a.saved.residue + at * a.D;
       RandomKey key = a.random;
       if (a.device_step) key.step = *a.device_step;
-      const int noise = row_noise(key, static_cast<uint32_t>(at));
+      // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
+      // gradients have one sign do not add up.
+      const uint32_t start = row_noise(key, static_cast<uint32_t>(at)) + thread % 4 * 0x1000u;
+      uint32_t noise[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) noise[n] = (start + n * 0x4000u) & 0xffffu;
 #pragma unroll
       for (int box = 0; box < T::kBoxes; ++box) {
         uint32_t word[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           const int pair = box * 16 + w * 4 + r;  // and the one of the next 8 features
-          word[w] = __byte_perm(residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise),
-                                residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise), 0x5410);
+          word[w] = __byte_perm(
+              residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise[0], noise[1]),
+              residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise[2], noise[3]), 0x5410);
         }
         quad_transpose(word);
         const int feature = box * kBoxFeatures + thread % 4 * 16;

@@ -85,6 +85,26 @@ __device__ __forceinline__ uint32_t pack_upper(float low, float high) {
 __device__ __forceinline__ float low_of(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float high_of(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
+inline constexpr uint32_t kBf16Ones = 0x3f803f80u;
+
+// -1 where a >= b, else 0.
+__device__ __forceinline__ int greater_equal(float a, float b) {
+  int result;
+  asm("set.ge.s32.f32 %0, %1, %2;\n" : "=r"(result) : "f"(a), "f"(b));
+  return result;
+}
+// Of two bf16 numbers each: 1 where a >= b, else 0, in bf16.
+__device__ __forceinline__ uint32_t greater_equal_bf16(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 result =
+      __hge2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&result);
+}
+// The least bf16 number that is not below x, twice.
+__device__ __forceinline__ uint32_t pack_twice_upward(float x) {
+  const __nv_bfloat162 result = __bfloat162bfloat162(__float2bfloat16_ru(x));
+  return *reinterpret_cast<const uint32_t*>(&result);
+}
+
 // Two bf16 numbers squared.
 __device__ __forceinline__ uint32_t square_bf16(uint32_t packed) {
   uint32_t result;
