@@ -292,6 +292,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
   for (int k = 0; k < kCount / 2; ++k) {
     if constexpr (kAny) {
       constexpr int kParts = 3;
+      const bool alone = x_parts == 1 && b_parts == 1;
       uint32_t left[kParts][4];
       float rest[2][4];
 #pragma unroll
@@ -306,9 +307,11 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
       }
 #pragma unroll
       for (int n = 0; n < kD / 16; ++n) {
-        // By themselves, smallest terms first, and then added with rounding to nearest: tensor cores truncate, and six
-        // products a step would truncate the whole sum six times (O too small by 1e-6: a bias of delta).
-        float sums[2][4] = {};
+        // Several products go by themselves, smallest first, and are added with rounding to nearest: tensor cores truncate,
+        // and six products a step would truncate the whole sum six times (O too small by 1e-6: a bias of delta).
+        float sums[2][4];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = alone ? c[2 * n + e / 4][e % 4] : 0.0f;
 #pragma unroll
         for (int order = kParts - 1; order >= 0; --order)
 #pragma unroll
@@ -321,8 +324,10 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
             multiply_add(sums[1], left[part], right[2], right[3]);
           }
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-          c[2 * n + e / 4][e % 4] = __fadd_rn(c[2 * n + e / 4][e % 4], sums[e / 4][e % 4]);
+        for (int e = 0; e < 8; ++e) {
+          float& to = c[2 * n + e / 4][e % 4];
+          to = alone ? sums[e / 4][e % 4] : __fadd_rn(to, sums[e / 4][e % 4]);
+        }
       }
     } else {
       // x holds bf16 numbers, or is rounded to them here: the plan's own rounding of P and dS.
