@@ -36,16 +36,21 @@ const std::set<std::string_view> kSystemHeaders = {"dirent.h", "dlfcn.h", "fcntl
 // Folders of <> includes; for base and up.
 const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa", "netinet"};
 
-// Of CUDA, for the files of kCudaFolder alone: everything else is built without a toolkit, too.
+// Of CUDA, for the files of a cuda/ folder alone: everything else is built without a toolkit, too.
 const std::set<std::string_view> kCudaHeaders = {"cuda.h",         "cuda_runtime.h", "cuda_runtime_api.h",
                                                  "cudaTypedefs.h", "cuda_bf16.h",    "cuda_fp16.h",
                                                  "cuda_fp8.h"};
-constexpr std::string_view kCudaFolder = "attention/cuda/";
 
 // "numerics" for numerics/format.h; "" for a file directly in src/.
 std::string_view folder_of(std::string_view path) {
   const size_t slash = path.find('/');
   return slash == std::string_view::npos ? std::string_view{} : path.substr(0, slash);
+}
+
+// attention/cuda/kernels.h: the one folder of a layer that knows CUDA.
+bool is_in_cuda_folder(std::string_view path) {
+  const std::string_view folder = folder_of(path);
+  return !folder.empty() && path.substr(folder.size()).starts_with("/cuda/");
 }
 
 std::optional<size_t> layer_of(std::string_view folder) {
@@ -68,12 +73,11 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   }
   if (included == "immintrin.h") return file == "numerics/simd.h" ? "" : "intrinsics are for numerics/simd.h";
   if (is_c_header || is_cpp_header) return "";
-  const bool is_cuda_file = file.starts_with(kCudaFolder);
+  const bool is_cuda_file = is_in_cuda_folder(file);
   if (!quoted && kCudaHeaders.contains(included))
-    return is_cuda_file ? "" : "CUDA's headers are for " + std::string(kCudaFolder);
-  if (quoted && included.starts_with(kCudaFolder) && !is_cuda_file)
-    return "nobody includes what lies in " + std::string(kCudaFolder) +
-           ": attention/attention_cuda.h is the way";
+    return is_cuda_file ? "" : "CUDA's headers are for a layer's cuda/";
+  if (quoted && is_in_cuda_folder(included) && !is_cuda_file)
+    return "nobody outside includes what lies in a cuda/ folder: the layer's own headers are the way";
   if (!quoted) {
     if (folder_of(file) == "numerics") return "numerics includes the standard library and numerics only";
     if (kSystemHeaders.contains(included) || kLibraries.contains(folder_of(included))) return "";
@@ -89,7 +93,7 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   if (!from || !to) return "the folder has no place in the order of layers: give it one in layering_test.cpp";
   if (*to > *from) return std::string(kLayers[*from]) + " lies below " + std::string(kLayers[*to]);
   if (!is_cuda_file && (file.ends_with(".cu") || file.ends_with(".cuh")))
-    return "CUDA sources lie in " + std::string(kCudaFolder);
+    return "CUDA sources lie in a layer's cuda/";
   if (folder_of(file) == "report" && kHiddenFromReport.contains(folder_of(included)))
     return "report sees findings, never attention, model or training";
   return "";
@@ -196,6 +200,8 @@ TEST(Layering, a_planted_include_is_found) {
       {"base/error.h", "#include <numerics/format.h>"},
       {"attention/plan.h", "#include \"model/gpt.h\""},
       {"attention/plan.h", "#include <cuda_runtime_api.h>"},
+      {"attention/cuda.h", "#include <cuda_runtime_api.h>"},
+      {"cuda/plan.h", "#include <cuda_runtime_api.h>"},
       {"attention/plan.h", "#include <cuda_bf16.h>"},
       {"attention/plan.h", "#include \"attention/cuda/kernels.h\""},
       {"attention/cuda/tile.cu", "#include <cub/cub.cuh>"},

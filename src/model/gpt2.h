@@ -99,6 +99,7 @@ struct Batch {
 // What a step is told besides its batch.
 struct StepContext {
   uint32_t step = 0;            // of the random numbers of stochastic sites
+  int64_t first_sequence = 0;   // the same: the batch's first sequence is this one of the step
   bool score_facts = false;     // HeadFacts' scores and log-sum-exps
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
@@ -130,7 +131,7 @@ class Gpt2 {
   const ParameterTable& table() const { return table_; }
 
   // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
-  // gradients alone.
+  // gradients alone. std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
 
@@ -139,6 +140,8 @@ class Gpt2 {
   virtual float* parameters() = 0;
   virtual float* gradients() = 0;
   virtual void parameters_changed() = 0;
+  // Where the backend queues its work (a cudaStream_t); nullptr: it has no queue.
+  virtual void* stream() const { return nullptr; }
   // The same by copy, for the host; all of table().size() floats.
   virtual void read_parameters(std::span<float> to) const = 0;
   virtual void write_parameters(std::span<const float> from) = 0;
@@ -179,5 +182,6 @@ int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
 
 // Parameters as initialise leaves them.
 std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
 
 }  // namespace evenkeel
