@@ -1,5 +1,5 @@
 // GPT-2: what it is made of, where its parameters lie, and what one step does. The same interface for every
-// backend; gpt2_cpu.cpp is the CPU's.
+// backend; gpt2_cpu.cpp is the CPU's, and the definition; cuda/gpt2_cuda.cpp is the GPU's.
 //
 // One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D = C / H features, L layers,
 // V vocabulary. Residual stream, LayerNorm and master weights are FP32; attention follows a precision plan
@@ -140,7 +140,8 @@ class Gpt2 {
   virtual float* parameters() = 0;
   virtual float* gradients() = 0;
   virtual void parameters_changed() = 0;
-  // Where the backend queues its work (a cudaStream_t); nullptr: it has no queue.
+  // The cudaStream_t in whose order the backend works, so that a device optimiser can queue behind it; nullptr
+  // on the CPU.
   virtual void* stream() const { return nullptr; }
   // The same by copy, for the host; all of table().size() floats.
   virtual void read_parameters(std::span<float> to) const = 0;
@@ -182,6 +183,7 @@ int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
 
 // Parameters as initialise leaves them.
 std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+// The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
 std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
 
 }  // namespace evenkeel

@@ -2,13 +2,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <limits>
-#include <map>
+#include <memory>
 #include <vector>
 
 #include "attention/cuda/kernels.h"
 #include "attention/device_memory.h"
 #include "base/error.h"
+#include "model/device_product.h"
 #include "training/cuda/optimizer_kernels.h"
 #include "training/optimizer.h"
 #include "training/optimizer_rates.h"
@@ -52,11 +52,15 @@ class CudaOptimizer final : public Optimizer {
     adamw({parameters, first_.as<float>(), second_.as<float>(), gradients, flags_.as<uint8_t>(), size_,
            config_.beta1, config_.beta2, config_.epsilon, rates.rate, rates.inverse_root, rates.keep},
           norm, stream);
+    if (!groups_.empty() && (!products_ || products_stream_ != stream)) {
+      products_ = std::make_unique<DeviceProducts>(stream);
+      products_stream_ = stream;
+    }
     for (const Group& group : groups_) {
       muon_momentum(group.matrices, gradients, first_.as<float>(), config_.momentum, norm, x_.as<float>(),
                     stream);
       muon_normalise(group.matrices, x_.as<float>(), matrix_parts_.as<double>(), stream);
-      const float* update = orthogonalise(group.matrices, stream);
+      const float* update = orthogonalise(group.matrices);
       muon_apply(group.matrices, parameters, group.decay ? rates.keep : 1.0f,
                  muon_scale(lr, group.matrices.rows, group.matrices.columns), norm, update, stream);
     }
@@ -129,7 +133,7 @@ class CudaOptimizer final : public Optimizer {
       most = std::max(most, m.batch);
     }
     if (groups_.empty()) return;
-    constexpr int64_t kMostMatrices = 65535;  // of a grid's second and third axis
+    constexpr int64_t kMostMatrices = 65535;  // of a grid's second axis
     require(most <= kMostMatrices, "[muon] expected at most {} matrices of one shape, got {}", kMostMatrices,
             most);
     x_ = DeviceMemory(bytes_of(values));
@@ -140,28 +144,50 @@ class CudaOptimizer final : public Optimizer {
     x_.fill(0);
   }
 
-  // Newton-Schulz on x_, whose matrices have norm 1; returns where the result lies.
-  const float* orthogonalise(const MuonGroup& m, cudaStream_t stream) {
+  // Newton-Schulz on x_, whose matrices have norm 1; returns where the result lies. FP32 products, as the CPU's.
+  const float* orthogonalise(const MuonGroup& m) {
     const bool wide = m.rows <= m.columns;  // the smaller Gram matrix: x x^T, or x^T x
-    const int64_t n = std::min(m.rows, m.columns), depth = std::max(m.rows, m.columns),
-                  size = m.rows * m.columns;
+    const int64_t n = std::min(m.rows, m.columns), size = m.rows * m.columns;
     float *x = x_.as<float>(), *next = next_.as<float>();
     float *const gram = gram_.as<float>(), *const polynomial = polynomial_.as<float>();
+    const DeviceMatrix gram_matrix = DeviceMatrix::rows_of(gram, n),
+                       factor = DeviceMatrix::rows_of(polynomial, n);
+    DeviceProduct product{};
+    product.type = product.c_type = TensorType::fp32;
+    product.batch = m.batch;
     for (int step = 0; step < kNewtonSchulzSteps; ++step) {
-      BatchedProduct square{n, n,         depth,   m.batch, x, m.columns, 1,    x,
-                            1, m.columns, nullptr, gram,    1, 0,         size, size};
-      if (!wide) std::swap(square.a_row, square.a_column), std::swap(square.b_row, square.b_column);
-      batched_product(square, stream);
-      batched_product({n, n, n, m.batch, gram, n, 1, gram, n, 1, gram, polynomial, kNewtonSchulzC,
-                       kNewtonSchulzB, n * n, n * n},
-                      stream);
-      BatchedProduct update{m.rows, m.columns, n,    m.batch, polynomial,     n,     1,   x, m.columns,
-                            1,      x,         next, 1,       kNewtonSchulzA, n * n, size};
-      if (!wide) {
-        std::swap(update.a, update.b), std::swap(update.a_row, update.b_row);
-        std::swap(update.a_matrix, update.b_matrix);
-      }
-      batched_product(update, stream);
+      const DeviceMatrix plain = DeviceMatrix::rows_of(x, m.columns),
+                         turned = DeviceMatrix::transposed(x, m.columns);
+      DeviceProduct square = product;
+      square.rows = square.columns = square.c_stride = n;
+      square.depth = std::max(m.rows, m.columns);
+      square.a = wide ? plain : turned;
+      square.b = wide ? turned : plain;
+      square.c = gram;
+      square.a_batch = square.b_batch = size;
+      square.c_batch = n * n;
+      products_->multiply(square);
+      square.depth = n;
+      square.a = square.b = gram_matrix;
+      square.a_batch = square.b_batch = n * n;
+      square.c = polynomial;
+      square.base = gram;
+      square.scale = kNewtonSchulzC;
+      square.base_scale = kNewtonSchulzB;
+      products_->multiply(square);
+      DeviceProduct update = product;
+      update.rows = m.rows;
+      update.columns = update.c_stride = m.columns;
+      update.depth = n;
+      update.a = wide ? factor : plain;
+      update.b = wide ? plain : factor;
+      update.a_batch = wide ? n * n : size;
+      update.b_batch = wide ? size : n * n;
+      update.c = next;
+      update.c_batch = size;
+      update.base = x;
+      update.base_scale = kNewtonSchulzA;
+      products_->multiply(update);
       std::swap(x, next);
     }
     return x;
@@ -174,6 +200,8 @@ class CudaOptimizer final : public Optimizer {
   DeviceMemory flags_;           // (size / kFlagSpan)
   std::vector<Group> groups_;
   DeviceMemory x_, next_, gram_, polynomial_, matrix_parts_;  // Muon's scratch
+  std::unique_ptr<DeviceProducts> products_;                  // Muon's, of the model's stream
+  cudaStream_t products_stream_ = nullptr;
   int64_t steps_ = 0;
 };
 

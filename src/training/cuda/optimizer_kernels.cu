@@ -138,50 +138,6 @@ dim3 grid_of(const MuonGroup& group) {
               static_cast<unsigned>(group.batch));
 }
 
-// --- Products: a block makes a tile of kTile x kTile, a thread kEach x kEach of it.
-
-constexpr int kTile = 64, kDeep = 16, kEach = 4;
-static_assert(kTile / kEach * (kTile / kEach) == kThreads);
-
-__global__ void __launch_bounds__(kThreads) batched_product_kernel(const BatchedProduct p) {
-  __shared__ float a_tile[kDeep][kTile + 1], b_tile[kDeep][kTile + 1];
-  const float* a = p.a + blockIdx.z * p.a_matrix;
-  const float* b = p.b + blockIdx.z * p.b_matrix;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kTile,
-                first_column = static_cast<int64_t>(blockIdx.x) * kTile;
-  const int thread_row = threadIdx.x / (kTile / kEach) * kEach,
-            thread_column = threadIdx.x % (kTile / kEach) * kEach;
-  // Neighbouring threads read neighbouring values of whichever axis is contiguous.
-  const bool a_by_depth = p.a_column == 1, b_by_depth = p.b_row == 1;
-  float sums[kEach][kEach] = {};
-  for (int64_t k = 0; k < p.depth; k += kDeep) {
-    for (int n = threadIdx.x; n < kTile * kDeep; n += kThreads) {
-      const int a_deep = a_by_depth ? n % kDeep : n / kTile, row = a_by_depth ? n / kDeep : n % kTile;
-      const int b_deep = b_by_depth ? n % kDeep : n / kTile, column = b_by_depth ? n / kDeep : n % kTile;
-      a_tile[a_deep][row] = k + a_deep < p.depth && first_row + row < p.rows
-                                ? a[(first_row + row) * p.a_row + (k + a_deep) * p.a_column]
-                                : 0.0f;
-      b_tile[b_deep][column] = k + b_deep < p.depth && first_column + column < p.columns
-                                   ? b[(k + b_deep) * p.b_row + (first_column + column) * p.b_column]
-                                   : 0.0f;
-    }
-    __syncthreads();
-    for (int deep = 0; deep < kDeep; ++deep)
-      for (int i = 0; i < kEach; ++i)
-        for (int j = 0; j < kEach; ++j)
-          sums[i][j] = fmaf(a_tile[deep][thread_row + i], b_tile[deep][thread_column + j], sums[i][j]);
-    __syncthreads();
-  }
-  for (int i = 0; i < kEach; ++i)
-    for (int j = 0; j < kEach; ++j) {
-      const int64_t row = first_row + thread_row + i, column = first_column + thread_column + j;
-      if (row >= p.rows || column >= p.columns) continue;
-      const int64_t at = (blockIdx.z * p.rows + row) * p.columns + column;
-      const float scaled = __fmul_rn(p.alpha, sums[i][j]);
-      p.d[at] = p.beta == 0 ? scaled : __fadd_rn(__fmul_rn(p.beta, p.c[at]), scaled);
-    }
-}
-
 }  // namespace
 
 void gradient_norm(const float* gradients, int64_t count, float clip, double* parts, GradientNorm* norm,
@@ -209,12 +165,6 @@ void muon_normalise(const MuonGroup& group, float* x, double* parts, cudaStream_
 void muon_apply(const MuonGroup& group, float* parameters, float keep, float scale, const GradientNorm* norm,
                 const float* x, cudaStream_t stream) {
   apply_kernel<<<grid_of(group), kThreads, 0, stream>>>(group, parameters, keep, scale, norm, x);
-}
-
-void batched_product(const BatchedProduct& p, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(divide_up(p.columns, kTile)),
-                  static_cast<unsigned>(divide_up(p.rows, kTile)), static_cast<unsigned>(p.batch));
-  batched_product_kernel<<<grid, kThreads, 0, stream>>>(p);
 }
 
 }  // namespace evenkeel

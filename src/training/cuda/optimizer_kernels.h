@@ -57,19 +57,4 @@ void muon_normalise(const MuonGroup& group, float* x, double* parts, cudaStream_
 void muon_apply(const MuonGroup& group, float* parameters, float keep, float scale, const GradientNorm* norm,
                 const float* x, cudaStream_t stream);
 
-// D = alpha A B + beta C for each of `batch` matrices, in FP32: a chain of fused multiply-adds in the order of the
-// summed index. Value (i, k) of A is a[i a_row + k a_column]; C and D are contiguous, and C is not read where beta is 0.
-struct BatchedProduct {
-  int64_t rows, columns, depth, batch;
-  const float* a;
-  int64_t a_row, a_column;
-  const float* b;
-  int64_t b_row, b_column;
-  const float* c;  // (batch, rows, columns)
-  float* d;        // (batch, rows, columns)
-  float alpha, beta;
-  int64_t a_matrix, b_matrix;  // strides from matrix to matrix
-};
-void batched_product(const BatchedProduct& product, cudaStream_t stream);
-
 }  // namespace evenkeel
