@@ -483,7 +483,7 @@ void print_gelu(int64_t N, int64_t C) {
   DeviceProducts products(stream.get());
   const auto bytes = [&](int64_t columns, size_t size) { return at(N * columns) * size; };
   const DeviceMemory x(bytes(C, 2)), w(at(4 * C * C) * 2), y(bytes(4 * C, 4)), aux(bytes(4 * C, 2));
-  for (const DeviceMemory* m : {&x, &w, &y, &aux}) const_cast<DeviceMemory*>(m)->fill(0);
+  for (const DeviceMemory* m : {&x, &w, &y, &aux}) const_cast<DeviceMemory*>(m)->fill(0x3c);
   const auto time = [&](ProductEnd end, TensorType c_type, bool transposed) {
     DeviceProduct p{
         N,
