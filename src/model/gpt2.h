@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -120,6 +121,14 @@ struct HeadFacts {
 };
 extern const HeadFacts kNoFacts;  // all NaN
 
+// What HeadFacts are made of: sums over the rows of all sequences.
+struct FactSums {
+  float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
+  int64_t rows = 0, tied = 0;
+  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
+};
+HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for
+
 class Gpt2 {
  public:
   explicit Gpt2(const Gpt2Config& config);
@@ -172,11 +181,14 @@ class Gpt2 {
   const Gpt2Config config_;
   const ParameterTable table_;
   std::vector<HeadFacts> facts_;  // (L, H)
+  uint64_t plan_version_ = 0;     // counts set_plan
 
  private:
   std::vector<std::vector<PrecisionPlan>> plans_;  // (L, H)
 };
 
+// What apply_qk_clip multiplies W_Q and W_K with: (L, H), 1 for a head that is left alone.
+std::vector<float> query_key_factors(const Gpt2Config& config, std::span<const HeadFacts> facts);
 // apply_qk_clip on parameters in host memory.
 int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
                        std::span<const HeadFacts> facts, float* parameters);
@@ -185,5 +197,17 @@ int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
 std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
 // The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
 std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
+
+// Where the time of forward_backward goes on the GPU, in the order of the first appearance. Without graphs, and
+// with a mark of the device's clock before each phase, so that the sum is a little above a real step's time.
+struct PhaseTime {
+  std::string name;
+  double seconds;       // of one forward_backward, mean of `repeats`
+  double flops, bytes;  // that it must do and move; 0: not counted
+  int64_t launches;     // calls that were marked with this name
+};
+// REQUIRES: the model is make_gpt2_cuda's. Adds to its gradients.
+std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
+                                        int repeats);
 
 }  // namespace evenkeel

@@ -50,13 +50,6 @@ struct LayerMemory {
   Array delta;                   // (B, H, T), on request
 };
 
-// What HeadFacts are made of, added up row by row in the order of the batch.
-struct FactSums {
-  float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
-  int64_t rows = 0, tied = 0;
-  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
-};
-
 class Gpt2Cpu final : public Gpt2 {
  public:
   Gpt2Cpu(const Gpt2Config& config, uint64_t seed);
@@ -135,7 +128,7 @@ class Gpt2Cpu final : public Gpt2 {
   Array rounded_, dln_, do_, dgate_, dqkv_, dhidden_;  // (N, C) but for (N, 3 C) and (N, 4 C)
   Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
   float* dx_ = nullptr;                                // the part's rows of batch_dx_
-  std::vector<FactSums> fact_sums_;                    // (L, H)
+  std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
 };
 
 Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
@@ -437,26 +430,7 @@ void Gpt2Cpu::add_facts(const StepContext& context) {
 }
 
 void Gpt2Cpu::write_facts(const StepContext& context) {
-  for (size_t n = 0; n < facts_.size(); ++n) {
-    const FactSums& sums = fact_sums_[n];
-    const double rows = static_cast<double>(sums.rows);
-    HeadFacts facts = kNoFacts;
-    if (context.score_facts) {
-      facts.largest_score = sums.largest_score;
-      facts.largest_row_mean = sums.largest_row_mean;
-      facts.mean_lse = static_cast<float>(sums.lse / rows);
-      facts.largest_lse = sums.largest_lse;
-    }
-    if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
-    if (context.residual_facts) {
-      const double mean = sums.residual / rows, square = sums.residual_squares / rows;
-      facts.residual_mean = mean;
-      facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
-      facts.residual_rms = std::sqrt(square);
-      facts.delta_rms = std::sqrt(sums.delta_squares / rows);
-    }
-    facts_[n] = facts;
-  }
+  for (size_t n = 0; n < facts_.size(); ++n) facts_[n] = facts_of(fact_sums_[n], context);
 }
 
 // Scores again, in FP32 and by rows of 64: cheaper than to have attention keep them, and independent of the

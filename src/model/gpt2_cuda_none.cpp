@@ -17,5 +17,6 @@ DeviceProducts::~DeviceProducts() = default;
 void DeviceProducts::multiply(const DeviceProduct&) { refuse(); }
 
 std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config&, uint64_t) { refuse(); }
+std::vector<PhaseTime> time_phases_cuda(Gpt2&, const Batch&, const StepContext&, int) { refuse(); }
 
 }  // namespace evenkeel

@@ -380,8 +380,7 @@ struct DeviceProducts::State {
 
   // Seconds for one product. Enough runs that the clock's grain does not matter.
   double time(const Description& description, const cublasLtMatmulAlgo_t& algorithm, void* target) const {
-    constexpr double kEnough = 2e-3;
-    constexpr int kMostRuns = 64;
+    constexpr double kEnough = 2e-3, kMostRuns = 64;
     Event begin, end;
     const auto runs = [&](int count) {
       check_cuda(cudaEventRecord(begin.event, stream), "timing");
@@ -395,8 +394,7 @@ struct DeviceProducts::State {
       return static_cast<double>(milliseconds) * 1e-3 / count;
     };
     if (!(runs(1) < 1e3)) return std::numeric_limits<double>::infinity();  // loads the kernel
-    const double once = runs(1);
-    const int count = std::clamp(static_cast<int>(kEnough / once), 1, kMostRuns);
+    const int count = static_cast<int>(std::clamp(kEnough / runs(1), 1.0, kMostRuns));
     return std::min(runs(count), runs(count));
   }
 
