@@ -10,6 +10,8 @@ namespace evenkeel::cli {
 
 int bench_round(bool check, bool json);
 int bench_attention(bool check, bool json);
+int bench_train(bool check, bool json);
+int bench_train_gpu(bool check, bool json);
 
 struct GpuBenchOptions {
   bool check = false, json = false;

@@ -18,6 +18,7 @@
 #include "attention/device_memory.h"
 #include "base/error.h"
 #include "cli/bench.h"
+#include "cli/python_script.h"
 #include "numerics/random.h"
 
 namespace evenkeel::cli {
@@ -151,20 +152,6 @@ std::string quoted(const std::string& word) {
   return text + "'";
 }
 
-fs::path program_folder() {
-  std::error_code ignored;
-  return fs::read_symlink("/proc/self/exe", ignored).parent_path();
-}
-
-// Beside the program, one folder up, here, or in the tree it was built from.
-fs::path script_path() {
-  const fs::path program = program_folder();
-  for (const fs::path& folder : {program, program / ".." / "python", fs::current_path() / "python",
-                                 fs::path(EVENKEEL_SOURCE_DIR) / "python"})
-    if (fs::exists(folder / "bench_attention.py")) return folder / "bench_attention.py";
-  return {};
-}
-
 // A file that is gone when this is.
 class TemporaryFile {
  public:
@@ -184,8 +171,8 @@ class TemporaryFile {
 };
 
 Answer ask_python(const std::vector<Group>& groups, int64_t rounds, const std::string& layout) {
-  constexpr int kNoTorch = 77, kNoPython = 127;
-  const fs::path script = script_path(), library = program_folder() / "libevenkeel.so";
+  constexpr int kNoPython = 127;
+  const fs::path script = find_script("bench_attention.py"), library = program_folder() / "libevenkeel.so";
   if (script.empty()) return {{}, "python/bench_attention.py is not here"};
   if (!fs::exists(library)) return {{}, library.string() + " is not here"};
   Json request = {{"library", library.string()}, {"rounds", rounds}};
@@ -216,7 +203,7 @@ Answer ask_python(const std::vector<Group>& groups, int64_t rounds, const std::s
   while (const size_t got = fread(buffer.data(), 1, buffer.size(), pipe)) text.append(buffer.data(), got);
   const int status = pclose(pipe);
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  if (code == kNoTorch) return {{}, "no PyTorch with a GPU"};
+  if (code == kNoPackage) return {{}, "no PyTorch with a GPU"};
   if (code == kNoPython) return {{}, "no python3"};
   require_data(code == 0, "{} failed with exit code {}", script.string(), code);
   return {Json::parse(text), ""};

@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 
 #include "base/error.h"
 #include "base/threads.h"
@@ -44,8 +45,9 @@ std::string duration(double seconds) {
 // One line for the terminal, rewritten every now and then; elsewhere a line every so many steps.
 class TrainLine {
  public:
-  TrainLine(const RunConfig& config, int64_t first_step)
-      : config_(config), first_step_(first_step), terminal_(isatty(STDERR_FILENO) != 0) {}
+  // peak: operations a second that the machine could do, if known.
+  TrainLine(const RunConfig& config, int64_t first_step, std::optional<double> peak)
+      : config_(config), first_step_(first_step), peak_(peak), terminal_(isatty(STDERR_FILENO) != 0) {}
   ~TrainLine() { clear(); }
 
   void show(const StepReport& report, const std::vector<HeadFacts>& facts, bool has_facts) {
@@ -62,11 +64,14 @@ class TrainLine {
     shown_ = elapsed;
     const double rate = static_cast<double>(done - first_step_) / elapsed;
     const double tokens = rate * static_cast<double>(config_.sequences * config_.model.context);
+    const double flops = tokens * flops_per_token(config_.model, config_.model.context);
+    // Model FLOP utilisation: what the model needs by definition, over what the machine could do.
+    const std::string use = peak_ ? fmt::format("MFU {:.1f} %", 100 * flops / *peak_)
+                                  : fmt::format("{:.1f} GFLOP/s", flops * 1e-9);
     const std::string line = fmt::format(
-        "step {}/{}  loss {:.4f}  gradient {:.3g}  offset {:.3g}  {:.1f} steps/s  {:.0f} tokens/s  {:.1f} "
-        "GFLOP/s  left {}",
-        done, steps, loss_, report.gradient_norm, offset_, rate, tokens,
-        tokens * flops_per_token(config_.model, config_.model.context) * 1e-9,
+        "step {}/{}  loss {:.4f}  gradient {:.3g}  offset {:.3g}  {:.1f} steps/s  {:.0f} tokens/s  {}  left "
+        "{}",
+        done, steps, loss_, report.gradient_norm, offset_, rate, tokens, use,
         duration(static_cast<double>(steps - done) / rate));
     if (terminal_)
       fmt::print(stderr, "\r{}\033[K", line);
@@ -85,6 +90,7 @@ class TrainLine {
 
   const RunConfig& config_;
   const int64_t first_step_;
+  const std::optional<double> peak_;
   const bool terminal_;
   const Clock::time_point start_ = Clock::now();
   double shown_ = -1, loss_ = 0, offset_ = 0;
@@ -93,10 +99,11 @@ class TrainLine {
 }  // namespace
 
 int run_train(int argc, char** argv) {
-  std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr;
+  std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr,
+      backend;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
-          facts_every = -1, validate_every = -1, threads = 0;
+          facts_every = -1, validate_every = -1, keel_ramp = -1, threads = 0;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
       "train --preset NAME --data PATH --out RUN [options] | train --resume RUN",
@@ -114,6 +121,10 @@ int run_train(int argc, char** argv) {
   options.value("--plan", "PLAN", "precision plan, by layer and head if wanted", plan);
   options.values("--at", "'STEP CLAUSES'",
                  "from this step on, several allowed: '3000 layer 1: stabiliser=zero_sum'", changes);
+  options.value("--keel-ramp", "N", "steps over which keel rises to what the plan says; 0: at once",
+                keel_ramp, 0, kMany);
+  options.value("--backend", "NAME",
+                "auto (default: the GPU, if there is one), cpu or cuda; --resume: to change it", backend);
   options.value("--steps", "N", "of the whole run", steps, 1, kMany);
   options.value("--lr", "RATE", "largest learning rate", lr);
   options.value("--warmup", "N", "steps of the warm-up", warmup, 0, kMany);
@@ -137,7 +148,7 @@ int run_train(int argc, char** argv) {
     require(out.empty() && preset.empty() && data.empty() && plan.empty(),
             "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data "
             "or --plan");
-    trainer = Trainer::resume(resume);
+    trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)));
     out = resume;
   } else {
     require(!out.empty(), "expected --out RUN or --resume RUN, got neither");
@@ -161,6 +172,8 @@ int run_train(int argc, char** argv) {
     take(config.checkpoint_every, checkpoint_every, checkpoint_every >= 0);
     take(config.facts_every, facts_every, facts_every >= 0);
     take(config.validate_every, validate_every, validate_every >= 0);
+    take(config.keel_ramp, keel_ramp, keel_ramp >= 0);
+    if (!backend.empty()) config.backend = parse_backend(backend);
     if (!lr.empty()) read_run_config(parse_toml("schedule.lr = " + lr, "--lr"), config);
     if (!schedule.empty()) config.schedule.course = parse_course(schedule);
     if (!optimizer.empty()) config.optimizer.kind = parse_optimizer(optimizer);
@@ -173,11 +186,15 @@ int run_train(int argc, char** argv) {
              config.model.layers, config.model.heads, config.model.width,
              static_cast<double>(trainer->model().table().parameter_count()) * 1e-6, config.sequences,
              config.model.context, config.plan_at(trainer->next_step()));
+  const CudaDevice device = cuda_device();
+  fmt::print("backend {}: {}\n{}\n", name(config.backend), trainer->backend_why(),
+             attention_kernels_in_words(config.backend, device, trainer->model(),
+                                        config.sequences / config.accumulate));
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
   std::signal(SIGINT, ask_to_stop);
   std::signal(SIGTERM, ask_to_stop);
   {
-    TrainLine line(config, trainer->next_step());
+    TrainLine line(config, trainer->next_step(), peak_flops(config.backend, device, config.model.precision));
     while (!trainer->done() && !stop_asked) {
       const StepReport report = trainer->step();
       line.show(report, trainer->model().facts(),

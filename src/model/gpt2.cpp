@@ -53,6 +53,13 @@ void validate(const Gpt2Config& config) {
 
 // --- Parameters
 
+namespace {
+constexpr int64_t kAlignment = 64;  // floats: 256 bytes, as device memory likes it; rows: whole tiles of products
+constexpr int64_t aligned(int64_t count) { return (count + kAlignment - 1) / kAlignment * kAlignment; }
+}  // namespace
+
+int64_t Gpt2Config::padded_vocabulary() const { return aligned(vocabulary); }
+
 int64_t ParameterTensor::count() const {
   int64_t product = 1;
   for (int64_t size : shape) product *= size;
@@ -72,7 +79,11 @@ ParameterTable::ParameterTable(const Gpt2Config& config) {
     add(name + ".weight", {in, out}, init, true, parts);
     if (config.bias) add(name + ".bias", {out}, zero, false);
   };
-  add("wte.weight", {V, C}, normal, false);
+  const auto of_vocabulary = [&](const char* name) {
+    add(name, {V, C}, normal, false);
+    size_ = tensors_.back().offset + config.padded_vocabulary() * C;
+  };
+  of_vocabulary("wte.weight");
   add("wpe.weight", {config.context, C}, normal, false);
   for (int64_t l = 0; l < config.layers; ++l) {
     const std::string layer = fmt::format("h.{}.", l);
@@ -89,15 +100,14 @@ ParameterTable::ParameterTable(const Gpt2Config& config) {
     linear(layer + "mlp.c_proj", 4 * C, C, residual, 1);
   }
   norm("ln_f");
-  if (!config.tied_embeddings) add("lm_head.weight", {V, C}, normal, false);
+  if (!config.tied_embeddings) of_vocabulary("lm_head.weight");
 }
 
 void ParameterTable::add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon,
                          int64_t parts) {
-  constexpr int64_t kAlignment = 64;  // 256 bytes, as device memory likes it
   const bool matrix = shape.size() == 2;
   tensors_.push_back({std::move(name), std::move(shape), size_, matrix, muon, parts, init});
-  size_ += (tensors_.back().count() + kAlignment - 1) / kAlignment * kAlignment;
+  size_ += aligned(tensors_.back().count());
 }
 
 const ParameterTensor* ParameterTable::find(std::string_view name) const {
@@ -176,22 +186,31 @@ void initialise(const Gpt2Config& config, const ParameterTable& table, uint64_t 
   }
 }
 
-int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
-                       std::span<const HeadFacts> facts, float* parameters) {
+std::vector<float> query_key_factors(const Gpt2Config& config, std::span<const HeadFacts> facts) {
   require(config.qk_clip > 0, "[model] expected a configuration with qk_clip above 0, got {}",
           config.qk_clip);
+  std::vector<float> factors(facts.size(), 1.0f);
+  for (size_t n = 0; n < facts.size(); ++n) {
+    const float score = facts[n].largest_score;
+    require(!std::isnan(score),
+            "[model] qk_clip needs the last step's largest scores (StepContext::score_facts)");
+    if (score > config.qk_clip && !std::isinf(score)) factors[n] = std::sqrt(config.qk_clip / score);
+  }
+  return factors;
+}
+
+int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
+                       std::span<const HeadFacts> facts, float* parameters) {
+  const std::vector<float> factors = query_key_factors(config, facts);
   const int64_t H = config.heads, C = config.width, D = config.head_size();
   int64_t clipped = 0;
   for (int64_t l = 0; l < config.layers; ++l) {
     const ParameterTensor* weight = table.find(fmt::format("h.{}.attn.c_attn.weight", l));
     const ParameterTensor* bias = table.find(fmt::format("h.{}.attn.c_attn.bias", l));
     for (int64_t h = 0; h < H; ++h) {
-      const float score = facts[static_cast<size_t>(l * H + h)].largest_score;
-      require(!std::isnan(score),
-              "[model] qk_clip needs the last step's largest scores (StepContext::score_facts)");
-      if (!(score > config.qk_clip) || std::isinf(score)) continue;
+      const float factor = factors[static_cast<size_t>(l * H + h)];
+      if (factor == 1) continue;
       ++clipped;
-      const float factor = std::sqrt(config.qk_clip / score);
       for (int64_t part : {0, 1}) {  // the columns of q, then of k
         const int64_t first = part * C + h * D;
         for (int64_t row = 0; row < C; ++row)
@@ -212,12 +231,33 @@ constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
 const HeadFacts kNoFacts = {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
                             kUnknown, kUnknown, kUnknown, kUnknown};
 
+HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
+  const double rows = static_cast<double>(sums.rows);
+  HeadFacts facts = kNoFacts;
+  if (context.score_facts) {
+    facts.largest_score = sums.largest_score;
+    facts.largest_row_mean = sums.largest_row_mean;
+    facts.mean_lse = static_cast<float>(sums.lse / rows);
+    facts.largest_lse = sums.largest_lse;
+  }
+  if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
+  if (context.residual_facts) {
+    const double mean = sums.residual / rows, square = sums.residual_squares / rows;
+    facts.residual_mean = mean;
+    facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
+    facts.residual_rms = std::sqrt(square);
+    facts.delta_rms = std::sqrt(sums.delta_squares / rows);
+  }
+  return facts;
+}
+
 Gpt2::Gpt2(const Gpt2Config& config) : config_(config), table_(config) {
   facts_.assign(static_cast<size_t>(config.layers * config.heads), kNoFacts);
   set_plan(ScopedPlan(parse_plan("fp32")));
 }
 
 void Gpt2::set_plan(const ScopedPlan& plan) {
+  plan.check_scopes(config_.layers, config_.heads);
   std::vector<std::vector<PrecisionPlan>> plans(static_cast<size_t>(config_.layers));
   for (int64_t l = 0; l < config_.layers; ++l)
     for (int64_t h = 0; h < config_.heads; ++h) {
@@ -227,6 +267,7 @@ void Gpt2::set_plan(const ScopedPlan& plan) {
       plans[static_cast<size_t>(l)].push_back(head);
     }
   plans_ = std::move(plans);
+  ++plan_version_;
 }
 
 const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {

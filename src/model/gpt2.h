@@ -1,5 +1,5 @@
 // GPT-2: what it is made of, where its parameters lie, and what one step does. The same interface for every
-// backend; gpt2_cpu.cpp is the CPU's.
+// backend; gpt2_cpu.cpp is the CPU's, and the definition; cuda/gpt2_cuda.cpp is the GPU's.
 //
 // One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D = C / H features, L layers,
 // V vocabulary. Residual stream, LayerNorm and master weights are FP32; attention follows a precision plan
@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -20,9 +21,10 @@ namespace evenkeel {
 // Of the linear layers: sums and master weights are FP32 in both.
 //   fp32  nothing is rounded
 //   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
-//         within a block (q, k, v, the gate, the input of GELU, and their gradients and O's), as in
-//         mixed-precision training. What is added to the residual stream, what LayerNorm's backward pass
-//         reads, and logits are FP32.
+//         within a block (q, k, v, the gate, the input of GELU, and the gradients of them, of O and of what
+//         a LayerNorm gives), as in mixed-precision training. What is added to the residual stream and the
+//         stream's own gradient are FP32. Logits are FP32 on the CPU; on the GPU they are BF16 as well, but
+//         for those that logits() returns.
 enum class LinearPrecision { fp32, bf16 };
 
 struct Gpt2Config {
@@ -38,6 +40,7 @@ struct Gpt2Config {
   LinearPrecision precision = LinearPrecision::bf16;
 
   int64_t head_size() const { return width / heads; }
+  int64_t padded_vocabulary() const;  // a multiple of 64: rows of wte and lm_head in the flat buffer
   friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
 };
 
@@ -65,7 +68,9 @@ struct ParameterTensor {
 };
 
 // Where every tensor lies in the one flat FP32 buffer that parameters, gradients and optimiser states share.
-// Tensors start at multiples of 64 floats; what lies between is zero and stays zero.
+// Tensors start at multiples of 64 floats; what lies between is zero and stays zero while gradients are finite.
+// Behind wte and lm_head (V, C) that is whole rows, up to padded_vocabulary(): a product may run over them too
+// (of V = 50257 rows a GPU's products are half as fast as of 50304).
 class ParameterTable {
  public:
   explicit ParameterTable(const Gpt2Config& config);
@@ -99,6 +104,7 @@ struct Batch {
 // What a step is told besides its batch.
 struct StepContext {
   uint32_t step = 0;            // of the random numbers of stochastic sites
+  int64_t first_sequence = 0;   // the same: the batch's first sequence is this one of the step
   bool score_facts = false;     // HeadFacts' scores and log-sum-exps
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
@@ -119,6 +125,14 @@ struct HeadFacts {
 };
 extern const HeadFacts kNoFacts;  // all NaN
 
+// What HeadFacts are made of: sums over the rows of all sequences.
+struct FactSums {
+  float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
+  int64_t rows = 0, tied = 0;
+  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
+};
+HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for
+
 class Gpt2 {
  public:
   explicit Gpt2(const Gpt2Config& config);
@@ -130,7 +144,7 @@ class Gpt2 {
   const ParameterTable& table() const { return table_; }
 
   // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
-  // gradients alone.
+  // gradients alone. std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
 
@@ -139,6 +153,9 @@ class Gpt2 {
   virtual float* parameters() = 0;
   virtual float* gradients() = 0;
   virtual void parameters_changed() = 0;
+  // The cudaStream_t in whose order the backend works, so that a device optimiser can queue behind it; nullptr
+  // on the CPU.
+  virtual void* stream() const { return nullptr; }
   // The same by copy, for the host; all of table().size() floats.
   virtual void read_parameters(std::span<float> to) const = 0;
   virtual void write_parameters(std::span<const float> from) = 0;
@@ -168,16 +185,33 @@ class Gpt2 {
   const Gpt2Config config_;
   const ParameterTable table_;
   std::vector<HeadFacts> facts_;  // (L, H)
+  uint64_t plan_version_ = 0;     // counts set_plan
 
  private:
   std::vector<std::vector<PrecisionPlan>> plans_;  // (L, H)
 };
 
+// What apply_qk_clip multiplies W_Q and W_K with: (L, H), 1 for a head that is left alone.
+std::vector<float> query_key_factors(const Gpt2Config& config, std::span<const HeadFacts> facts);
 // apply_qk_clip on parameters in host memory.
 int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
                        std::span<const HeadFacts> facts, float* parameters);
 
 // Parameters as initialise leaves them.
 std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+// The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
+std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
+
+// Where the time of forward_backward goes on the GPU, in the order of the first appearance. Without graphs, and
+// with a mark of the device's clock before each phase, so that the sum is a little above a real step's time.
+struct PhaseTime {
+  std::string name;
+  double seconds;       // of one forward_backward, mean of `repeats`
+  double flops, bytes;  // that it must do and move; 0: not counted
+  int64_t launches;     // calls that were marked with this name
+};
+// REQUIRES: the model is make_gpt2_cuda's. Adds to its gradients.
+std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
+                                        int repeats);
 
 }  // namespace evenkeel

@@ -18,6 +18,11 @@ using Array = std::vector<float>;
 
 constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
+StepContext of_part(StepContext context, int64_t first_sequence) {
+  context.first_sequence += first_sequence;
+  return context;
+}
+
 double mean(const Array& x) {
   return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
 }
@@ -44,22 +49,6 @@ struct LayerMemory {
   std::vector<double> residual;  // (B, H, T), on request
   Array delta;                   // (B, H, T), on request
 };
-
-// What HeadFacts are made of, added up row by row in the order of the batch.
-struct FactSums {
-  float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
-  int64_t rows = 0, tied = 0;
-  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
-};
-
-// Random numbers are named by a sequence's place in the call of attention.
-bool draws_random_numbers(const PrecisionPlan& plan) {
-  using enum Stabiliser;
-  return plan.stabiliser == dither || plan.stabiliser == paper_capped ||
-         plan.stabiliser == stochastic_output ||
-         std::any_of(plan.rounding.begin(), plan.rounding.end(),
-                     [](const Rounding& r) { return r.mode == RoundingMode::stochastic; });
-}
 
 class Gpt2Cpu final : public Gpt2 {
  public:
@@ -139,7 +128,7 @@ class Gpt2Cpu final : public Gpt2 {
   Array rounded_, dln_, do_, dgate_, dqkv_, dhidden_;  // (N, C) but for (N, 3 C) and (N, 4 C)
   Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
   float* dx_ = nullptr;                                // the part's rows of batch_dx_
-  std::vector<FactSums> fact_sums_;                    // (L, H)
+  std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
 };
 
 Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
@@ -175,8 +164,6 @@ Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
 // As few as make whole blocks of every sum over rows (layers.h), and 512 tokens for each thread; or all.
 int64_t Gpt2Cpu::sequences_of_part(int64_t B, int64_t T) const {
   constexpr int64_t kTokens = 512;
-  for (int64_t l = 0; l < config_.layers; ++l)
-    if (std::any_of(plans_of(l).begin(), plans_of(l).end(), draws_random_numbers)) return B;
   const int64_t whole = kProductBlock / std::gcd(kProductBlock, T);
   return std::min(B, (kTokens * thread_count() + whole * T - 1) / (whole * T) * whole);
 }
@@ -221,6 +208,7 @@ AttentionConfig Gpt2Cpu::attention_config(int64_t layer, const StepContext& cont
   config.mask.causal = true;
   config.tile_keys = config_.tile_keys;
   config.step = context.step;
+  config.first_sequence = context.first_sequence;
   config.layer = static_cast<uint32_t>(layer);
   config.allow_nonfinite = true;  // a run that diverges is a finding of those above
   return config;
@@ -307,7 +295,7 @@ double Gpt2Cpu::loss(const Batch& batch, const StepContext& context) {
   const int64_t part = sequences_of_part(batch.B, batch.T);
   for (int64_t b = 0; b < batch.B; b += part) {
     start_part(std::min(part, batch.B - b), batch.T);
-    forward(batch.tokens.data() + b * T_, context);
+    forward(batch.tokens.data() + b * T_, of_part(context, b));
     classifier(output_layer(batch.targets.data() + b * T_, losses_.data() + b * T_));
   }
   return mean(losses_);
@@ -341,16 +329,18 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
   for (int64_t b = 0; b < batch.B; b += part) {
     start_part(std::min(part, batch.B - b), batch.T);
     const int64_t first = b * T_;
+    const StepContext part_context = of_part(context, b);
     dx_ = batch_dx_.data() + first * C;
-    forward(batch.tokens.data() + first, context);
+    forward(batch.tokens.data() + first, part_context);
     Classifier head = output_layer(batch.targets.data() + first, losses_.data() + first);
     head.gradient_scale = gradient_scale;
     head.dx = dln_.data();
     head.dw = gradient(head_);
     classifier(head);
+    round(dln_);
     layernorm_backward(dln_.data(), x_.data(), master(lnf_gain_), mean_.data(), rstd_.data(), N_, C, dx_,
                        gradient(lnf_gain_), gradient(lnf_bias_));
-    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, context, gradient_scale);
+    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, part_context, gradient_scale);
     add_facts(context);
   }
   embedding_backward(batch.tokens.data(), batch_dx_.data(), batch.B, batch.T, C, config_.vocabulary,
@@ -377,6 +367,7 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
   round(dhidden_);
   linear_backward(dhidden_.data(), m.ln2.data(), operand(w.fc), N_, C, 4 * C, dln_.data(), gradient(w.fc),
                   gradient(w.fc_bias));
+  round(dln_);
   layernorm_backward(dln_.data(), m.middle.data(), master(w.ln2_gain), m.mean2.data(), m.rstd2.data(), N_, C,
                      dx_, gradient(w.ln2_gain), gradient(w.ln2_bias));
 
@@ -409,9 +400,12 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
   round(dqkv_);
   linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, 3 * C, dln_.data(), gradient(w.qkv),
                   gradient(w.qkv_bias));
-  if (config_.gated_attention)
+  round(dln_);
+  if (config_.gated_attention) {
     linear_backward(dgate_.data(), m.ln1.data(), operand(w.gate), N_, C, C, dln_.data(), gradient(w.gate),
                     gradient(w.gate_bias), /*add_dx=*/true);
+    round(dln_);
+  }
   layernorm_backward(dln_.data(), m.x.data(), master(w.ln1_gain), m.mean1.data(), m.rstd1.data(), N_, C, dx_,
                      gradient(w.ln1_gain), gradient(w.ln1_bias));
 }
@@ -441,26 +435,7 @@ void Gpt2Cpu::add_facts(const StepContext& context) {
 }
 
 void Gpt2Cpu::write_facts(const StepContext& context) {
-  for (size_t n = 0; n < facts_.size(); ++n) {
-    const FactSums& sums = fact_sums_[n];
-    const double rows = static_cast<double>(sums.rows);
-    HeadFacts facts = kNoFacts;
-    if (context.score_facts) {
-      facts.largest_score = sums.largest_score;
-      facts.largest_row_mean = sums.largest_row_mean;
-      facts.mean_lse = static_cast<float>(sums.lse / rows);
-      facts.largest_lse = sums.largest_lse;
-    }
-    if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
-    if (context.residual_facts) {
-      const double mean = sums.residual / rows, square = sums.residual_squares / rows;
-      facts.residual_mean = mean;
-      facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
-      facts.residual_rms = std::sqrt(square);
-      facts.delta_rms = std::sqrt(sums.delta_squares / rows);
-    }
-    facts_[n] = facts;
-  }
+  for (size_t n = 0; n < facts_.size(); ++n) facts_[n] = facts_of(fact_sums_[n], context);
 }
 
 // Scores again, in FP32 and by rows of 64: cheaper than to have attention keep them, and independent of the

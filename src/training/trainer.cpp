@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/error.h"
 
@@ -53,10 +54,13 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
       !fs::exists(folder, error) || fs::is_empty(folder, error),
       "{}: expected a new or an empty folder for the run, found files in it; --resume goes on with a run",
       folder.string());
-  return std::unique_ptr<Trainer>(new Trainer(folder, config, /*fresh=*/true));
+  BackendChoice choice = choose_backend(config.backend, cuda_device());
+  RunConfig effective = config;
+  effective.backend = choice.backend;
+  return std::unique_ptr<Trainer>(new Trainer(folder, effective, std::move(choice.why), /*fresh=*/true));
 }
 
-std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder) {
+std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend) {
   const fs::path file = folder / "config.toml";
   std::error_code error;
   require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
@@ -64,14 +68,27 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder) {
   RunConfig config;
   read_run_config(file, config);
   validate(config);
-  return std::unique_ptr<Trainer>(new Trainer(folder, config, /*fresh=*/false));
+  const CudaDevice device = cuda_device();
+  require_data(backend || config.backend != Backend::cuda || device.present,
+               "{}: expected a GPU, as this run is on the backend cuda, found none ({}); --backend cpu goes "
+               "on without "
+               "one, with other bits",
+               folder.string(), device.why);
+  BackendChoice choice = choose_backend(backend.value_or(config.backend), device);
+  const bool moved = config.backend != choice.backend;
+  config.backend = choice.backend;
+  std::unique_ptr<Trainer> trainer(new Trainer(folder, config, std::move(choice.why), /*fresh=*/false));
+  // Behind the lock of the folder, which the trainer holds.
+  if (moved) write_whole_file(file, to_toml(to_toml_table(config)));
+  return trainer;
 }
 
-Trainer::Trainer(const fs::path& folder, const RunConfig& config, bool fresh)
+Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string backend_why, bool fresh)
     : folder_(folder),
       config_(config),
-      model_(make_gpt2_cpu(config.model, config.seed)),
-      optimizer_(make_optimizer_cpu(config.optimizer, model_->table())),
+      backend_why_(std::move(backend_why)),
+      model_(make_gpt2(config.backend, config.model, config.seed)),
+      optimizer_(make_optimizer(config.backend, config.optimizer, model_->table())),
       tokens_(TokenSource::open(config.data)),
       validation_(config.validation.empty() ? TokenSource::open_validation(config.data)
                                             : std::optional(TokenSource::open(config.validation))),
@@ -128,6 +145,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, bool fresh)
   events_ = std::make_unique<TensorboardWriter>(folder_, fresh ? std::nullopt : std::optional(next_step_));
   std::error_code error;
   fs::remove(folder_ / "findings.json", error);
+  follow_plan();
 }
 
 void Trainer::follow_plan() {
@@ -172,7 +190,9 @@ double Trainer::compute_gradients(const std::vector<int64_t>& offsets, const Ste
   for (int64_t part = 0; part < config_.accumulate; ++part) {
     const Rows some(tokens_, std::span(offsets).subspan(static_cast<size_t>(part) * rows, rows),
                     config_.model.context);
-    loss += model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), context);
+    StepContext of_part = context;
+    of_part.first_sequence = part * static_cast<int64_t>(rows);
+    loss += model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part);
   }
   return loss / static_cast<double>(config_.accumulate);
 }
@@ -235,6 +255,7 @@ void Trainer::record(const StepReport& report, bool facts) {
                {"lr", report.lr},
                {"tokens_per_second", rate}};
   if (report.step == 0) line["schema"] = kMetricsSchema;
+  if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
   if (report.validation_loss) line["validation_loss"] = *report.validation_loss;
   std::vector<Scalar> scalars = {{"train/loss", static_cast<float>(report.loss)},
                                  {"train/gradient_norm", static_cast<float>(report.gradient_norm)},

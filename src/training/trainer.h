@@ -58,10 +58,13 @@ class Trainer {
   // A new run in a folder that is not there or is empty; DataError where there is a run.
   static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config);
   // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
-  static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder);
+  // On another backend the bits are others, so that one must be asked for; it is the folder's from then on.
+  static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
+                                         std::optional<Backend> backend = {});
 
   const RunConfig& config() const { return config_; }
   Gpt2& model() { return *model_; }
+  const std::string& backend_why() const { return backend_why_; }  // why config().backend is what it is
   int64_t next_step() const { return next_step_; }
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
@@ -71,7 +74,7 @@ class Trainer {
   void save();  // a checkpoint of now, if there is none
 
  private:
-  Trainer(const std::filesystem::path& folder, const RunConfig& config, bool fresh);
+  Trainer(const std::filesystem::path& folder, const RunConfig& config, std::string backend_why, bool fresh);
   void follow_plan();
   std::vector<int64_t> offsets_of(int64_t step) const;
   double compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context);
@@ -80,6 +83,7 @@ class Trainer {
 
   const std::filesystem::path folder_;
   const RunConfig config_;
+  const std::string backend_why_;
   std::unique_ptr<Gpt2> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
@@ -88,6 +92,7 @@ class Trainer {
   DivergenceWatch watch_;
   int64_t next_step_ = 0, saved_step_ = -1;
   std::string plan_;  // in force
+  bool backend_recorded_ = false;
   std::optional<Finding> finding_;
   std::unique_ptr<JsonLinesWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;

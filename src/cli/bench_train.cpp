@@ -1,0 +1,325 @@
+// `evenkeel bench train`: whole training steps, as `evenkeel train` does them, next to the same model in PyTorch
+// (python/bench_train.py). Contestants take turns in one run; ratios are of medians.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "attention/attention_cuda.h"
+#include "base/error.h"
+#include "base/progress.h"
+#include "base/threads.h"
+#include "cli/bench.h"
+#include "cli/python_script.h"
+#include "numerics/cpu.h"
+#include "numerics/random.h"
+#include "training/trainer.h"
+
+namespace evenkeel::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+// --- What must be reached.
+constexpr double kCpuRatio = 1.5;           // micro against PyTorch
+constexpr double kGpuTokens = 600e3;        // gpt2, tokens a second on an H200
+constexpr double kGpuRatio = 1.1;           // gpt2 against torch.compile
+constexpr double kNanoSteps = 100;          // nano with bf16_all, steps a second on an H200
+constexpr double kRemedyPrice = 1.01;       // a stabiliser against none
+constexpr const char* kTargetGpu = "H200";  // where the two rates count
+
+double median(std::vector<double> x) {
+  std::sort(x.begin(), x.end());
+  return x[x.size() / 2];
+}
+
+// One of ours (a plan) or one of the script's (a variant).
+struct Contestant {
+  std::string name, plan;
+  std::vector<double> seconds;  // a step, one a round
+
+  double step_seconds() const { return median(seconds); }
+};
+
+// A model, a batch, and who trains it.
+struct Group {
+  std::string preset;
+  RunConfig config;
+  int64_t rounds, steps;  // steps of each contestant in a round
+  std::vector<Contestant> contestants;
+
+  double tokens() const { return static_cast<double>(config.sequences * config.model.context); }
+  const Contestant* find(std::string_view name) const {
+    for (const Contestant& c : contestants)
+      if (c.name == name) return &c;
+    return nullptr;
+  }
+  // The fastest of the script's.
+  const Contestant* rival() const {
+    const Contestant* best = nullptr;
+    for (const Contestant& c : contestants)
+      if (c.plan.empty() && (!best || c.step_seconds() < best->step_seconds())) best = &c;
+    return best;
+  }
+};
+
+// A folder that is gone when this is.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() { require_data(mkdtemp(path_.data()) != nullptr, "cannot make a folder {}", path_); }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  fs::path path() const { return path_; }
+
+ private:
+  std::string path_ = (fs::temp_directory_path() / "evenkeel-bench-XXXXXX").string();
+};
+
+// Random tokens, as headerless uint16.
+void write_tokens(const fs::path& file, int64_t vocabulary) {
+  constexpr size_t kTokens = 1 << 20;
+  std::vector<uint16_t> tokens(kTokens);
+  for (size_t n = 0; n < kTokens; ++n)
+    tokens[n] = static_cast<uint16_t>(random_bits({1, 0, 0}, n) % static_cast<uint32_t>(vocabulary));
+  std::ofstream out(file, std::ios::binary);
+  out.write(reinterpret_cast<const char*>(tokens.data()),
+            static_cast<std::streamsize>(kTokens * sizeof tokens[0]));
+  require_data(out.good(), "{}: cannot be written", file.string());
+}
+
+Group make_group(const std::string& preset, Backend backend, int64_t sequences, int64_t rounds,
+                 int64_t steps) {
+  Group group{preset, {}, rounds, steps, {}};
+  RunConfig& c = group.config;
+  c.model = gpt2_preset(preset);
+  c.backend = backend;
+  c.sequences = sequences;
+  c.schedule.peak = 1e-4;
+  c.schedule.steps = int64_t{1} << 30;  // no end comes: the bench stops
+  c.checkpoint_every = 0;
+  c.facts_every = 0;
+  c.divergence = 0;
+  return group;
+}
+
+// Every round in another order.
+void measure(Group& group, PythonScript* script, Progress& progress) {
+  const TemporaryFolder folder;
+  RunConfig config = group.config;
+  config.data = (folder.path() / "tokens.bin").string();
+  write_tokens(config.data, config.model.vocabulary);
+  const auto first_plan = std::find_if(group.contestants.begin(), group.contestants.end(),
+                                       [](const Contestant& c) { return !c.plan.empty(); });
+  config.plan = first_plan->plan;
+  const auto trainer = Trainer::start(folder.path() / "run", config);
+  const bool several_plans = std::count_if(group.contestants.begin(), group.contestants.end(),
+                                           [](const Contestant& c) { return !c.plan.empty(); }) > 1;
+  constexpr int kWarm = 2;  // steps behind a change of plan
+  for (int n = 0; n < kWarm; ++n) trainer->step();
+  const auto seconds_of = [&](const Contestant& c) {
+    if (c.plan.empty())
+      return script->ask({{"variant", c.name}, {"steps", group.steps}}).at("seconds").get<double>();
+    if (several_plans) {
+      trainer->model().set_plan(ScopedPlan::parse(c.plan));
+      for (int n = 0; n < kWarm; ++n) trainer->step();
+    }
+    const Clock::time_point began = Clock::now();
+    for (int64_t n = 0; n < group.steps; ++n) trainer->step();
+    return std::chrono::duration<double>(Clock::now() - began).count();
+  };
+  for (int64_t round = 0; round < group.rounds; ++round)
+    for (size_t n = 0; n < group.contestants.size(); ++n) {
+      Contestant& c = group.contestants[(n + static_cast<size_t>(round)) % group.contestants.size()];
+      c.seconds.push_back(seconds_of(c) / static_cast<double>(group.steps));
+      progress.advance();
+    }
+}
+
+Json request_of(const Group& group) {
+  const Gpt2Config& m = group.config.model;
+  return {{"device", group.config.backend == Backend::cuda ? "cuda" : "cpu"},
+          {"threads", thread_count()},
+          {"sequences", group.config.sequences},
+          {"model",
+           {{"layers", m.layers},
+            {"heads", m.heads},
+            {"width", m.width},
+            {"context", m.context},
+            {"vocabulary", m.vocabulary},
+            {"norm_bias", m.norm_bias}}}};
+}
+
+// What the optimiser alone takes: seconds a step.
+double optimizer_seconds(const Gpt2Config& config) {
+  const std::unique_ptr<Gpt2> model = make_gpt2(Backend::cuda, config, 1);
+  const std::unique_ptr<Optimizer> optimizer = make_optimizer(Backend::cuda, {}, model->table());
+  model->zero_gradients();
+  std::vector<double> seconds;
+  for (int n = 0; n < 20; ++n) {
+    const Clock::time_point began = Clock::now();
+    optimizer->step(*model, 1e-4);
+    seconds.push_back(std::chrono::duration<double>(Clock::now() - began).count());
+  }
+  return median(seconds);
+}
+
+// A figure and what it must be.
+struct Target {
+  std::string what;
+  double value, must;
+  bool at_least;
+  bool ok() const { return at_least ? value >= must : value <= must; }
+};
+
+struct Report {
+  std::string title, rivals;
+  std::vector<Group> groups;
+  std::vector<Target> targets;
+  std::vector<std::string> notes;
+};
+
+int print(const Report& report, bool check, bool json) {
+  const bool ok =
+      std::all_of(report.targets.begin(), report.targets.end(), [](const Target& t) { return t.ok(); });
+  if (json) {
+    Json out = {{"schema", 1},
+                {"title", report.title},
+                {"rivals", report.rivals},
+                {"groups", Json::array()},
+                {"targets", Json::array()},
+                {"notes", report.notes}};
+    for (const Group& group : report.groups) {
+      Json list = Json::array();
+      for (const Contestant& c : group.contestants)
+        list.push_back({{"name", c.name}, {"plan", c.plan}, {"step_seconds", c.seconds}});
+      out["groups"].push_back(
+          {{"preset", group.preset}, {"tokens_a_step", group.tokens()}, {"contestants", list}});
+    }
+    for (const Target& t : report.targets)
+      out["targets"].push_back({{"what", t.what}, {"value", t.value}, {"must", t.must}, {"ok", t.ok()}});
+    fmt::print("{}\n", out.dump(2));
+    return check && !ok ? 1 : 0;
+  }
+  fmt::print("{}; {}\n", report.title, report.rivals);
+  for (const Group& group : report.groups) {
+    fmt::print("\n{:<44}{:>10}{:>20}{:>10}{:>12}\n",
+               fmt::format("{}, {} x {} tokens a step", group.preset, group.config.sequences,
+                           group.config.model.context),
+               "ms/step", "fastest..slowest", "steps/s", "tokens/s");
+    for (const Contestant& c : group.contestants) {
+      const auto [least, most] = std::minmax_element(c.seconds.begin(), c.seconds.end());
+      fmt::print("  {:<42}{:>10.2f}{:>20}{:>10.1f}{:>12.0f}\n", c.name, c.step_seconds() * 1e3,
+                 fmt::format("{:.2f}..{:.2f}", *least * 1e3, *most * 1e3), 1 / c.step_seconds(),
+                 group.tokens() / c.step_seconds());
+    }
+  }
+  for (const std::string& note : report.notes) fmt::print("\n{}\n", note);
+  if (!report.targets.empty()) fmt::print("\n{:<52}{:>12}{:>14}\n", "", "value", "must");
+  for (const Target& t : report.targets) {
+    const int digits = t.must >= 100 ? 0 : 3;
+    fmt::print("{:<52}{:>12.{}f}{:>14}  {}\n", t.what, t.value, digits,
+               fmt::format("{} {:.{}f}", t.at_least ? ">=" : "<=", t.must, digits), t.ok() ? "ok" : "MISS");
+  }
+  return check && !ok ? 1 : 0;
+}
+
+// Starts the rival and adds its variants.
+PythonScript::Start add_rivals(Group& group, Report& report) {
+  PythonScript::Start start = PythonScript::start("bench_train.py", {request_of(group).dump()});
+  if (!start.script) {
+    report.rivals = "no rival: " + start.why_not;
+    return start;
+  }
+  report.rivals = fmt::format("PyTorch {}", start.greeting.value("torch", "?"));
+  for (const Json& name : start.greeting.at("variants"))
+    group.contestants.push_back({name.get<std::string>(), "", {}});
+  for (const auto& [name, why] : start.greeting.at("failed").items())
+    report.notes.push_back(fmt::format("{}: {}", name, why.get<std::string>()));
+  return start;
+}
+
+}  // namespace
+
+int bench_train(bool check, bool json) {
+  Report report;
+  report.title = fmt::format("training on the CPU: FP32, {} thread{}, {} kernels", thread_count(),
+                             thread_count() == 1 ? "" : "s", name(cpu_target()));
+  Group micro = make_group("micro", Backend::cpu, 16, /*rounds=*/9, /*steps=*/5);
+  micro.contestants.push_back({"evenkeel", "fp32", {}});
+  PythonScript::Start rival = add_rivals(micro, report);
+  {
+    Progress progress("bench train", micro.rounds * static_cast<int64_t>(micro.contestants.size()));
+    measure(micro, rival.script.get(), progress);
+  }
+  if (const Contestant* best = micro.rival())
+    report.targets.push_back({"micro against PyTorch",
+                              best->step_seconds() / micro.find("evenkeel")->step_seconds(), kCpuRatio,
+                              true});
+  report.groups.push_back(std::move(micro));
+  return print(report, check, json);
+}
+
+int bench_train_gpu(bool check, bool json) {
+  const CudaDevice device = cuda_device();
+  require_data(device.present, "--gpu: no GPU: {}", device.why);
+  Report report;
+  report.title = fmt::format("training on {}: BF16, wall-clock medians", device.name);
+  constexpr const char* kNone = "evenkeel, no remedy";
+  constexpr const char* kWide = "evenkeel, wide_output";
+  constexpr const char* kZeroSum = "evenkeel, zero_sum";
+  Group gpt2 = make_group("gpt2", Backend::cuda, 64, /*rounds=*/9, /*steps=*/4);
+  gpt2.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
+  Group nano = make_group("nano", Backend::cuda, 32, /*rounds=*/9, /*steps=*/50);
+  nano.contestants = {{kNone, "bf16_all", {}}, {kZeroSum, "bf16_all,stabiliser=zero_sum", {}}};
+  Group nano_fast = make_group("nano", Backend::cuda, 32, /*rounds=*/9, /*steps=*/50);
+  nano_fast.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
+  {
+    PythonScript::Start rival = add_rivals(gpt2, report);
+    Progress progress("bench train", gpt2.rounds * static_cast<int64_t>(gpt2.contestants.size()) +
+                                         2 * nano.rounds + 2 * nano_fast.rounds);
+    measure(gpt2, rival.script.get(), progress);
+    rival.script.reset();
+    measure(nano, nullptr, progress);
+    measure(nano_fast, nullptr, progress);
+  }
+  const ParameterTable table(gpt2.config.model);
+  const double adamw = optimizer_seconds(gpt2.config.model);
+  constexpr double kBytes =
+      32;  // a parameter: the norm reads g; then w, m, v and g are read, w, m, v written
+  report.notes.push_back(
+      fmt::format("norm, clipping and AdamW of {:.1f} M parameters: {:.2f} ms, {:.2f} TB/s",
+                  static_cast<double>(table.parameter_count()) * 1e-6, adamw * 1e3,
+                  kBytes * static_cast<double>(table.parameter_count()) / adamw * 1e-12));
+  const auto seconds = [](const Group& group, const char* who) { return group.find(who)->step_seconds(); };
+  const bool counts = device.name.find(kTargetGpu) != std::string::npos;
+  if (counts)
+    report.targets.push_back({"gpt2, tokens/s", gpt2.tokens() / seconds(gpt2, kWide), kGpuTokens, true});
+  if (const Contestant* best = gpt2.rival())
+    report.targets.push_back(
+        {"gpt2 against " + best->name, best->step_seconds() / seconds(gpt2, kWide), kGpuRatio, true});
+  report.targets.push_back(
+      {"gpt2, the price of wide_output", seconds(gpt2, kWide) / seconds(gpt2, kNone), kRemedyPrice, false});
+  if (counts)
+    report.targets.push_back({"nano with bf16_all, steps/s", 1 / seconds(nano, kNone), kNanoSteps, true});
+  report.targets.push_back({"nano with bf16_all, the price of zero_sum",
+                            seconds(nano, kZeroSum) / seconds(nano, kNone), kRemedyPrice, false});
+  report.targets.push_back({"nano with flash2, the price of wide_output",
+                            seconds(nano_fast, kWide) / seconds(nano_fast, kNone), kRemedyPrice, false});
+  for (Group* group : {&gpt2, &nano, &nano_fast}) report.groups.push_back(std::move(*group));
+  report.groups[1].preset = "nano, bf16_all";
+  report.groups[2].preset = "nano, flash2";
+  return print(report, check, json);
+}
+
+}  // namespace evenkeel::cli

@@ -1,0 +1,313 @@
+#include "model/cuda/device_facts.h"
+
+#include <cuda_bf16.h>
+
+#include "attention/cuda/kernels.h"
+#include "attention/cuda/mma.cuh"
+
+namespace evenkeel::device {
+namespace {
+
+constexpr int kWarp = 32;
+using Bf16 = __nv_bfloat16;
+
+unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks); }
+void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+  return x;
+}
+
+// A maximum by atomics is the same in any order. fmaxf passes over NaN, so none gets here.
+__device__ __forceinline__ void raise(float* target, float value) {
+  value += 0.0f;  // -0 would have the bits of the lowest number
+  if (value >= 0)
+    atomicMax(reinterpret_cast<int*>(target), __float_as_int(value));
+  else  // of two negative numbers the larger has the smaller bits; a positive one is smaller than both
+    atomicMin(reinterpret_cast<unsigned*>(target), __float_as_uint(value));
+}
+
+__global__ void clear_sums(FactSums* sums, int count) {
+  const int n = blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < count) sums[n] = FactSums{};
+}
+
+// One (batch, head, layer) of q and k.
+template <class T>
+struct Head {
+  __device__ Head(const FactInputs& in, int64_t batch_head, int64_t layer)
+      : head(batch_head % in.H), row_stride(in.row_stride), sums_index(layer * in.H + head) {
+    const int64_t first = layer * in.layer_stride + batch_head / in.H * in.T * in.row_stride + head * in.D;
+    q = static_cast<const T*>(in.q) + first;
+    k = static_cast<const T*>(in.k) + first;
+  }
+  int64_t head, row_stride, sums_index;
+  const T *q, *k;
+};
+
+// --- The largest score
+// On the tensor cores: 8 warps of 16 rows; keys come in tiles of 64, the next one while this one is used.
+constexpr int kRows = 128, kKeys = 64, kScoreWarps = kRows / 16;
+
+template <int kD>
+__global__ void __launch_bounds__(kScoreWarps* kWarp) largest_score_kernel(FactInputs in, FactSums* sums) {
+  using namespace any_plan;
+  constexpr int kPieces = kD / 8;  // of 16 bytes in a row
+  extern __shared__ __align__(128) unsigned char memory[];
+  const uint32_t tiles = shared_address(memory);
+  constexpr uint32_t kTileBytes = kKeys * kTileRowBytes<kD>;
+  const Head<Bf16> head(in, blockIdx.x, blockIdx.z);
+  const int T = static_cast<int>(in.T), D = static_cast<int>(in.D);
+  const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kRows;  // long rows first
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+
+  // `rows` rows of `from`, from `first` on; zeros beyond T and D.
+  const auto copy_tile = [&](uint32_t target, const Bf16* from, int first, int rows) {
+    for (int n = threadIdx.x; n < rows * kPieces; n += kScoreWarps * kWarp) {
+      const int row = n / kPieces, piece = n % kPieces;
+      const bool present = first + row < T && piece * 8 < D;
+      copy_16_async(target + tile_offset<kD>(row, piece),
+                    present ? from + (first + row) * head.row_stride + piece * 8 : from, present);
+    }
+    commit_copies();
+  };
+  // q goes through the place of both key tiles, into registers.
+  copy_tile(tiles, head.q, first_row, kRows);
+  wait_for_copies();
+  __syncthreads();
+  uint32_t q[kD / 16][4];
+#pragma unroll
+  for (int step = 0; step < kD / 16; ++step) load_left<kD>(q[step], tiles, warp * 16, step, lane);
+  __syncthreads();
+
+  const int last_row = min(first_row + kRows, T) - 1, key_tiles = last_row / kKeys + 1;
+  const int row = first_row + warp * 16 + lane / 4;  // and row + 8
+  float most = -INFINITY;
+  copy_tile(tiles, head.k, 0, kKeys);
+  for (int tile = 0; tile < key_tiles; ++tile) {
+    const uint32_t current = tiles + tile % 2 * kTileBytes, next = tiles + (tile + 1) % 2 * kTileBytes;
+    wait_for_copies();
+    __syncthreads();  // this tile is here, and nobody reads the other one any more
+    if (tile + 1 < key_tiles) copy_tile(next, head.k, (tile + 1) * kKeys, kKeys);
+#pragma unroll
+    for (int part = 0; part < kKeys / 16; ++part) {
+      float score[2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kD / 16; ++step) {
+        uint32_t k[4];
+        load_right_rows<kD>(k, current, part * 16, step, lane);
+        multiply_add(score[0], q[step], k[0], k[1]);
+        multiply_add(score[1], q[step], k[2], k[3]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = tile * kKeys + part * 16 + half * 8 + lane % 4 * 2;
+        // A row beyond T sees keys beyond T: zeros both, which must not count.
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int i = row + n / 2 * 8, j = key + n % 2;
+          if (j <= i && i < T) most = fmaxf(most, score[half][n]);
+        }
+      }
+    }
+  }
+  most = warp_max(most);
+  if (lane == 0) raise(&sums[head.sums_index].largest_score, most * in.scale);
+}
+
+// Of any type and head size: 16 x 16 threads, each with 4 x 4 scores of a tile of 64 x 64.
+constexpr int kPlainTile = 64, kPlainSide = 16, kPlainDepth = 16;
+
+template <class T>
+__global__ void __launch_bounds__(kPlainSide* kPlainSide)
+    largest_score_plain_kernel(FactInputs in, FactSums* sums) {
+  __shared__ float q[kPlainDepth][kPlainTile + 1], k[kPlainDepth][kPlainTile + 1];
+  const Head<T> head(in, blockIdx.x, blockIdx.z);
+  const int64_t first_row = int64_t{blockIdx.y} * kPlainTile;
+  const int x = threadIdx.x % kPlainSide, y = threadIdx.x / kPlainSide;
+  float most = -INFINITY;
+  for (int64_t first_key = 0; first_key <= first_row; first_key += kPlainTile) {
+    float score[4][4] = {};
+    for (int64_t first = 0; first < in.D; first += kPlainDepth) {
+      __syncthreads();
+      for (int n = threadIdx.x; n < kPlainTile * kPlainDepth; n += kPlainSide * kPlainSide) {
+        const int row = n / kPlainDepth, d = n % kPlainDepth;
+        const auto value = [&](const T* from, int64_t i) {
+          return i < in.T && first + d < in.D ? to_float(from[i * head.row_stride + first + d]) : 0.0f;
+        };
+        q[d][row] = value(head.q, first_row + row);
+        k[d][row] = value(head.k, first_key + row);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int d = 0; d < kPlainDepth; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            score[i][j] = fmaf(q[d][y + i * kPlainSide], k[d][x + j * kPlainSide], score[i][j]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int64_t row = first_row + y + i * kPlainSide, key = first_key + x + j * kPlainSide;
+        if (key <= row && row < in.T) most = fmaxf(most, score[i][j] * in.scale);
+      }
+  }
+  most = warp_max(most);
+  if (threadIdx.x % kWarp == 0) raise(&sums[head.sums_index].largest_score, most);
+}
+
+// --- The largest row mean
+// The mean of a row's scores is its q times the mean of the keys that it sees. A block for each head of each
+// sequence; each warp walks over its part of the rows with the sum of all keys so far.
+constexpr int kMeanWarps = 8, kHeadValues = 4;  // up to 128 features
+
+template <class T>
+__global__ void __launch_bounds__(kMeanWarps* kWarp) largest_row_mean_kernel(FactInputs in, FactSums* sums) {
+  __shared__ float shared[kMeanWarps][kHeadValues * kWarp];
+  const Head<T> head(in, blockIdx.x, blockIdx.y);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, D = static_cast<int>(in.D);
+  const int64_t first = in.T * warp / kMeanWarps, last = in.T * (warp + 1) / kMeanWarps;
+  const auto load = [&](const T* row, float(&values)[kHeadValues]) {
+#pragma unroll
+    for (int n = 0; n < kHeadValues; ++n) {
+      const int d = n * kWarp + lane;
+      values[n] = d < D ? to_float(row[d]) : 0.0f;
+    }
+  };
+  float sum[kHeadValues] = {}, key[kHeadValues], query[kHeadValues];
+#pragma unroll 4
+  for (int64_t i = first; i < last; ++i) {
+    load(head.k + i * head.row_stride, key);
+#pragma unroll
+    for (int n = 0; n < kHeadValues; ++n) sum[n] += key[n];
+  }
+#pragma unroll
+  for (int n = 0; n < kHeadValues; ++n) shared[warp][n * kWarp + lane] = sum[n];
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kHeadValues; ++n) {
+    sum[n] = 0;
+    for (int before = 0; before < warp; ++before) sum[n] += shared[before][n * kWarp + lane];
+  }
+  float most = 0;
+#pragma unroll 2
+  for (int64_t i = first; i < last; ++i) {
+    load(head.k + i * head.row_stride, key);
+    load(head.q + i * head.row_stride, query);
+    float dot = 0;
+#pragma unroll
+    for (int n = 0; n < kHeadValues; ++n) {
+      sum[n] += key[n];
+      dot = fmaf(query[n], sum[n], dot);
+    }
+    most = fmaxf(most, fabsf(warp_sum(dot) * in.scale / static_cast<float>(i + 1)));
+  }
+  if (lane == 0) raise(&sums[head.sums_index].largest_row_mean, most);
+}
+
+// --- Sums over rows: a block for each head of each layer, its threads' sums added up as a tree.
+constexpr int kSumThreads = 512;
+
+template <class Value>
+__device__ Value block_sum(Value value, Value* shared) {
+  __syncthreads();
+  shared[threadIdx.x] = value;
+  for (int half = kSumThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+  }
+  return shared[0];  // in thread 0
+}
+
+__global__ void __launch_bounds__(kSumThreads) row_sums_kernel(FactInputs in, FactSums* sums) {
+  __shared__ double shared[kSumThreads];
+  __shared__ int64_t shared_count[kSumThreads];
+  const int64_t head = blockIdx.x, layer = blockIdx.y, rows = in.B * in.T;
+  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
+  int64_t tied = 0;
+  float largest = 0;
+  for (int64_t n = threadIdx.x; n < rows; n += kSumThreads) {
+    const int64_t at = layer * in.row_layer_stride + (n / in.T * in.H + head) * in.T + n % in.T;
+    lse += static_cast<double>(in.lse[at]);
+    largest = fmaxf(largest, fabsf(in.lse[at]));
+    if (in.ties) tied += in.ties[at] > 1;
+    if (!in.residual) continue;
+    const double rho = in.residual[at], delta = in.delta[at];
+    residual += rho;
+    residual_squares += rho * rho;
+    delta_squares += delta * delta;
+  }
+  FactSums& out = sums[layer * in.H + head];
+  largest = warp_max(largest);
+  if (threadIdx.x % kWarp == 0) raise(&out.largest_lse, largest);
+  lse = block_sum(lse, shared);
+  residual = block_sum(residual, shared);
+  residual_squares = block_sum(residual_squares, shared);
+  delta_squares = block_sum(delta_squares, shared);
+  tied = block_sum(tied, shared_count);
+  if (threadIdx.x != 0) return;
+  out.rows = rows;
+  out.lse = lse;
+  out.tied = tied;
+  out.residual = residual;
+  out.residual_squares = residual_squares;
+  out.delta_squares = delta_squares;
+}
+
+template <int kD>
+void launch_largest_score(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
+  const dim3 blocks(grid(in.B * in.H), grid((in.T + kRows - 1) / kRows), grid(in.L));
+  constexpr int kBytes = kRows * any_plan::kTileRowBytes<kD>;  // q, then two tiles of keys
+  static_assert(kRows == 2 * kKeys);
+  check_cuda(
+      cudaFuncSetAttribute(largest_score_kernel<kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+      "asking for shared memory");
+  largest_score_kernel<kD><<<blocks, kScoreWarps * kWarp, kBytes, stream>>>(in, sums);
+}
+
+template <class T>
+void launch_scores(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
+  largest_row_mean_kernel<T>
+      <<<dim3(grid(in.B * in.H), grid(in.L)), kMeanWarps * kWarp, 0, stream>>>(in, sums);
+  check_launch("the largest row mean");
+  const bool wide = sizeof(T) == 2 && in.D % 8 == 0 && in.row_stride % 8 == 0;
+  if (wide && in.D <= 64) {
+    launch_largest_score<64>(in, sums, stream);
+  } else if (wide) {
+    launch_largest_score<128>(in, sums, stream);
+  } else {
+    const dim3 blocks(grid(in.B * in.H), grid((in.T + kPlainTile - 1) / kPlainTile), grid(in.L));
+    largest_score_plain_kernel<T><<<blocks, kPlainSide * kPlainSide, 0, stream>>>(in, sums);
+  }
+  check_launch("the largest score");
+}
+
+}  // namespace
+
+void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream) {
+  constexpr int kThreads = 128;
+  const int64_t heads = in.L * in.H;
+  clear_sums<<<grid((heads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(sums, static_cast<int>(heads));
+  check_launch("clearing facts");
+  row_sums_kernel<<<dim3(grid(in.H), grid(in.L)), kSumThreads, 0, stream>>>(in, sums);
+  check_launch("sums of facts");
+  if (!scores) return;
+  if (in.type == TensorType::bf16)
+    launch_scores<Bf16>(in, sums, stream);
+  else
+    launch_scores<float>(in, sums, stream);
+}
+
+}  // namespace evenkeel::device

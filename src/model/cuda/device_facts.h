@@ -1,0 +1,29 @@
+// What HeadFacts are made of, reduced on the GPU: all layers and heads in one go, after the backward pass.
+// Internal to src/model.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/attention_cuda.h"
+#include "model/gpt2.h"
+
+namespace evenkeel::device {
+
+// Of all layers: what attention was given and what it left.
+struct FactInputs {
+  int64_t L, B, H, T, D;
+  TensorType type;
+  float scale;        // of scores
+  const void *q, *k;  // (L, B, T, H, D) by strides, in elements; heads are D apart
+  int64_t layer_stride, row_stride;
+  int64_t row_layer_stride;  // of what follows, (L, B, H, T), in elements
+  const float* lse;
+  const int32_t* ties;            // nullptr: not asked for
+  const float *residual, *delta;  // the same
+};
+
+// sums: (L, H), written. With `scores`, the largest score and row mean too: one more pass over q and k on the
+// tensor cores, 2 B H T^2 D operations a layer.
+void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream);
+
+}  // namespace evenkeel::device

@@ -1,0 +1,98 @@
+// The layers of GPT-2 on a GPU besides products and attention: the passes over rows of layers.h, which is their
+// definition, on device memory. Queued on a stream; the same bits every time. Internal to src/model.
+//
+// Sizes: N rows (tokens of all sequences), C features, B sequences of T tokens, H heads of D features, V tokens of
+// the vocabulary. `type` is that of activations (bf16 or FP32); the residual stream, its gradient, parameters and
+// sums are FP32. Arrays are contiguous and start at multiples of 16 bytes where nothing else is said.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "attention/attention_cuda.h"
+
+namespace evenkeel::device {
+
+inline constexpr int64_t kLargestWidth =
+    2048;  // of a LayerNorm of any width; four times that of a multiple of 4
+
+// What blocks of rows add to one vector, which waits for add_sums: parts (blocks, columns), total (columns).
+struct BlockSums {
+  const float* parts;
+  float* total;
+  int32_t blocks, columns;
+};
+int64_t sum_blocks(int64_t rows);  // of every sum over rows below
+// total += the sum of its parts, for `count` of them. sums: device memory; most_columns: of any.
+void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, cudaStream_t stream);
+
+// x[b][t] = wte[tokens[b][t]] + wpe[t]: x (N, C). Moves 4 N C bytes, and reads as many.
+void embedding_forward(const int32_t* tokens, const float* wte, const float* wpe, int64_t N, int64_t T,
+                       int64_t C, float* x, cudaStream_t stream);
+// dwpe[t] += sum over sequences of dx[b][t].
+void position_backward(const float* dx, int64_t B, int64_t T, int64_t C, float* dwpe, cudaStream_t stream);
+
+// dwte is summed by runs: up to kRunPlaces places of one token, ascending. A token's only run is added to its
+// row of dwte at once; other runs go to rows of `parts`, which follow one another for a token, and are then
+// added up in order.
+inline constexpr int kRunPlaces = 32;
+struct TokenRun {
+  int32_t token, first, count;  // places[first ... first + count)
+  int32_t part;                 // a row of parts, or -1
+};
+struct TokenParts {
+  int32_t token, first, count;  // rows of parts
+};
+void token_backward(const float* dx, const int32_t* places, const TokenRun* runs, int64_t run_count,
+                    const TokenParts* tokens, int64_t token_count, float* parts, int64_t C, float* dwte,
+                    cudaStream_t stream);
+
+// y = (x - mean) rstd gain + bias: reads 4 N C bytes, writes 2 N C (bf16). bias may be nullptr.
+void layernorm_forward(const float* x, const float* gain, const float* bias, int64_t N, int64_t C,
+                       TensorType type, void* y, float* mean, float* rstd, cudaStream_t stream);
+// dx = dx_in + the gradient (dx_in nullptr: 0; may be dx), and the same as an operand in bf16 (nullptr: not
+// wanted). gain_parts, bias_parts (nullptr: no bias): (sum_blocks(N), C). Reads 12 N C bytes, writes 6 N C.
+void layernorm_backward(const float* dy, const float* x, const float* gain, const float* mean,
+                        const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
+                        void* dx_operand, float* gain_parts, float* bias_parts, cudaStream_t stream);
+
+// q and k of the packed qkv (N, 3, H, D), each head over its root mean square, times its gain (D): qk (N, 2, H,
+// D); rstd (N, 2, H).
+void rms_norm_forward(const void* qkv, const float* q_gain, const float* k_gain, int64_t N, int64_t H,
+                      int64_t D, TensorType type, void* qk, float* rstd, cudaStream_t stream);
+// dqkv's q and k come in as the gradients of qk and leave as those of qkv. q_parts, k_parts: (sum_blocks(N), D).
+void rms_norm_backward(void* dqkv, const void* qkv, const float* q_gain, const float* k_gain,
+                       const float* rstd, int64_t N, int64_t H, int64_t D, TensorType type, float* q_parts,
+                       float* k_parts, cudaStream_t stream);
+
+// y = GELU(x), and dx = dy GELU'(x) with dy in FP32; where the product does not do it itself.
+void gelu_forward(const void* x, int64_t count, TensorType type, void* y, cudaStream_t stream);
+void gelu_backward(const float* dy, const void* x, int64_t count, TensorType type, void* dx,
+                   cudaStream_t stream);
+
+// y = x sigmoid(gate); dx = dy sigmoid(gate) and dgate = dy x sigmoid'(gate), with dy in FP32.
+void gate_forward(const void* x, const void* gate, int64_t count, TensorType type, void* y,
+                  cudaStream_t stream);
+void gate_backward(const float* dy, const void* x, const void* gate, int64_t count, TensorType type, void* dx,
+                   void* dgate, cudaStream_t stream);
+
+// Column sums of x (N, columns) by blocks: parts (sum_blocks(N), columns).
+void column_sums(const void* x, int64_t N, int64_t columns, TensorType type, float* parts,
+                 cudaStream_t stream);
+
+// losses[n] = log sum exp(logits[n]) - logits[n][target]; logits (N, V), rows `stride` apart, a multiple of 8.
+// With gradients, a row becomes (softmax - onehot) scale, and zero from V to stride. Every logit is read once and
+// written once where a row fits into shared memory (115,000 of BF16 on Hopper), and read twice otherwise.
+void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                   TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream);
+// mean = the mean of losses (N), summed in FP64 in a fixed order.
+void mean_loss(const float* losses, int64_t N, double* mean, cudaStream_t stream);
+
+// FP32 to bf16, to nearest even.
+void round_to_bf16(const float* from, int64_t count, void* to, cudaStream_t stream);
+
+// w (C, 3 C), bias (3 C) or nullptr: the columns of q and k of head h times factors[h].
+void scale_query_key(float* w, float* bias, const float* factors, int64_t C, int64_t H, cudaStream_t stream);
+
+}  // namespace evenkeel::device

@@ -1,0 +1,1096 @@
+// GPT-2 on a GPU, as gpt2_cpu.cpp defines it. Reads top to bottom: memory, the forward pass, the backward pass in
+// reverse, what a call does around them.
+//
+// A call copies its batch up, runs one recorded graph, and waits once, for the loss. The first call of its kind
+// (sizes, scale, facts, plan) is not recorded: there the products' algorithms are chosen. The second one records.
+//
+// Besides products and attention, a step of `gpt2` at 64 x 1024 tokens in BF16 moves, with N C = 50 M values:
+//   LayerNorm forward    25 x 6 N C bytes        7.5 GB
+//   LayerNorm backward   25 x 18 N C            22.6 GB
+//   cross-entropy        2 x 2 N V              13.2 GB
+//   embedding            5 x 4 N C               1.0 GB
+//   operands             6 P                     0.7 GB
+// 45 GB in all, 11 ms at 4.1 TB/s. GELU goes along with the products before and behind it; alone it would be
+// 24 GB more.
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <tuple>
+
+#include "attention/cuda/kernels.h"
+#include "attention/device_memory.h"
+#include "base/error.h"
+#include "model/cuda/device_facts.h"
+#include "model/cuda/device_layers.h"
+#include "model/device_product.h"
+#include "model/gpt2.h"
+
+namespace evenkeel {
+namespace {
+
+using device::BlockSums;
+using device::TokenParts;
+using device::TokenRun;
+
+constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
+constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+constexpr int kLeastMajor = 8;           // of the compute capability: products and attention on bf16
+constexpr int64_t kLargestHead = 128;    // attention's
+constexpr int64_t kVocabularyStep = 64;  // rows of logits start at multiples of 128 bytes
+constexpr size_t kAlignment = 256;       // of every array, in bytes
+
+// Memory of the host that the device reads and writes by itself.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
+    check_cuda(cudaMallocHost(&data_, bytes), "taking pinned memory");
+  }
+  PinnedMemory(PinnedMemory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  PinnedMemory& operator=(PinnedMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~PinnedMemory() {
+    if (data_) cudaFreeHost(data_);
+  }
+  template <class T>
+  T* as(size_t offset = 0) const {
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Hands out pieces of one allocation; without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+  void* take_bytes(size_t bytes) {
+    void* piece = memory_ ? memory_ + used_ : nullptr;
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return piece;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    return static_cast<T*>(take_bytes(at(count) * sizeof(T)));
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  size_t used_ = 0;
+};
+
+// Offsets in the flat buffer; -1: no such tensor.
+struct LayerOffsets {
+  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
+      ln2_bias, fc, fc_bias, out, out_bias;
+};
+
+// Of one sum over rows: its parts by blocks, until the end of the step.
+struct LayerSums {
+  float *ln1_gain, *ln1_bias, *qkv_bias, *q_gain, *k_gain, *gate_bias, *proj_bias, *ln2_gain, *ln2_bias,
+      *fc_bias, *out_bias;
+};
+
+// What a layer's forward pass keeps for its backward pass. `void*`: of the type of activations.
+struct LayerMemory {
+  float* x;                  // (N, C): the residual stream as it comes in
+  void* ln1;                 // (N, C)
+  float *mean1, *rstd1;      // (N)
+  void* qkv;                 // (N, 3 C)
+  void* qk;                  // (N, 2 C): qk_norm
+  float* qk_rstd;            // (N, 2, H): qk_norm
+  void* o;                   // (N, C)
+  float* lse;                // (B, H, T)
+  int32_t* ties;             // (B, H, T), on request
+  float *residual, *delta;   // (B, H, T), on request
+  void *gate, *gated;        // (N, C): gated_attention
+  float* middle;             // (N, C): the residual stream behind attention
+  void* ln2;                 // (N, C)
+  float *mean2, *rstd2;      // (N)
+  void *hidden, *activated;  // (N, 4 C): GELU's input and output
+  LayerSums sums;
+};
+
+// All of a call's memory, for one B and T: pieces of one allocation that all sizes share.
+struct Activations {
+  std::vector<LayerMemory> layers;
+  uint32_t* input;  // (1, N, N), the first in a piece of its own: step, tokens, targets
+  int32_t *tokens, *targets;
+  float* x;            // (N, C): the residual stream behind the last layer
+  void* lnf;           // (N, C)
+  float *mean, *rstd;  // (N)
+  void* logits;        // (N, padded V)
+  float* last_logits;  // (V)
+  float* losses;       // (N)
+  float* dx;           // (N, C): the gradient of the residual stream
+  void* dx_operand;    // (N, C): the same in bf16; dx itself in fp32
+  float* wide;         // (N, C), (N, 4 C) where GELU is not fused: gradients in FP32 on their way
+  void *d_o, *dgate;   // (N, C)
+  void* dqkv;          // (N, 3 C)
+  void* dhidden;       // (N, 4 C)
+  float *lnf_gain_sums, *lnf_bias_sums;
+  int32_t* places;                 // (N): sorted by token
+  TokenRun* runs;                  // (most_runs)
+  TokenParts* token_parts;         // (most_parts)
+  float* run_sums;                 // (most parts, C)
+  int64_t qkv_stride, row_stride;  // from layer to layer, in elements: of qkv or qk, and of (B, H, T)
+};
+
+// A recorded call.
+class Graph {
+ public:
+  Graph() = default;
+  explicit Graph(cudaGraphExec_t exec) : exec_(exec) {}
+  Graph(Graph&& other) noexcept : exec_(std::exchange(other.exec_, nullptr)) {}
+  Graph& operator=(Graph&& other) noexcept {
+    std::swap(exec_, other.exec_);
+    return *this;
+  }
+  ~Graph() {
+    if (exec_) cudaGraphExecDestroy(exec_);
+  }
+  cudaGraphExec_t get() const { return exec_; }
+
+ private:
+  cudaGraphExec_t exec_ = nullptr;
+};
+
+// What decides which work a call puts on the stream.
+struct CallKind {
+  int64_t B, T;
+  bool backward;
+  float loss_scale;
+  bool score_facts, tie_facts, residual_facts;
+  uint64_t plan_version;
+
+  auto tie() const {
+    return std::tie(B, T, backward, loss_scale, score_facts, tie_facts, residual_facts, plan_version);
+  }
+  bool operator<(const CallKind& other) const { return tie() < other.tie(); }
+};
+
+// Marks of the device's clock between phases.
+class PhaseClock {
+ public:
+  explicit PhaseClock(cudaStream_t stream) : stream_(stream) {}
+  ~PhaseClock() {
+    for (const Mark& mark : marks_) cudaEventDestroy(mark.event);
+  }
+  PhaseClock(const PhaseClock&) = delete;
+  PhaseClock& operator=(const PhaseClock&) = delete;
+
+  void begin(const char* name, double flops, double bytes) {
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreate(&event), "making an event");
+    marks_.push_back({event, name, flops, bytes});
+    check_cuda(cudaEventRecord(event, stream_), "timing");
+  }
+  void end() { begin("", 0, 0); }
+  // Of everything so far. The work is done.
+  void add_to(std::vector<PhaseTime>& phases) const {
+    for (size_t n = 0; n + 1 < marks_.size(); ++n) {
+      if (!*marks_[n].name) continue;
+      float milliseconds = 0;
+      check_cuda(cudaEventElapsedTime(&milliseconds, marks_[n].event, marks_[n + 1].event), "timing");
+      auto phase = std::find_if(phases.begin(), phases.end(),
+                                [&](const PhaseTime& p) { return p.name == marks_[n].name; });
+      if (phase == phases.end()) phase = phases.insert(phases.end(), {marks_[n].name, 0, 0, 0, 0});
+      phase->seconds += milliseconds * 1e-3;
+      phase->flops += marks_[n].flops;
+      phase->bytes += marks_[n].bytes;
+      ++phase->launches;
+    }
+  }
+
+ private:
+  struct Mark {
+    cudaEvent_t event;
+    const char* name;
+    double flops, bytes;
+  };
+  cudaStream_t stream_;
+  std::vector<Mark> marks_;
+};
+
+class Gpt2Cuda final : public Gpt2 {
+ public:
+  Gpt2Cuda(const Gpt2Config& config, uint64_t seed);
+  ~Gpt2Cuda() override { cudaStreamSynchronize(stream_); }
+
+  float* parameters() override { return parameters_.as<float>(); }
+  float* gradients() override { return gradients_.as<float>(); }
+  void parameters_changed() override { operands_fresh_ = false; }
+  void* stream() const override { return stream_; }
+  void read_parameters(std::span<float> to) const override { read(parameters_, to); }
+  void write_parameters(std::span<const float> from) override {
+    write(from, parameters_);
+    parameters_changed();
+  }
+  void read_gradients(std::span<float> to) const override { read(gradients_, to); }
+  void write_gradients(std::span<const float> from) override { write(from, gradients_); }
+  void zero_gradients() override {
+    check_cuda(cudaMemsetAsync(gradients_.data(), 0, gradients_.bytes(), stream_), "clearing gradients");
+  }
+
+  double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
+  double loss(const Batch& batch, const StepContext& context) override;
+  std::vector<float> logits(std::span<const int32_t> tokens) override;
+  int64_t apply_qk_clip() override;
+  std::vector<PhaseTime> time_phases(const Batch& batch, const StepContext& context, int repeats);
+
+ private:
+  // --- Memory
+  bool is_bf16() const { return config_.precision == LinearPrecision::bf16; }
+  size_t element_bytes() const { return is_bf16() ? 2 : 4; }
+  // V of the products: with rows of zeros up to a whole step where the operand is a copy anyway.
+  int64_t product_vocabulary() const { return is_bf16() ? logits_stride_ : config_.vocabulary; }
+  void read(const DeviceMemory& from, std::span<float> to) const;
+  void write(std::span<const float> from, DeviceMemory& to);
+  void copy_up(void* to, const void* from, size_t bytes) const {
+    check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
+  }
+  void copy_down(void* to, const void* from, size_t bytes) const {
+    check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "copying from the device");
+  }
+  void wait() const { check_cuda(cudaStreamSynchronize(stream_), "running on the device"); }
+  Activations carve(int64_t B, int64_t T, Carver& carver, std::vector<BlockSums>& sums);
+  void start(const CallKind& kind);  // memory for it, and B_, T_, N_, a_ set
+  void refresh_operands();
+  const float* master(int64_t offset) const {
+    return offset < 0 ? nullptr : parameters_.as<float>() + offset;
+  }
+  // The same as an operand, in the type of activations. REQUIRES: a layer's.
+  const void* operand(int64_t offset) const {
+    if (offset < 0) return nullptr;
+    if (!is_bf16()) return parameters_.as<float>() + offset;
+    return operands_.as<uint16_t>() + (offset - layers_begin_);
+  }
+  const void* head_operand() const {
+    if (!is_bf16()) return parameters_.as<float>() + head_;
+    return operands_.as<uint16_t>() + (layers_end_ - layers_begin_);
+  }
+  float* gradient(int64_t offset) const { return offset < 0 ? nullptr : gradients_.as<float>() + offset; }
+
+  // --- Products: layers.h has their definition. `y_type` of what is not FP32 is that of activations.
+  void multiply(const char* phase, const DeviceProduct& product);
+  void linear_forward(const char* phase, const void* x, int64_t w, int64_t bias, int64_t in, int64_t out,
+                      void* y, TensorType y_type, const float* residual);
+  void linear_backward(const char* phase, const void* dy, int64_t w, int64_t in, int64_t out, void* dx,
+                       TensorType dx_type, const float* base);
+  void weight_backward(const char* phase, const void* dy, const void* x, int64_t w, int64_t in, int64_t out);
+  void bias_backward(const void* dy, int64_t out, float* sums);
+
+  // --- A call
+  DeviceTensor heads_of(void* data, int64_t first, int64_t row_stride) const;
+  CudaAttention attention_problem(int64_t layer, const CallKind& kind, float keel_scale) const;
+  CudaInputs attention_inputs(const LayerMemory& m) const;
+  CudaForward attention_memory(int64_t layer, const LayerMemory& m, bool ties) const;
+  void forward(const CallKind& kind);
+  void layer_forward(int64_t l, float* out, const CallKind& kind);
+  void classify(bool gradients, float gradient_scale);
+  void backward(const CallKind& kind);
+  void layer_backward(int64_t l, const CallKind& kind, float keel_scale);
+  void write_facts(const CallKind& kind);
+  void enqueue(const CallKind& kind);
+  void run(const CallKind& kind);
+  void token_backward(const int32_t* tokens);
+  void stage(const Batch& batch, uint32_t step);
+  void phase(const char* name, double flops = 0, double bytes = 0) {
+    if (clock_) clock_->begin(name, flops, bytes);
+  }
+  double stream_bytes() const { return 4.0 * static_cast<double>(N_ * config_.width); }  // of (N, C) in FP32
+  double activation_bytes(int64_t columns) const {
+    return static_cast<double>(at(N_ * columns) * element_bytes());
+  }
+
+  const TensorType type_;        // of activations
+  const int64_t logits_stride_;  // V, padded
+  const bool fused_gelu_;
+  DeviceStream owned_stream_;
+  const cudaStream_t stream_;
+  DeviceProducts products_;
+  DeviceMemory parameters_, gradients_, operands_, arena_, attention_, facts_memory_;
+  bool operands_fresh_ = false;
+  std::vector<LayerOffsets> offsets_;
+  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_, layers_begin_, layers_end_;
+
+  // Of each B and T: where everything lies, and the table of sums over rows.
+  struct Sized {
+    Activations activations;
+    DeviceMemory sums;  // BlockSums
+    int64_t sum_count, most_columns;
+  };
+  std::map<std::pair<int64_t, int64_t>, Sized> sized_;
+  struct Recorded {
+    bool done_before = false;
+    size_t saved = 0;  // bytes of attention's memory: a layer's, then the workspace
+    Graph graph;
+  };
+  std::map<CallKind, Recorded> recorded_;
+  PinnedMemory input_, runs_, output_;
+  std::vector<int32_t> token_end_;  // (V)
+  std::optional<PhaseClock> clock_;
+
+  // Of the call at hand.
+  int64_t B_ = 0, T_ = 0, N_ = 0;
+  Sized* at_hand_ = nullptr;
+  Activations* a_ = nullptr;
+  size_t saved_bytes_ = 0;
+};
+
+constexpr int64_t kInputHeader = kAlignment / sizeof(int32_t);  // of input: the step, alone
+
+struct OutputHeader {
+  double loss;
+};
+
+CudaDevice require_device() {
+  const CudaDevice device = cuda_device();
+  require_data(device.present, "no GPU: {}", device.why);
+  require_data(device.major >= kLeastMajor,
+               "expected a GPU of compute capability {}.0 or newer, found {} ({}.{})", kLeastMajor,
+               device.name, device.major, device.minor);
+  return device;
+}
+
+Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
+    : Gpt2(config),
+      type_((require_device(),
+             config.precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32)),
+      logits_stride_(round_up(config.vocabulary, kVocabularyStep)),
+      // Products with a GELU exist for BF16, with rows of whole 16 bytes.
+      fused_gelu_(is_bf16() && 4 * config.width % 8 == 0),
+      stream_(static_cast<cudaStream_t>(owned_stream_.get())),
+      products_(stream_),
+      parameters_(at(table_.size()) * sizeof(float)),
+      gradients_(at(table_.size()) * sizeof(float)),
+      facts_memory_(kAlignment + facts_.size() * sizeof(FactSums)),
+      output_(sizeof(OutputHeader) + facts_.size() * sizeof(FactSums)),
+      token_end_(at(config.vocabulary)) {
+  require(config_.head_size() <= kLargestHead, "[model] expected a head size up to {} on the GPU, got {}",
+          kLargestHead, config_.head_size());
+  const int64_t most = config_.width % 4 == 0 ? 4 * device::kLargestWidth : device::kLargestWidth;
+  require(config_.width <= most, "[model] expected a width up to {} on the GPU, got {}", most, config_.width);
+  require(config_.tile_keys == 64 || config_.tile_keys == 0,
+          "[model] expected tile_keys of 64 on the GPU, or 0 for all keys in one tile, got {}",
+          config_.tile_keys);
+  const auto find = [&](const std::string& name) {
+    const ParameterTensor* tensor = table_.find(name);
+    return tensor ? tensor->offset : -1;
+  };
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
+    offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
+                        in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
+                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
+                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
+                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
+                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
+                        in_layer("mlp.c_proj.bias")});
+  }
+  wte_ = find("wte.weight");
+  wpe_ = find("wpe.weight");
+  lnf_gain_ = find("ln_f.weight");
+  lnf_bias_ = find("ln_f.bias");
+  head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
+  layers_begin_ = offsets_[0].ln1_gain;
+  layers_end_ = lnf_gain_;
+
+  std::vector<float> initial(at(table_.size()));
+  initialise(config_, table_, seed, initial);
+  write(initial, parameters_);
+  zero_gradients();
+  if (is_bf16()) {
+    operands_ = DeviceMemory(at(layers_end_ - layers_begin_ + logits_stride_ * config_.width) * 2);
+    check_cuda(cudaMemsetAsync(operands_.data(), 0, operands_.bytes(), stream_), "clearing operands");
+  }
+  wait();
+}
+
+// --- Memory
+
+void Gpt2Cuda::read(const DeviceMemory& from, std::span<float> to) const {
+  require(to.size() * sizeof(float) == from.bytes(), "[model] expected {} values, got {}",
+          from.bytes() / sizeof(float), to.size());
+  copy_down(to.data(), from.data(), from.bytes());
+  wait();
+}
+
+void Gpt2Cuda::write(std::span<const float> from, DeviceMemory& to) {
+  require(from.size() * sizeof(float) == to.bytes(), "[model] expected {} values, got {}",
+          to.bytes() / sizeof(float), from.size());
+  copy_up(to.data(), from.data(), to.bytes());
+  wait();
+}
+
+void Gpt2Cuda::refresh_operands() {
+  if (is_bf16() && !operands_fresh_) {
+    const int64_t layers = layers_end_ - layers_begin_;
+    phase("operands", 0, 6.0 * static_cast<double>(layers + config_.vocabulary * config_.width));
+    device::round_to_bf16(master(layers_begin_), layers, operands_.data(), stream_);
+    device::round_to_bf16(master(head_), config_.vocabulary * config_.width,
+                          operands_.as<uint16_t>() + layers, stream_);
+  }
+  operands_fresh_ = true;
+}
+
+Activations Gpt2Cuda::carve(int64_t B, int64_t T, Carver& carver, std::vector<BlockSums>& sums) {
+  const int64_t N = B * T, C = config_.width, H = config_.heads, L = config_.layers;
+  const auto activation = [&](int64_t columns) {
+    return carver.take_bytes(at(N * columns) * element_bytes());
+  };
+  const auto stream = [&](int64_t columns) { return carver.take<float>(N * columns); };
+  const int64_t blocks = device::sum_blocks(N);
+  const auto sum = [&](int64_t offset, int64_t columns) -> float* {
+    if (offset < 0) return nullptr;
+    float* parts = carver.take<float>(blocks * columns);
+    sums.push_back({parts, gradient(offset), static_cast<int32_t>(blocks), static_cast<int32_t>(columns)});
+    return parts;
+  };
+  Activations a{};
+  a.input = carver.take<uint32_t>(kInputHeader + 2 * N);
+  a.tokens = reinterpret_cast<int32_t*>(a.input) + kInputHeader;
+  a.targets = a.tokens + N;
+  // What all layers' facts are read from lies at even distances.
+  const int64_t packed = (config_.qk_norm ? 2 : 3) * C;
+  a.qkv_stride = round_up(N * packed, kAlignment);
+  a.row_stride = round_up(N * H, kAlignment);
+  auto* qkv = static_cast<char*>(carver.take_bytes(at(L * a.qkv_stride) * element_bytes()));
+  auto* rows = carver.take<float>(4 * L * a.row_stride);
+  for (int64_t l = 0; l < L; ++l) {
+    const LayerOffsets& w = offsets_[at(l)];
+    LayerMemory m{};
+    void* for_attention = qkv + at(l * a.qkv_stride) * element_bytes();
+    m.x = stream(C);
+    m.ln1 = activation(C);
+    m.mean1 = stream(1), m.rstd1 = stream(1);
+    m.qkv = config_.qk_norm ? activation(3 * C) : for_attention;
+    if (config_.qk_norm) {
+      m.qk = for_attention;
+      m.qk_rstd = stream(2 * H);
+    }
+    m.o = activation(C);
+    m.lse = rows + l * a.row_stride;
+    m.ties = reinterpret_cast<int32_t*>(rows + (L + l) * a.row_stride);
+    m.residual = rows + (2 * L + l) * a.row_stride;
+    m.delta = rows + (3 * L + l) * a.row_stride;
+    if (config_.gated_attention) m.gate = activation(C), m.gated = activation(C);
+    m.middle = stream(C);
+    m.ln2 = activation(C);
+    m.mean2 = stream(1), m.rstd2 = stream(1);
+    m.hidden = activation(4 * C), m.activated = activation(4 * C);
+    m.sums = {sum(w.ln1_gain, C),
+              sum(w.ln1_bias, C),
+              sum(w.qkv_bias, 3 * C),
+              sum(w.q_gain, config_.head_size()),
+              sum(w.k_gain, config_.head_size()),
+              sum(w.gate_bias, C),
+              sum(w.proj_bias, C),
+              sum(w.ln2_gain, C),
+              sum(w.ln2_bias, C),
+              sum(w.fc_bias, 4 * C),
+              sum(w.out_bias, C)};
+    a.layers.push_back(m);
+  }
+  a.x = stream(C);
+  a.lnf = activation(C);
+  a.mean = stream(1), a.rstd = stream(1);
+  a.lnf_gain_sums = sum(lnf_gain_, C), a.lnf_bias_sums = sum(lnf_bias_, C);
+  a.logits = carver.take_bytes(at(N * logits_stride_) * element_bytes());
+  a.last_logits = carver.take<float>(logits_stride_);
+  a.losses = stream(1);
+  a.dx = stream(C);
+  a.dx_operand = is_bf16() ? activation(C) : a.dx;
+  a.wide = stream(fused_gelu_ ? C : 4 * C);
+  a.d_o = activation(C);
+  if (config_.gated_attention) a.dgate = activation(C);
+  a.dqkv = activation(3 * C);
+  a.dhidden = activation(4 * C);
+  // A token of p places has p / kRunPlaces runs, rounded up; only one of more than kRunPlaces has parts.
+  const int64_t most_parts = 2 * N / device::kRunPlaces + 1;
+  a.places = carver.take<int32_t>(N);
+  a.runs = carver.take<TokenRun>(std::min(N, config_.vocabulary) + N / device::kRunPlaces + 1);
+  a.token_parts = carver.take<TokenParts>(N / device::kRunPlaces + 1);
+  a.run_sums = carver.take<float>(most_parts * C);
+  return a;
+}
+
+void Gpt2Cuda::start(const CallKind& kind) {
+  B_ = kind.B, T_ = kind.T, N_ = B_ * T_;
+  auto sized = sized_.find({B_, T_});
+  if (sized == sized_.end()) {
+    Carver count(nullptr);
+    std::vector<BlockSums> sums;
+    carve(B_, T_, count, sums);
+    if (count.used() > arena_.bytes()) {
+      wait();
+      recorded_.clear();
+      sized_.clear();
+      arena_ = {};  // the old one goes before the new one comes
+      arena_ = DeviceMemory(count.used());
+    }
+    Carver carver(arena_.data());
+    sums.clear();
+    Sized made;
+    made.activations = carve(B_, T_, carver, sums);
+    made.sums = DeviceMemory(sums.size() * sizeof(BlockSums));
+    made.sum_count = static_cast<int64_t>(sums.size());
+    made.most_columns = 0;
+    for (const BlockSums& s : sums) made.most_columns = std::max<int64_t>(made.most_columns, s.columns);
+    copy_up(made.sums.data(), sums.data(), made.sums.bytes());
+    wait();
+    sized = sized_.emplace(std::pair(B_, T_), std::move(made)).first;
+    // The same piece of pinned memory serves all sizes.
+    const size_t input = at(kInputHeader + 2 * N_) * sizeof(int32_t);
+    const size_t runs = at(N_) * (sizeof(int32_t) + sizeof(TokenRun) + sizeof(TokenParts)) + 4 * kAlignment +
+                        2 * at(N_) * sizeof(TokenRun);
+    if (input_.bytes() < input || runs_.bytes() < runs) {
+      recorded_.clear();
+      input_ = PinnedMemory(std::max(input, input_.bytes()));
+      runs_ = PinnedMemory(std::max(runs, runs_.bytes()));
+    }
+  }
+  at_hand_ = &sized->second;
+  a_ = &at_hand_->activations;
+  auto found = recorded_.find(kind);
+  if (found == recorded_.end()) {
+    size_t saved = 0, workspace = 0;
+    for (int64_t l = 0; l < config_.layers; ++l) {
+      const CudaSizes sizes =
+          cuda_attention_sizes(attention_problem(l, kind, 1), kind.tie_facts || kind.residual_facts);
+      saved = std::max(saved, sizes.saved), workspace = std::max(workspace, sizes.workspace);
+    }
+    saved = (saved + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t bytes = saved * at(config_.layers) + workspace;
+    if (bytes > attention_.bytes()) {
+      wait();
+      recorded_.clear();
+      attention_ = {};
+      attention_ = DeviceMemory(bytes);
+    }
+    // Of an older plan there will be no more calls.
+    std::erase_if(recorded_, [&](const auto& entry) { return entry.first.plan_version != plan_version_; });
+    found = recorded_.emplace(kind, Recorded{}).first;
+    found->second.saved = saved;
+  }
+  saved_bytes_ = found->second.saved;
+}
+
+// --- Products
+
+void Gpt2Cuda::multiply(const char* name, const DeviceProduct& p) {
+  if (clock_) {
+    const auto bytes = [](int64_t rows, int64_t columns, TensorType type) {
+      return static_cast<double>(rows * columns * (type == TensorType::bf16 ? 2 : 4));
+    };
+    phase(name,
+          2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns) * static_cast<double>(p.depth),
+          bytes(p.rows, p.depth, p.type) + bytes(p.depth, p.columns, p.type) +
+              bytes(p.rows, p.columns, p.c_type) * (1 + (p.base != nullptr) + (p.end != ProductEnd::plain)));
+  }
+  products_.multiply(p);
+}
+
+void Gpt2Cuda::linear_forward(const char* name, const void* x, int64_t w, int64_t bias, int64_t in,
+                              int64_t out, void* y, TensorType y_type, const float* residual) {
+  DeviceProduct p{N_, out, in,    type_, DeviceMatrix::rows_of(x, in), DeviceMatrix::rows_of(operand(w), out),
+                  y,  out, y_type};
+  p.base = residual;
+  // cuBLASLt wants the bias in the type of the result: in BF16 it is rounded, as weights are.
+  p.bias = y_type == TensorType::fp32 ? master(bias) : operand(bias);
+  multiply(name, p);
+}
+
+void Gpt2Cuda::linear_backward(const char* name, const void* dy, int64_t w, int64_t in, int64_t out, void* dx,
+                               TensorType dx_type, const float* base) {
+  DeviceProduct p{
+      N_, in, out,    type_, DeviceMatrix::rows_of(dy, out), DeviceMatrix::transposed(operand(w), out),
+      dx, in, dx_type};
+  p.base = base;
+  multiply(name, p);
+}
+
+void Gpt2Cuda::weight_backward(const char* name, const void* dy, const void* x, int64_t w, int64_t in,
+                               int64_t out) {
+  DeviceProduct p{in,
+                  out,
+                  N_,
+                  type_,
+                  DeviceMatrix::transposed(x, in),
+                  DeviceMatrix::rows_of(dy, out),
+                  gradient(w),
+                  out,
+                  TensorType::fp32};
+  p.base = p.c;
+  multiply(name, p);
+}
+
+void Gpt2Cuda::bias_backward(const void* dy, int64_t out, float* sums) {
+  if (!sums) return;
+  phase("bias gradients", 0, activation_bytes(out));
+  device::column_sums(dy, N_, out, type_, sums, stream_);
+}
+
+// --- Attention
+
+DeviceTensor Gpt2Cuda::heads_of(void* data, int64_t first, int64_t row_stride) const {
+  return {static_cast<char*>(data) + at(first) * element_bytes(),
+          {T_ * row_stride, config_.head_size(), row_stride, 1}};
+}
+
+CudaAttention Gpt2Cuda::attention_problem(int64_t layer, const CallKind& kind, float keel_scale) const {
+  CudaAttention problem;
+  problem.B = kind.B, problem.T = problem.N = kind.T;
+  problem.H = problem.G = config_.heads;
+  problem.D = config_.head_size();
+  problem.type = type_;
+  problem.plans = plans_of(layer);
+  for (PrecisionPlan& plan : problem.plans) plan.keel *= keel_scale;
+  problem.softcap = config_.softcap;
+  problem.causal = true;
+  problem.tile_keys = config_.tile_keys;
+  problem.layer = static_cast<uint32_t>(layer);
+  problem.device_step = a_->input;
+  problem.aligned = config_.head_size() % 8 == 0;
+  return problem;
+}
+
+CudaInputs Gpt2Cuda::attention_inputs(const LayerMemory& m) const {
+  const int64_t C = config_.width;
+  const DeviceTensor v = heads_of(m.qkv, 2 * C, 3 * C);
+  if (config_.qk_norm) return {heads_of(m.qk, 0, 2 * C), heads_of(m.qk, C, 2 * C), v};
+  return {heads_of(m.qkv, 0, 3 * C), heads_of(m.qkv, C, 3 * C), v};
+}
+
+CudaForward Gpt2Cuda::attention_memory(int64_t layer, const LayerMemory& m, bool ties) const {
+  CudaForward out;
+  out.o = heads_of(m.o, 0, config_.width);
+  out.lse = m.lse;
+  out.saved = attention_.as<char>() + at(layer) * saved_bytes_;
+  if (ties) out.ties = m.ties;
+  return out;
+}
+
+// --- Forward
+
+void Gpt2Cuda::forward(const CallKind& kind) {
+  const int64_t C = config_.width;
+  phase("embedding", 0, 2 * stream_bytes());
+  device::embedding_forward(a_->tokens, master(wte_), master(wpe_), N_, T_, C, a_->layers[0].x, stream_);
+  for (int64_t l = 0; l < config_.layers; ++l)
+    layer_forward(l, l + 1 < config_.layers ? a_->layers[at(l + 1)].x : a_->x, kind);
+  phase("layernorm forward", 0, stream_bytes() + activation_bytes(C));
+  device::layernorm_forward(a_->x, master(lnf_gain_), master(lnf_bias_), N_, C, type_, a_->lnf, a_->mean,
+                            a_->rstd, stream_);
+}
+
+void Gpt2Cuda::layer_forward(int64_t l, float* out, const CallKind& kind) {
+  LayerMemory& m = a_->layers[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
+  const bool with_facts = kind.tie_facts || kind.residual_facts;
+  phase("layernorm forward", 0, stream_bytes() + activation_bytes(C));
+  device::layernorm_forward(m.x, master(w.ln1_gain), master(w.ln1_bias), N_, C, type_, m.ln1, m.mean1,
+                            m.rstd1, stream_);
+  linear_forward("qkv", m.ln1, w.qkv, w.qkv_bias, C, 3 * C, m.qkv, type_, nullptr);
+  if (config_.qk_norm) {
+    phase("qk_norm", 0, 2 * activation_bytes(2 * C));
+    device::rms_norm_forward(m.qkv, master(w.q_gain), master(w.k_gain), N_, H, D, type_, m.qk, m.qk_rstd,
+                             stream_);
+  }
+  phase("attention forward", 4.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
+  attention_forward_cuda(attention_problem(l, kind, 1), attention_inputs(m),
+                         attention_memory(l, m, kind.tie_facts), with_facts,
+                         attention_.as<char>() + at(config_.layers) * saved_bytes_, stream_);
+  const void* attended = m.o;
+  if (config_.gated_attention) {
+    linear_forward("gate", m.ln1, w.gate, w.gate_bias, C, C, m.gate, type_, nullptr);
+    phase("gate values", 0, 3 * activation_bytes(C));
+    device::gate_forward(m.o, m.gate, N_ * C, type_, m.gated, stream_);
+    attended = m.gated;
+  }
+  linear_forward("proj", attended, w.proj, w.proj_bias, C, C, m.middle, TensorType::fp32, m.x);
+  phase("layernorm forward", 0, stream_bytes() + activation_bytes(C));
+  device::layernorm_forward(m.middle, master(w.ln2_gain), master(w.ln2_bias), N_, C, type_, m.ln2, m.mean2,
+                            m.rstd2, stream_);
+  if (fused_gelu_) {
+    DeviceProduct p{N_,
+                    4 * C,
+                    C,
+                    type_,
+                    DeviceMatrix::rows_of(m.ln2, C),
+                    DeviceMatrix::rows_of(operand(w.fc), 4 * C),
+                    m.activated,
+                    4 * C,
+                    type_};
+    p.bias = operand(w.fc_bias);
+    p.end = ProductEnd::gelu;
+    p.aux = m.hidden;
+    multiply("fc, gelu", p);
+  } else {
+    linear_forward("fc", m.ln2, w.fc, w.fc_bias, C, 4 * C, m.hidden, type_, nullptr);
+    phase("gelu forward", 0, 2 * activation_bytes(4 * C));
+    device::gelu_forward(m.hidden, N_ * 4 * C, type_, m.activated, stream_);
+  }
+  linear_forward("out", m.activated, w.out, w.out_bias, 4 * C, C, out, TensorType::fp32, m.middle);
+}
+
+// Logits and losses; with gradients, dlogits in their place.
+void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
+  const int64_t C = config_.width, V = product_vocabulary();
+  multiply("logits", {N_, V, C, type_, DeviceMatrix::rows_of(a_->lnf, C),
+                      DeviceMatrix::transposed(head_operand(), C), a_->logits, logits_stride_, type_});
+  phase("cross-entropy", 0, (gradients ? 2 : 1) * activation_bytes(config_.vocabulary));
+  device::cross_entropy(a_->logits, a_->targets, N_, config_.vocabulary, logits_stride_, type_, gradients,
+                        gradient_scale, a_->losses, stream_);
+  device::mean_loss(a_->losses, N_, facts_memory_.as<double>(), stream_);
+}
+
+// --- Backward
+
+void Gpt2Cuda::backward(const CallKind& kind) {
+  const int64_t C = config_.width, V = config_.vocabulary;
+  // The loss is a mean over tokens, and so is the z-loss of keel.
+  const float gradient_scale = kind.loss_scale / static_cast<float>(N_);
+  classify(/*gradients=*/true, gradient_scale);
+  multiply("logits, input gradient",
+           {N_, C, product_vocabulary(), type_, DeviceMatrix::rows_of(a_->logits, logits_stride_),
+            DeviceMatrix::rows_of(head_operand(), C), a_->wide, C, TensorType::fp32});
+  DeviceProduct head{V,
+                     C,
+                     N_,
+                     type_,
+                     DeviceMatrix::transposed(a_->logits, logits_stride_),
+                     DeviceMatrix::rows_of(a_->lnf, C),
+                     gradient(head_),
+                     C,
+                     TensorType::fp32};
+  head.base = head.c;
+  multiply("logits, weight gradient", head);
+  void* const dx_operand = is_bf16() ? a_->dx_operand : nullptr;
+  phase("layernorm backward", 0, 3 * stream_bytes() + activation_bytes(C));
+  device::layernorm_backward(a_->wide, a_->x, master(lnf_gain_), a_->mean, a_->rstd, N_, C, nullptr, a_->dx,
+                             dx_operand, a_->lnf_gain_sums, a_->lnf_bias_sums, stream_);
+  for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, kind, gradient_scale);
+  phase("sums over rows");
+  device::add_sums(at_hand_->sums.as<BlockSums>(), at_hand_->sum_count, at_hand_->most_columns, stream_);
+  phase("embedding", 0, stream_bytes());
+  device::position_backward(a_->dx, B_, T_, C, gradient(wpe_), stream_);
+}
+
+// dx comes in as the gradient of the layer's output and leaves as that of its input.
+void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale) {
+  LayerMemory& m = a_->layers[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
+  const bool with_facts = kind.tie_facts || kind.residual_facts;
+  void* const dx_operand = is_bf16() ? a_->dx_operand : nullptr;
+
+  if (fused_gelu_) {
+    DeviceProduct p{N_,
+                    4 * C,
+                    C,
+                    type_,
+                    DeviceMatrix::rows_of(a_->dx_operand, C),
+                    DeviceMatrix::transposed(operand(w.out), C),
+                    a_->dhidden,
+                    4 * C,
+                    type_};
+    p.end = ProductEnd::gelu_slope;
+    p.aux = m.hidden;
+    multiply("out, input gradient, gelu", p);
+  } else {
+    linear_backward("out, input gradient", a_->dx_operand, w.out, 4 * C, C, a_->wide, TensorType::fp32,
+                    nullptr);
+    phase("gelu backward", 0, 4 * stream_bytes() + 2 * activation_bytes(4 * C));
+    device::gelu_backward(a_->wide, m.hidden, N_ * 4 * C, type_, a_->dhidden, stream_);
+  }
+  weight_backward("out, weight gradient", a_->dx_operand, m.activated, w.out, 4 * C, C);
+  bias_backward(a_->dx_operand, C, m.sums.out_bias);
+  linear_backward("fc, input gradient", a_->dhidden, w.fc, C, 4 * C, a_->wide, TensorType::fp32, nullptr);
+  weight_backward("fc, weight gradient", a_->dhidden, m.ln2, w.fc, C, 4 * C);
+  bias_backward(a_->dhidden, 4 * C, m.sums.fc_bias);
+  phase("layernorm backward", 0, 4 * stream_bytes() + activation_bytes(C));
+  device::layernorm_backward(a_->wide, m.middle, master(w.ln2_gain), m.mean2, m.rstd2, N_, C, a_->dx, a_->dx,
+                             dx_operand, m.sums.ln2_gain, m.sums.ln2_bias, stream_);
+
+  if (config_.gated_attention) {
+    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->wide, TensorType::fp32,
+                    nullptr);
+    weight_backward("proj, weight gradient", a_->dx_operand, m.gated, w.proj, C, C);
+    phase("gate values", 0, stream_bytes() + 4 * activation_bytes(C));
+    device::gate_backward(a_->wide, m.o, m.gate, N_ * C, type_, a_->d_o, a_->dgate, stream_);
+  } else {
+    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->d_o, type_, nullptr);
+    weight_backward("proj, weight gradient", a_->dx_operand, m.o, w.proj, C, C);
+  }
+  bias_backward(a_->dx_operand, C, m.sums.proj_bias);
+  CudaBackward out;
+  out.dq = heads_of(a_->dqkv, 0, 3 * C);
+  out.dk = heads_of(a_->dqkv, C, 3 * C);
+  out.dv = heads_of(a_->dqkv, 2 * C, 3 * C);
+  if (kind.residual_facts) {
+    out.residual = m.residual;
+    out.delta = m.delta;
+  }
+  phase("attention backward", 10.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
+  attention_backward_cuda(attention_problem(l, kind, keel_scale), attention_inputs(m),
+                          heads_of(a_->d_o, 0, C), attention_memory(l, m, false), out, with_facts,
+                          attention_.as<char>() + at(config_.layers) * saved_bytes_, stream_);
+  if (config_.qk_norm) {
+    phase("qk_norm", 0, 3 * activation_bytes(2 * C));
+    device::rms_norm_backward(a_->dqkv, m.qkv, master(w.q_gain), master(w.k_gain), m.qk_rstd, N_, H, D, type_,
+                              m.sums.q_gain, m.sums.k_gain, stream_);
+  }
+  linear_backward("qkv, input gradient", a_->dqkv, w.qkv, C, 3 * C, a_->wide, TensorType::fp32, nullptr);
+  weight_backward("qkv, weight gradient", a_->dqkv, m.ln1, w.qkv, C, 3 * C);
+  bias_backward(a_->dqkv, 3 * C, m.sums.qkv_bias);
+  if (config_.gated_attention) {
+    linear_backward("gate, input gradient", a_->dgate, w.gate, C, C, a_->wide, TensorType::fp32, a_->wide);
+    weight_backward("gate, weight gradient", a_->dgate, m.ln1, w.gate, C, C);
+    bias_backward(a_->dgate, C, m.sums.gate_bias);
+  }
+  phase("layernorm backward", 0, 4 * stream_bytes() + activation_bytes(C));
+  device::layernorm_backward(a_->wide, m.x, master(w.ln1_gain), m.mean1, m.rstd1, N_, C, a_->dx, a_->dx,
+                             l > 0 ? dx_operand : nullptr, m.sums.ln1_gain, m.sums.ln1_bias, stream_);
+}
+
+// --- Facts
+
+void Gpt2Cuda::write_facts(const CallKind& kind) {
+  if (!kind.score_facts && !kind.tie_facts && !kind.residual_facts) return;
+  const LayerMemory& first = a_->layers[0];
+  const int64_t C = config_.width, row_stride = (config_.qk_norm ? 2 : 3) * C;
+  const CudaInputs in = attention_inputs(first);
+  device::FactInputs facts{};
+  facts.L = config_.layers, facts.B = B_, facts.H = config_.heads, facts.T = T_;
+  facts.D = config_.head_size();
+  facts.type = type_;
+  facts.scale = 1 / std::sqrt(static_cast<float>(facts.D));
+  facts.q = in.q.data;
+  facts.k = in.k.data;
+  facts.layer_stride = a_->qkv_stride;
+  facts.row_stride = row_stride;
+  facts.row_layer_stride = a_->row_stride;
+  facts.lse = first.lse;
+  if (kind.tie_facts) facts.ties = first.ties;
+  if (kind.residual_facts) facts.residual = first.residual, facts.delta = first.delta;
+  phase("facts", kind.score_facts ? static_cast<double>(config_.layers) * static_cast<double>(N_) *
+                                        static_cast<double>(T_ * C)
+                                  : 0);
+  device::head_facts(facts, kind.score_facts,
+                     reinterpret_cast<FactSums*>(facts_memory_.as<char>() + kAlignment), stream_);
+}
+
+// --- A call
+
+void Gpt2Cuda::enqueue(const CallKind& kind) {
+  phase("copies");
+  copy_up(a_->input, input_.as<void>(), at(kInputHeader + 2 * N_) * sizeof(int32_t));
+  forward(kind);
+  if (kind.backward) {
+    backward(kind);
+    write_facts(kind);
+  } else {
+    classify(/*gradients=*/false, 0);
+  }
+  phase("copies");
+  copy_down(output_.as<void>(), facts_memory_.data(), sizeof(OutputHeader));
+  if (kind.score_facts || kind.tie_facts || kind.residual_facts)
+    copy_down(output_.as<void>(sizeof(OutputHeader)), facts_memory_.as<char>() + kAlignment,
+              facts_.size() * sizeof(FactSums));
+}
+
+void Gpt2Cuda::run(const CallKind& kind) {
+  Recorded& recorded = recorded_.at(kind);
+  if (clock_ || !recorded.done_before) {
+    enqueue(kind);
+    recorded.done_before = true;
+    return;
+  }
+  if (!recorded.graph.get()) {
+    check_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a graph");
+    cudaGraph_t graph = nullptr;
+    try {
+      enqueue(kind);
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    check_cuda(cudaStreamEndCapture(stream_, &graph), "recording a graph");
+    cudaGraphExec_t exec = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
+    cudaGraphDestroy(graph);
+    check_cuda(status, "making a graph");
+    recorded.graph = Graph(exec);
+  }
+  check_cuda(cudaGraphLaunch(recorded.graph.get(), stream_), "running a graph");
+}
+
+void Gpt2Cuda::stage(const Batch& batch, uint32_t step) {
+  *input_.as<uint32_t>() = step;
+  int32_t* tokens = input_.as<int32_t>() + kInputHeader;
+  std::copy(batch.tokens.begin(), batch.tokens.end(), tokens);
+  std::copy(batch.targets.begin(), batch.targets.end(), tokens + N_);
+}
+
+// The rows of dwte, by runs. Sorted here while the device is at work.
+void Gpt2Cuda::token_backward(const int32_t* tokens) {
+  const int64_t V = config_.vocabulary, kMost = device::kRunPlaces;
+  Carver carver(runs_.as<void>());
+  int32_t* places = carver.take<int32_t>(N_);
+  TokenRun* runs = carver.take<TokenRun>(std::min(N_, V) + N_ / kMost + 1);
+  TokenParts* parts = carver.take<TokenParts>(N_ / kMost + 1);
+  // A counting sort: places in ascending order within a token.
+  std::fill(token_end_.begin(), token_end_.end(), 0);
+  for (int64_t n = 0; n < N_; ++n) ++token_end_[at(tokens[n])];
+  int64_t run_count = 0, token_count = 0;
+  int32_t first = 0, part = 0;
+  for (int64_t token = 0; token < V; ++token) {
+    const int32_t count = token_end_[at(token)];
+    token_end_[at(token)] = first;
+    if (count == 0) continue;
+    const bool several = count > kMost;
+    if (several)
+      parts[token_count++] = {static_cast<int32_t>(token), part,
+                              static_cast<int32_t>((count + kMost - 1) / kMost)};
+    for (int32_t done = 0; done < count; done += static_cast<int32_t>(kMost))
+      runs[run_count++] = {static_cast<int32_t>(token), first + done,
+                           std::min<int32_t>(count - done, static_cast<int32_t>(kMost)),
+                           several ? part++ : -1};
+    first += count;
+  }
+  for (int64_t n = 0; n < N_; ++n) places[token_end_[at(tokens[n])]++] = static_cast<int32_t>(n);
+  phase("copies");
+  copy_up(a_->places, places, at(N_) * sizeof(int32_t));
+  copy_up(a_->runs, runs, at(run_count) * sizeof(TokenRun));
+  if (token_count > 0) copy_up(a_->token_parts, parts, at(token_count) * sizeof(TokenParts));
+  phase("embedding", 0, stream_bytes());
+  device::token_backward(a_->dx, a_->places, a_->runs, run_count, a_->token_parts, token_count, a_->run_sums,
+                         config_.width, gradient(wte_), stream_);
+}
+
+double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
+  check_batch(batch, /*with_targets=*/true);
+  const CallKind kind{
+      batch.B,      batch.T, true, loss_scale, context.score_facts, context.tie_facts, context.residual_facts,
+      plan_version_};
+  start(kind);
+  stage(batch, context.step);
+  refresh_operands();
+  run(kind);
+  token_backward(batch.tokens.data());
+  if (clock_) clock_->end();
+  wait();
+  const FactSums* sums = output_.as<FactSums>(sizeof(OutputHeader));
+  for (size_t n = 0; n < facts_.size(); ++n) facts_[n] = facts_of(sums[n], context);
+  return output_.as<OutputHeader>()->loss;
+}
+
+double Gpt2Cuda::loss(const Batch& batch, const StepContext& context) {
+  check_batch(batch, /*with_targets=*/true);
+  const CallKind kind{batch.B, batch.T, false, 1, false, false, false, plan_version_};
+  start(kind);
+  stage(batch, context.step);
+  refresh_operands();
+  run(kind);
+  wait();
+  return output_.as<OutputHeader>()->loss;
+}
+
+// Lengths are rounded up, so that few shapes of products occur: what follows a token changes nothing before it.
+std::vector<float> Gpt2Cuda::logits(std::span<const int32_t> tokens) {
+  const int64_t count = static_cast<int64_t>(tokens.size()), C = config_.width, V = config_.vocabulary;
+  check_batch({1, count, tokens, {}}, /*with_targets=*/false);
+  int64_t T = 64;
+  while (T < count) T *= 2;
+  T = std::min(T, config_.context);
+  std::vector<int32_t> padded(tokens.begin(), tokens.end());
+  padded.resize(at(T));
+  const CallKind kind{1, T, false, 1, false, false, false, plan_version_};
+  start(kind);
+  stage({1, T, padded, {}}, 0);
+  refresh_operands();
+  copy_up(a_->input, input_.as<void>(), at(kInputHeader + N_) * sizeof(int32_t));
+  forward(kind);
+  // The row goes to a place of its own, so that its alignment does not depend on the length.
+  check_cuda(
+      cudaMemcpyAsync(a_->d_o, static_cast<const char*>(a_->lnf) + at((count - 1) * C) * element_bytes(),
+                      at(C) * element_bytes(), cudaMemcpyDeviceToDevice, stream_),
+      "copying a row");
+  multiply("last logits",
+           {1, V, C, type_, DeviceMatrix::rows_of(a_->d_o, C), DeviceMatrix::transposed(head_operand(), C),
+            a_->last_logits, logits_stride_, TensorType::fp32});
+  std::vector<float> out(at(V));
+  copy_down(out.data(), a_->last_logits, out.size() * sizeof(float));
+  wait();
+  return out;
+}
+
+int64_t Gpt2Cuda::apply_qk_clip() {
+  const std::vector<float> factors = query_key_factors(config_, facts_);
+  const int64_t clipped =
+      static_cast<int64_t>(factors.size()) - std::count(factors.begin(), factors.end(), 1.0f);
+  if (clipped == 0) return 0;
+  const DeviceMemory on_device(factors.size() * sizeof(float));
+  copy_up(on_device.data(), factors.data(), on_device.bytes());
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    const LayerOffsets& w = offsets_[at(l)];
+    device::scale_query_key(parameters() + w.qkv, w.qkv_bias < 0 ? nullptr : parameters() + w.qkv_bias,
+                            on_device.as<float>() + l * config_.heads, config_.width, config_.heads, stream_);
+  }
+  wait();
+  parameters_changed();
+  return clipped;
+}
+
+std::vector<PhaseTime> Gpt2Cuda::time_phases(const Batch& batch, const StepContext& context, int repeats) {
+  require(repeats >= 1, "[model] expected at least one repeat, got {}", repeats);
+  forward_backward(batch, 1, context);  // chooses algorithms
+  std::vector<PhaseTime> phases;
+  for (int n = 0; n < repeats; ++n) {
+    parameters_changed();  // as in a step
+    clock_.emplace(stream_);
+    try {
+      forward_backward(batch, 1, context);
+      clock_->add_to(phases);
+    } catch (...) {
+      clock_.reset();
+      throw;
+    }
+    clock_.reset();
+  }
+  for (PhaseTime& phase : phases) {
+    phase.seconds /= repeats;
+    phase.flops /= repeats;
+    phase.bytes /= repeats;
+    phase.launches /= repeats;
+  }
+  return phases;
+}
+
+}  // namespace
+
+std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed) {
+  return std::make_unique<Gpt2Cuda>(config, seed);
+}
+
+std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
+                                        int repeats) {
+  auto* const own = dynamic_cast<Gpt2Cuda*>(&model);
+  require(own != nullptr, "[model] expected a model on the GPU");
+  return own->time_phases(batch, context, repeats);
+}
+
+}  // namespace evenkeel
