@@ -397,35 +397,36 @@ class TcpLink final : public Link {
     require_data(refused.empty(), "{}", refused);
   }
 
-  FileDescriptor connect(const Launch& launch, Clock::time_point deadline, int wait) const {
-    constexpr int kPause = 50;  // ms between attempts: rank 0 may start later
-    std::string reason;
-    do {
-      const Addresses addresses(launch.address.c_str(), launch.port);
-      if (addresses.error != 0) reason = ::gai_strerror(addresses.error);
-      for (const addrinfo* address = addresses.list; address; address = address->ai_next) {
-        FileDescriptor socket(
-            ::socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC, address->ai_protocol));
-        if (socket.valid() && ::connect(socket.get(), address->ai_addr, address->ai_addrlen) == 0) {
-          set_options(socket.get());
-          return socket;
-        }
-        reason = std::strerror(errno);
+  // One attempt. On failure none, and why.
+  static FileDescriptor connect(const Launch& launch, std::string& reason) {
+    const Addresses addresses(launch.address.c_str(), launch.port);
+    if (addresses.error != 0) reason = ::gai_strerror(addresses.error);
+    for (const addrinfo* address = addresses.list; address; address = address->ai_next) {
+      FileDescriptor socket(
+          ::socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC, address->ai_protocol));
+      if (socket.valid() && ::connect(socket.get(), address->ai_addr, address->ai_addrlen) == 0) {
+        set_options(socket.get());
+        return socket;
       }
-      ::poll(nullptr, 0, std::min(kPause, milliseconds_left(deadline)));
-    } while (Clock::now() < deadline);
-    throw DataError(fmt::format("rank {}: rank 0 did not answer at {} within {} seconds: {}", rank_, place_,
-                                wait, reason));
+      reason = std::strerror(errno);
+    }
+    return {};
   }
 
   void join(const Launch& launch, Clock::time_point deadline, int wait) {
-    for (const Channel channel : {Channel::data, Channel::alarm}) {
-      FileDescriptor& socket = channel == Channel::data ? data_[0] : alarm_[0];
-      socket = connect(launch, deadline, wait);
-      own_.channel = channel;
-      send_all(socket.get(), &own_, sizeof own_);
+    constexpr int kPause = 50;  // ms between attempts: rank 0 may start later
+    std::string reason;
+    while (!(data_[0] = connect(launch, reason)).valid()) {
+      require_data(Clock::now() < deadline, "rank {}: rank 0 did not answer at {} within {} seconds: {}",
+                   rank_, place_, wait, reason);
+      ::poll(nullptr, 0, std::min(kPause, milliseconds_left(deadline)));
     }
-    // Rank 0 says no more than this when it gives up, a little later than this rank's own patience ends.
+    send_all(data_[0].get(), &own_, sizeof own_);
+    // Fails where rank 0 has given up meanwhile; then the answer to the first one says why.
+    alarm_[0] = connect(launch, reason);
+    own_.channel = Channel::alarm;
+    if (alarm_[0].valid()) send_all(alarm_[0].get(), &own_, sizeof own_);
+    // Rank 0 says what it has to say at the end of its own patience at the latest.
     Notice notice;
     const bool answered = receive_all_until(deadline + kGrace, data_[0].get(), &notice, sizeof notice);
     require_data(answered && std::memcmp(notice.magic, Notice().magic, sizeof notice.magic) == 0,
