@@ -75,11 +75,11 @@ function(evenkeel_cuda_flags target)
     "$<$<COMPILE_LANGUAGE:CUDA>:-O3;-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
 endfunction()
 
-# hopper*.cu for exactly sm_90a, the other files of src/attention/cuda for everything from sm_80 on.
+# hopper*.cu for exactly sm_90a, the other files of src/*/cuda for everything from sm_80 on.
 function(evenkeel_add_cuda_kernels target)
-  file(GLOB sources CONFIGURE_DEPENDS src/attention/cuda/*.cu src/attention/cuda/*.cpp)
-  file(GLOB hopper_sources CONFIGURE_DEPENDS src/attention/cuda/hopper*.cu)
-  file(GLOB any_sources CONFIGURE_DEPENDS src/attention/cuda/*.cu)
+  file(GLOB sources CONFIGURE_DEPENDS src/*/cuda/*.cu src/*/cuda/*.cpp)
+  file(GLOB hopper_sources CONFIGURE_DEPENDS src/*/cuda/hopper*.cu)
+  file(GLOB any_sources CONFIGURE_DEPENDS src/*/cuda/*.cu)
   list(REMOVE_ITEM any_sources ${hopper_sources})
   set_source_files_properties(${hopper_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_hopper}")
   set_source_files_properties(${any_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_any}")

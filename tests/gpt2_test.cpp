@@ -394,7 +394,11 @@ TEST(Gpt2, the_parts_of_a_batch_change_no_bit) {
     StepContext context;
     context.score_facts = context.tie_facts = context.residual_facts = true;
     const auto model = lively_model(config);
-    model->set_plan(ScopedPlan::parse("bf16_all,keel=1e-3"));
+    // The second plan draws random numbers at every kind of place: operands, rows, gradients of keys, shifts.
+    const char* plan = B == 32 ? "bf16_all,keel=1e-3"
+                               : "bf16_all,q=e5m2/stochastic,k=e5m2/stochastic,row_sum=e5m2/stochastic,"
+                                 "dk=e5m2/stochastic,stabiliser=dither";
+    model->set_plan(ScopedPlan::parse(plan));
     set_thread_count(1);
     const Pass expected = pass(*model, tokens.batch(), context);
     const double loss = model->loss(tokens.batch());
@@ -410,6 +414,23 @@ TEST(Gpt2, the_parts_of_a_batch_change_no_bit) {
     }
     set_thread_count(1);
   }
+}
+
+// The gradients of two halves, each told where it lies in the step, are those of the whole.
+TEST(Gpt2, the_first_sequence_names_the_random_numbers) {
+  Gpt2Config config = tiny();
+  const Tokens tokens(config, 4, 7);
+  const auto model = lively_model(config);
+  model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2/stochastic"));
+  const auto half = [&](size_t n, int64_t first_sequence) {
+    const auto rows = [&](const std::vector<int32_t>& all) { return std::span(all).subspan(n * 14, 14); };
+    StepContext context;
+    context.first_sequence = first_sequence;
+    return pass(*model, Batch{2, 7, rows(tokens.tokens), rows(tokens.targets)}, context).loss;
+  };
+  const double whole = pass(*model, tokens.batch()).loss;
+  EXPECT_NEAR((half(0, 0) + half(1, 2)) / 2, whole, 1e-12);
+  EXPECT_GT(std::fabs((half(0, 0) + half(1, 0)) / 2 - whole), 1e-9);
 }
 
 TEST(Gpt2, the_step_names_the_random_numbers) {

@@ -36,11 +36,10 @@ const std::set<std::string_view> kSystemHeaders = {"dirent.h", "dlfcn.h", "fcntl
 // Folders of <> includes; for base and up.
 const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa", "netinet"};
 
-// Of CUDA, for the files of kCudaFolder alone: everything else is built without a toolkit, too.
+// Of CUDA, for the files of a layer's folder cuda/ alone: everything else is built without a toolkit, too.
 const std::set<std::string_view> kCudaHeaders = {"cuda.h",         "cuda_runtime.h", "cuda_runtime_api.h",
                                                  "cudaTypedefs.h", "cuda_bf16.h",    "cuda_fp16.h",
-                                                 "cuda_fp8.h"};
-constexpr std::string_view kCudaFolder = "attention/cuda/";
+                                                 "cuda_fp8.h",     "cublasLt.h"};
 
 // "numerics" for numerics/format.h; "" for a file directly in src/.
 std::string_view folder_of(std::string_view path) {
@@ -52,6 +51,10 @@ std::optional<size_t> layer_of(std::string_view folder) {
   const auto found = std::find(kLayers.begin(), kLayers.end(), folder);
   if (found == kLayers.end()) return {};
   return static_cast<size_t>(found - kLayers.begin());
+}
+
+bool is_in_cuda_folder(std::string_view path) {
+  return path.substr(folder_of(path).size()).starts_with("/cuda/");
 }
 
 bool is_front_end(std::string_view path) { return folder_of(path) == "cli" || folder_of(path).empty(); }
@@ -68,12 +71,11 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   }
   if (included == "immintrin.h") return file == "numerics/simd.h" ? "" : "intrinsics are for numerics/simd.h";
   if (is_c_header || is_cpp_header) return "";
-  const bool is_cuda_file = file.starts_with(kCudaFolder);
+  const bool is_cuda_file = is_in_cuda_folder(file);
   if (!quoted && kCudaHeaders.contains(included))
-    return is_cuda_file ? "" : "CUDA's headers are for " + std::string(kCudaFolder);
-  if (quoted && included.starts_with(kCudaFolder) && !is_cuda_file)
-    return "nobody includes what lies in " + std::string(kCudaFolder) +
-           ": attention/attention_cuda.h is the way";
+    return is_cuda_file ? "" : "CUDA's headers are for the folders cuda/";
+  if (quoted && is_in_cuda_folder(included) && !is_cuda_file)
+    return "what lies in a folder cuda/ is for such folders alone: its layer's own headers are the way";
   if (!quoted) {
     if (folder_of(file) == "numerics") return "numerics includes the standard library and numerics only";
     if (kSystemHeaders.contains(included) || kLibraries.contains(folder_of(included))) return "";
@@ -89,7 +91,7 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   if (!from || !to) return "the folder has no place in the order of layers: give it one in layering_test.cpp";
   if (*to > *from) return std::string(kLayers[*from]) + " lies below " + std::string(kLayers[*to]);
   if (!is_cuda_file && (file.ends_with(".cu") || file.ends_with(".cuh")))
-    return "CUDA sources lie in " + std::string(kCudaFolder);
+    return "CUDA sources lie in a folder cuda/";
   if (folder_of(file) == "report" && kHiddenFromReport.contains(folder_of(included)))
     return "report sees findings, never attention, model or training";
   return "";
@@ -167,6 +169,8 @@ Tree clean_tree() {
       {"attention/cuda/tile.cu",
        "#include \"attention/cuda/kernels.h\"\n#include \"attention/cuda/tile.cuh\"\n"},
       {"model/gpt.h", "#include \"attention/plan.h\"\n"},
+      {"model/cuda/gpt.cpp",
+       "#include <cublasLt.h>\n#include \"attention/cuda/kernels.h\"\n#include \"model/gpt.h\"\n"},
       {"training/trainer.h", "#include \"model/gpt.h\"\n"},
       {"diagnosis/finding.h", "#include \"training/trainer.h\"\n"},
       {"report/page.h", "#include \"diagnosis/finding.h\"\n#include \"base/error.h\"\n"},
@@ -206,6 +210,9 @@ TEST(Layering, a_planted_include_is_found) {
       {"cli/main.cpp", "#include <cuda_runtime.h>"},
       {"cli/main.cpp", "#include \"attention/cuda/kernels.h\""},
       {"attention/stray.cu", "#include \"base/error.h\""},
+      {"attention/cuda/tile.cu", "#include \"model/cuda/gpt.cpp\""},
+      {"model/gpt.h", "#include <cublasLt.h>"},
+      {"model/gpt.h", "#include \"attention/cuda/kernels.h\""},
       {"model/gpt.h", "#include \"training/trainer.h\""},
       {"training/trainer.h", "#include \"diagnosis/finding.h\""},
       {"diagnosis/finding.h", "#include \"report/page.h\""},

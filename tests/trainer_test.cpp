@@ -233,18 +233,122 @@ TEST_F(TrainerTest, configurations_go_to_toml_and_back) {
   c.optimizer.weight_decay = 0.1f;
   c.schedule.course = Course::wsd;
   c.model.precision = LinearPrecision::bf16;
+  c.backend = Backend::cuda;
+  c.keel_ramp = 7;
   RunConfig back;
   read_run_config(parse_toml(to_toml(to_toml_table(c)), "config.toml"), back);
   EXPECT_TRUE(same(to_toml_table(c), to_toml_table(back)));
   EXPECT_EQ(back.model, c.model);
   EXPECT_EQ(back.changes, c.changes);
   EXPECT_EQ(back.optimizer.weight_decay, 0.1f);
+  EXPECT_EQ(back.backend, Backend::cuda);
+  EXPECT_EQ(back.keel_ramp, 7);
   EXPECT_THROW(read_run_config(parse_toml("[model]\nhesds = 3\n", "x.toml"), back), DataError);
   EXPECT_THROW(read_run_config(parse_toml("[optimizer]\nkind = 'adam'\n", "x.toml"), back), DataError);
   EXPECT_THROW(read_run_config(parse_toml("[data]\nseed = -1\n", "x.toml"), back), DataError);
   c.sequences = 3;
   c.accumulate = 2;
   EXPECT_THROW(validate(c), std::invalid_argument);
+}
+
+float keel_at(const RunConfig& c, int64_t step, int layer = 0, int head = 0) {
+  return ScopedPlan::parse(c.plan_at(step)).at(layer, head).keel;
+}
+
+TEST_F(TrainerTest, keel_rises_in_a_straight_line) {
+  RunConfig c = tiny();
+  c.plan = "fp32,keel=1e-3";
+  EXPECT_EQ(c.plan_at(0), "fp32,keel=1e-3");  // at once
+  c.keel_ramp = 10;
+  validate(c);
+  EXPECT_FLOAT_EQ(keel_at(c, 0), 1e-4f);
+  EXPECT_FLOAT_EQ(keel_at(c, 4), 5e-4f);
+  EXPECT_EQ(c.plan_at(9), "fp32,keel=1e-3");
+  // From a change on: from where it was, down as well as up, and in the middle of another ramp.
+  c.changes = {{5, "keel=0"}, {100, "head 1: keel=2e-3"}, {104, "stabiliser=zero_sum"}};
+  EXPECT_FLOAT_EQ(keel_at(c, 4), 5e-4f);
+  EXPECT_FLOAT_EQ(keel_at(c, 5), 4.5e-4f);
+  EXPECT_EQ(keel_at(c, 14), 0);
+  EXPECT_EQ(keel_at(c, 99, 0, 1), 0);
+  for (int64_t step = 100; step < 115; ++step) {
+    EXPECT_EQ(keel_at(c, step, 0, 0), 0) << step;
+    EXPECT_FLOAT_EQ(keel_at(c, step, 0, 1), 2e-4f * static_cast<float>(std::min<int64_t>(step - 99, 10)))
+        << step;
+  }
+  EXPECT_EQ(ScopedPlan::parse(c.plan_at(105)).at(0, 1).stabiliser, Stabiliser::zero_sum);
+  c.keel_ramp = -1;
+  EXPECT_THROW(validate(c), std::invalid_argument);
+}
+
+TEST_F(TrainerTest, a_ramp_is_at_work_and_ends_where_the_plan_says) {
+  RunConfig c = tiny();
+  c.plan = "fp32,keel=0.5";
+  const auto at_once = run_to_end(folder / "a", c);
+  c.keel_ramp = 1;  // full from the first step on
+  EXPECT_EQ(run_to_end(folder / "b", c), at_once);
+  c.keel_ramp = 6;
+  EXPECT_NE(run_to_end(folder / "c", c), at_once);
+  const auto trainer = Trainer::resume(folder / "c");
+  EXPECT_EQ(trainer->model().plan(0, 0).keel, 0.5f);
+}
+
+TEST_F(TrainerTest, plans_for_layers_and_heads_that_are_not_there_are_refused) {
+  RunConfig c = tiny();  // 1 layer, 2 heads
+  c.plan = "fp32; layer 0 head 1: row_sum=bf16";
+  validate(c);
+  for (const char* plan :
+       {"fp32; layer 1: row_sum=bf16", "fp32; head 0,2: row_sum=bf16", "fp32; layer 0-3: keel=1"}) {
+    c.plan = plan;
+    EXPECT_THROW(validate(c), std::invalid_argument) << plan;
+  }
+  c.plan = "fp32";
+  c.changes = {{3, "layer 7: stabiliser=zero_sum"}};
+  EXPECT_THROW(validate(c), std::invalid_argument);
+  const auto model = make_gpt2_cpu(c.model, 1);
+  EXPECT_THROW(model->set_plan(ScopedPlan::parse("fp32; layer 1: keel=1")), std::invalid_argument);
+}
+
+TEST(Backend, is_chosen_once_with_a_reason) {
+  CudaDevice none, old, good;
+  none.why = "no driver";
+  old.present = good.present = true;
+  old.name = "NVIDIA T4";
+  old.major = 7, old.minor = 5;
+  good.name = "NVIDIA H200";
+  good.major = 9;
+  EXPECT_EQ(choose_backend(Backend::automatic, good).backend, Backend::cuda);
+  EXPECT_EQ(choose_backend(Backend::cpu, good).backend, Backend::cpu);
+  EXPECT_EQ(choose_backend(Backend::automatic, none).backend, Backend::cpu);
+  EXPECT_EQ(choose_backend(Backend::automatic, none).why, "no GPU: no driver");
+  EXPECT_EQ(choose_backend(Backend::automatic, old).backend, Backend::cpu);
+  EXPECT_NE(choose_backend(Backend::automatic, old).why.find("7.5"), std::string::npos);
+  EXPECT_THROW(choose_backend(Backend::cuda, none), DataError);
+  EXPECT_THROW(choose_backend(Backend::cuda, old), DataError);
+  EXPECT_EQ(parse_backend("auto"), Backend::automatic);
+  EXPECT_THROW(parse_backend("gpu"), std::invalid_argument);
+  EXPECT_EQ(peak_flops(Backend::cuda, good, LinearPrecision::bf16), 989.5e12);
+  EXPECT_FALSE(peak_flops(Backend::cuda, good, LinearPrecision::fp32));
+  EXPECT_FALSE(peak_flops(Backend::cuda, old, LinearPrecision::bf16));
+  EXPECT_GT(peak_flops(Backend::cpu, none, LinearPrecision::fp32), 0);
+}
+
+TEST_F(TrainerTest, the_backend_is_recorded_and_another_one_must_be_asked_for) {
+  RunConfig c = tiny();
+  c.backend = Backend::cpu;
+  { Trainer::start(folder / "run", c)->step(); }
+  const fs::path file = folder / "run" / "config.toml";
+  std::string text = read_whole_file(file, 1 << 20);
+  const size_t found = text.find("backend = \"cpu\"");
+  ASSERT_NE(found, std::string::npos) << text;
+  EXPECT_EQ(metrics(folder / "run")[0]["backend"], "cpu");
+  if (cuda_device().present) GTEST_SKIP() << "the rest is about machines without a GPU";
+  // As a run that a GPU began.
+  text.replace(found, std::string_view("backend = \"cpu\"").size(), "backend = \"cuda\"");
+  std::ofstream(file) << text;
+  EXPECT_THROW(Trainer::resume(folder / "run"), DataError);
+  EXPECT_THROW(Trainer::resume(folder / "run", Backend::cuda), DataError);
+  EXPECT_EQ(Trainer::resume(folder / "run", Backend::cpu)->config().backend, Backend::cpu);
+  EXPECT_EQ(Trainer::resume(folder / "run")->config().backend, Backend::cpu);  // the folder's from then on
 }
 
 TEST_F(TrainerTest, accumulated_parts_are_one_step) {

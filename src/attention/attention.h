@@ -43,6 +43,8 @@ struct AttentionConfig {
   int64_t tile_keys = 64;  // keys a tile; 0: all keys in one. Decides where pv and row_sum are rounded
   uint32_t step = 0;       // of the random numbers: a training step
   uint32_t layer = 0;      // of the random numbers
+  int64_t first_sequence =
+      0;  // of the random numbers: sequence b of the call draws as number first_sequence + b
   // --- changes only what happens on bad input
   bool allow_nonfinite = false;  // false: NaN or Inf in an input is an error that says where
 };

@@ -122,7 +122,8 @@ void write_key_gradient(const Call& call, Site site, const View<float>& to, int6
     if (!is_identity(plan.at(site)))
       round_array(plan.at(site), row, row, static_cast<size_t>(D),
                   stream_key(call.config, plan, static_cast<uint32_t>(site)),
-                  static_cast<uint64_t>(((b * call.shape.G + g) * call.shape.N + key + j) * D));
+                  static_cast<uint64_t>(
+                      (((call.config.first_sequence + b) * call.shape.G + g) * call.shape.N + key + j) * D));
     for (int64_t d = 0; d < D; ++d) *to.at(b, g, key + j, d) = row[d];
   }
   if (call.observer)

@@ -60,6 +60,9 @@ AttentionShape::AttentionShape(const AttentionConfig& config, const AttentionInp
   require(config.tile_keys >= 0, "[attention] expected tile_keys of 0 (all keys) or more, got {}",
           config.tile_keys);
 
+  require(config.first_sequence >= 0, "[attention] expected a first sequence of 0 or more, got {}",
+          config.first_sequence);
+
   const AttentionMask& mask = config.mask;
   require_lengths("query_lengths", mask.query_lengths, B, T);
   require_lengths("key_lengths", mask.key_lengths, B, N);

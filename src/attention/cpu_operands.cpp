@@ -99,7 +99,7 @@ Operands::Operands(const AttentionConfig& config, const AttentionShape& shape,
       for (int64_t j = 0; j < keys; ++j)
         round_array(rounding, x + j * stride_, x + j * stride_, static_cast<size_t>(D),
                     stream_key(config, plan, static_cast<uint32_t>(site)),
-                    static_cast<uint64_t>(((b * shape.G + g) * keys_ + j) * D));
+                    static_cast<uint64_t>((((config.first_sequence + b) * shape.G + g) * keys_ + j) * D));
       if (observer) observer->observe({site, b, h, 0, 0, keys, D, stride_, 1, exact.data(), x});
     }
   });

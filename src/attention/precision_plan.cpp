@@ -233,6 +233,20 @@ ScopedPlan ScopedPlan::parse(std::string_view text) {
   return result;
 }
 
+void ScopedPlan::check_scopes(int64_t layers, int64_t heads) const {
+  const auto check = [](const char* what, const std::vector<std::pair<int, int>>& ranges, int64_t count) {
+    for (auto [low, high] : ranges)
+      if (high >= count)
+        throw std::invalid_argument("plan for " + std::string(what) + " " + std::to_string(high) +
+                                    ": expected numbers from 0 to " + std::to_string(count - 1) +
+                                    ", as the model has " + std::to_string(count));
+  };
+  for (const Clause& clause : clauses_) {
+    check("layer", clause.layers, layers);
+    check("head", clause.heads, heads);
+  }
+}
+
 PrecisionPlan ScopedPlan::at(int layer, int head) const {
   PrecisionPlan plan = base_;
   for (const Clause& clause : clauses_)

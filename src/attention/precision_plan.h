@@ -115,6 +115,8 @@ class ScopedPlan {
 
   PrecisionPlan at(int layer, int head) const;
   bool is_scoped() const { return !clauses_.empty(); }
+  // std::invalid_argument where a clause names a layer or a head that a model of these sizes does not have.
+  void check_scopes(int64_t layers, int64_t heads) const;
 
  private:
   struct Clause {

@@ -52,7 +52,7 @@ void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
     for (int64_t i = 0; i < rows_; ++i)
       round_array(rounding, &rows[at(i * depth_)], &rows[at(i * depth_)], at(D_),
                   stream_key(call_.config, plan(), static_cast<uint32_t>(site)),
-                  static_cast<uint64_t>((head_index() * call_.shape.T + row_ + i) * D_));
+                  static_cast<uint64_t>((random_head() * call_.shape.T + row_ + i) * D_));
     if (observer_)
       observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
   }
@@ -104,7 +104,7 @@ void RowTile::round_only(Site site, float* block, int64_t lines, int64_t first_l
   for (int64_t line = 0; line < lines; ++line)
     round_array(rounding, block + line * width_, block + line * width_, at(columns_),
                 stream_key(call_.config, plan(), static_cast<uint32_t>(stream)),
-                static_cast<uint64_t>((head_index() * all_lines + first_line + line) * pitch + row_));
+                static_cast<uint64_t>((random_head() * all_lines + first_line + line) * pitch + row_));
 }
 
 void RowTile::show(Site site, const float* block, int64_t lines, int64_t column) {

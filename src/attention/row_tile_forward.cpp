@@ -16,7 +16,7 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
   if (plan().stabiliser == Stabiliser::dither || plan().stabiliser == Stabiliser::paper_capped)
     for (int64_t i = 0; i < rows_; ++i)
       units_[at(i)] = random_unit(stream_key(call_.config, plan(), kShiftStream),
-                                  static_cast<uint64_t>(head_index() * call_.shape.T + row_ + i));
+                                  static_cast<uint64_t>(random_head() * call_.shape.T + row_ + i));
   sum_.assign(rows, 0.0f);
   wide_sum_.assign(rows, 0.0f);
   m_.assign(rows, 0.0f);

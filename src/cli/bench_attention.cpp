@@ -19,6 +19,7 @@
 #include "cli/bench.h"
 #include "numerics/cpu.h"
 #include "numerics/round_array.h"
+#include "training/backend.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -159,22 +160,6 @@ double median(std::vector<double> x) {
   return x[x.size() / 2];
 }
 
-// Multiply-adds of all threads at once, two flops each.
-double peak_flops_round() {
-  constexpr int64_t kRounds = 4'000'000;
-  std::vector<float> sinks(static_cast<size_t>(thread_count()), 1.0f);
-  std::vector<int64_t> done(sinks.size());
-  const double seconds = seconds_of([&] {
-    parallel_for(thread_count(), [&](int64_t item, int) {
-      done[static_cast<size_t>(item)] =
-          attention_kernels().fma_rounds(kRounds, &sinks[static_cast<size_t>(item)]);
-    });
-  });
-  int64_t total = 0;
-  for (int64_t n : done) total += n;
-  return 2 * static_cast<double>(total) / seconds;
-}
-
 struct Entry {
   std::string name;
   std::function<void()> run;
@@ -240,7 +225,7 @@ int bench_attention(bool check, bool json) {
   {
     Progress progress("bench attention", kRounds);
     for (int round = 0; round < kRounds; ++round) {
-      peaks.push_back(peak_flops_round());
+      peaks.push_back(fma_flops_round());
       for (Entry& entry : entries) {
         const double seconds = seconds_of(entry.run);
         if (round > 0) entry.seconds.push_back(seconds);  // the first warms up

@@ -7,6 +7,7 @@
 #include "base/threads.h"
 #include "cli/options.h"
 #include "numerics/cpu.h"
+#include "training/backend.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -53,6 +54,7 @@ int run_info(int argc, char** argv) {
   const CudaDevice device = cuda_device();
   const std::string capability = fmt::format("{}.{}", device.major, device.minor);
   const std::vector<PlanChoice> choices = gpu_choices(device);
+  const BackendChoice training = choose_backend(Backend::automatic, device);
   if (json) {
     Json gpu = {{"present", device.present}};
     if (device.present) {
@@ -68,7 +70,8 @@ int run_info(int argc, char** argv) {
                       {"threads", thread_count()},
                       {"kernels", target},
                       {"why", why},
-                      {"gpu", gpu}};
+                      {"gpu", gpu},
+                      {"training", {{"backend", name(training.backend)}, {"why", training.why}}}};
     fmt::print("{}\n", out.dump(2));
     return 0;
   }
@@ -81,6 +84,7 @@ int run_info(int argc, char** argv) {
     fmt::print("GPU        none: {}\n", device.why);
   for (const auto& [plan, choice] : choices)
     fmt::print("  {:<30} {}: {}\n", plan, name(choice.kernel), choice.why);
+  fmt::print("training   {}: {}\n", name(training.backend), training.why);
   return 0;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 
 #include "base/error.h"
 #include "base/threads.h"
@@ -46,8 +47,9 @@ std::string duration(double seconds) {
 // One line for the terminal, rewritten every now and then; elsewhere a line every so many steps.
 class TrainLine {
  public:
-  TrainLine(const RunConfig& config, int64_t first_step)
-      : config_(config), first_step_(first_step), terminal_(isatty(STDERR_FILENO) != 0) {}
+  // peak: operations a second that the machine could do, if known.
+  TrainLine(const RunConfig& config, int64_t first_step, std::optional<double> peak)
+      : config_(config), first_step_(first_step), peak_(peak), terminal_(isatty(STDERR_FILENO) != 0) {}
   ~TrainLine() { clear(); }
 
   void show(const StepReport& report, const std::vector<HeadFacts>& facts, bool has_facts) {
@@ -64,11 +66,14 @@ class TrainLine {
     shown_ = elapsed;
     const double rate = static_cast<double>(done - first_step_) / elapsed;
     const double tokens = rate * static_cast<double>(config_.sequences * config_.model.context);
+    const double flops = tokens * flops_per_token(config_.model, config_.model.context);
+    // Model FLOP utilisation: what the model needs by definition, over what the machine could do.
+    const std::string use = peak_ ? fmt::format("MFU {:.1f} %", 100 * flops / *peak_)
+                                  : fmt::format("{:.1f} GFLOP/s", flops * 1e-9);
     const std::string line = fmt::format(
-        "step {}/{}  loss {:.4f}  gradient {:.3g}  offset {:.3g}  {:.1f} steps/s  {:.0f} tokens/s  {:.1f} "
-        "GFLOP/s  left {}",
-        done, steps, loss_, report.gradient_norm, offset_, rate, tokens,
-        tokens * flops_per_token(config_.model, config_.model.context) * 1e-9,
+        "step {}/{}  loss {:.4f}  gradient {:.3g}  offset {:.3g}  {:.1f} steps/s  {:.0f} tokens/s  {}  left "
+        "{}",
+        done, steps, loss_, report.gradient_norm, offset_, rate, tokens, use,
         duration(static_cast<double>(steps - done) / rate));
     if (terminal_)
       fmt::print(stderr, "\r{}\033[K", line);
@@ -87,6 +92,7 @@ class TrainLine {
 
   const RunConfig& config_;
   const int64_t first_step_;
+  const std::optional<double> peak_;
   const bool terminal_;
   const Clock::time_point start_ = Clock::now();
   double shown_ = -1, loss_ = 0, offset_ = 0;
@@ -101,10 +107,11 @@ void share_threads(const Launch& launch) {
 
 // Sets `ranks` once it has joined them.
 int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
-  std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr;
+  std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr,
+      backend;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
-          facts_every = -1, validate_every = -1, threads = 0;
+          facts_every = -1, validate_every = -1, keel_ramp = -1, threads = 0;
   bool shard_optimizer = false;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
@@ -126,6 +133,10 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   options.value("--plan", "PLAN", "precision plan, by layer and head if wanted", plan);
   options.values("--at", "'STEP CLAUSES'",
                  "from this step on, several allowed: '3000 layer 1: stabiliser=zero_sum'", changes);
+  options.value("--keel-ramp", "N", "steps over which keel rises to what the plan says; 0: at once",
+                keel_ramp, 0, kMany);
+  options.value("--backend", "NAME",
+                "auto (default: the GPU, if there is one), cpu or cuda; --resume: to change it", backend);
   options.value("--steps", "N", "of the whole run", steps, 1, kMany);
   options.value("--lr", "RATE", "largest learning rate", lr);
   options.value("--warmup", "N", "steps of the warm-up", warmup, 0, kMany);
@@ -155,7 +166,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     require(out.empty() && preset.empty() && data.empty() && plan.empty(),
             "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data "
             "or --plan");
-    trainer = Trainer::resume(resume, ranks);
+    trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)),
+                              ranks);
     out = resume;
   } else {
     require(!out.empty(), "expected --out RUN or --resume RUN, got neither");
@@ -179,6 +191,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     take(config.checkpoint_every, checkpoint_every, checkpoint_every >= 0);
     take(config.facts_every, facts_every, facts_every >= 0);
     take(config.validate_every, validate_every, validate_every >= 0);
+    take(config.keel_ramp, keel_ramp, keel_ramp >= 0);
+    if (!backend.empty()) config.backend = parse_backend(backend);
     take(config.shard_optimizer, true, shard_optimizer);
     if (!lr.empty()) read_run_config(parse_toml("schedule.lr = " + lr, "--lr"), config);
     if (!schedule.empty()) config.schedule.course = parse_course(schedule);
@@ -200,13 +214,17 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
              config.model.layers, config.model.heads, config.model.width,
              static_cast<double>(trainer->model().table().parameter_count()) * 1e-6, config.sequences,
              config.model.context, config.plan_at(trainer->next_step()));
+  const CudaDevice device = cuda_device();
+  fmt::print("backend {}: {}\n{}\n", name(config.backend), trainer->backend_why(),
+             attention_kernels_in_words(config.backend, device, trainer->model(),
+                                        config.sequences / config.accumulate));
   if (ranks->size() > 1)
     fmt::print("{} ranks, {} of the {} parts of a step each{}\n", ranks->size(),
                config.accumulate / ranks->size(), config.accumulate,
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
   {
-    TrainLine line(config, trainer->next_step());
+    TrainLine line(config, trainer->next_step(), peak_flops(config.backend, device, config.model.precision));
     bool stop = false;
     while (!trainer->done() && !stop) {
       const StepReport report = trainer->step(stop_asked);

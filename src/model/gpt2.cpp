@@ -218,6 +218,7 @@ Gpt2::Gpt2(const Gpt2Config& config) : config_(config), table_(config) {
 }
 
 void Gpt2::set_plan(const ScopedPlan& plan) {
+  plan.check_scopes(config_.layers, config_.heads);
   std::vector<std::vector<PrecisionPlan>> plans(static_cast<size_t>(config_.layers));
   for (int64_t l = 0; l < config_.layers; ++l)
     for (int64_t h = 0; h < config_.heads; ++h) {

@@ -1,5 +1,5 @@
 // GPT-2: what it is made of, where its parameters lie, and what one step does. The same interface for every
-// backend; gpt2_cpu.cpp is the CPU's.
+// backend; gpt2_cpu.cpp is the CPU's, and the definition; cuda/gpt2_cuda.cpp is the GPU's.
 //
 // One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D = C / H features, L layers,
 // V vocabulary. Residual stream, LayerNorm and master weights are FP32; attention follows a precision plan
@@ -100,6 +100,7 @@ struct Batch {
 // What a step is told besides its batch.
 struct StepContext {
   uint32_t step = 0;            // of the random numbers of stochastic sites
+  int64_t first_sequence = 0;   // the same: the batch's first sequence is this one of the step
   bool score_facts = false;     // HeadFacts' scores and log-sum-exps
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
@@ -131,7 +132,7 @@ class Gpt2 {
   const ParameterTable& table() const { return table_; }
 
   // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
-  // gradients alone.
+  // gradients alone. std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
 
@@ -140,6 +141,9 @@ class Gpt2 {
   virtual float* parameters() = 0;
   virtual float* gradients() = 0;
   virtual void parameters_changed() = 0;
+  // The cudaStream_t in whose order the backend works, so that a device optimiser can queue behind it; nullptr
+  // on the CPU.
+  virtual void* stream() const { return nullptr; }
   // The same by copy, for the host; all of table().size() floats.
   virtual void read_parameters(std::span<float> to) const = 0;
   virtual void write_parameters(std::span<const float> from) = 0;
@@ -182,5 +186,7 @@ int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
 
 // Parameters as initialise leaves them.
 std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+// The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
+std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
 
 }  // namespace evenkeel

@@ -18,6 +18,11 @@ using Array = std::vector<float>;
 
 constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
+StepContext of_part(StepContext context, int64_t first_sequence) {
+  context.first_sequence += first_sequence;
+  return context;
+}
+
 double mean(const Array& x) {
   return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
 }
@@ -51,15 +56,6 @@ struct FactSums {
   int64_t rows = 0, tied = 0;
   double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
 };
-
-// Random numbers are named by a sequence's place in the call of attention.
-bool draws_random_numbers(const PrecisionPlan& plan) {
-  using enum Stabiliser;
-  return plan.stabiliser == dither || plan.stabiliser == paper_capped ||
-         plan.stabiliser == stochastic_output ||
-         std::any_of(plan.rounding.begin(), plan.rounding.end(),
-                     [](const Rounding& r) { return r.mode == RoundingMode::stochastic; });
-}
 
 class Gpt2Cpu final : public Gpt2 {
  public:
@@ -175,8 +171,6 @@ Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
 // As few as make whole blocks of every sum over rows (layers.h), and 512 tokens for each thread; or all.
 int64_t Gpt2Cpu::sequences_of_part(int64_t B, int64_t T) const {
   constexpr int64_t kTokens = 512;
-  for (int64_t l = 0; l < config_.layers; ++l)
-    if (std::any_of(plans_of(l).begin(), plans_of(l).end(), draws_random_numbers)) return B;
   const int64_t whole = kProductBlock / std::gcd(kProductBlock, T);
   return std::min(B, (kTokens * thread_count() + whole * T - 1) / (whole * T) * whole);
 }
@@ -221,6 +215,7 @@ AttentionConfig Gpt2Cpu::attention_config(int64_t layer, const StepContext& cont
   config.mask.causal = true;
   config.tile_keys = config_.tile_keys;
   config.step = context.step;
+  config.first_sequence = context.first_sequence;
   config.layer = static_cast<uint32_t>(layer);
   config.allow_nonfinite = true;  // a run that diverges is a finding of those above
   return config;
@@ -307,7 +302,7 @@ double Gpt2Cpu::loss(const Batch& batch, const StepContext& context) {
   const int64_t part = sequences_of_part(batch.B, batch.T);
   for (int64_t b = 0; b < batch.B; b += part) {
     start_part(std::min(part, batch.B - b), batch.T);
-    forward(batch.tokens.data() + b * T_, context);
+    forward(batch.tokens.data() + b * T_, of_part(context, b));
     classifier(output_layer(batch.targets.data() + b * T_, losses_.data() + b * T_));
   }
   return mean(losses_);
@@ -341,8 +336,9 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
   for (int64_t b = 0; b < batch.B; b += part) {
     start_part(std::min(part, batch.B - b), batch.T);
     const int64_t first = b * T_;
+    const StepContext part_context = of_part(context, b);
     dx_ = batch_dx_.data() + first * C;
-    forward(batch.tokens.data() + first, context);
+    forward(batch.tokens.data() + first, part_context);
     Classifier head = output_layer(batch.targets.data() + first, losses_.data() + first);
     head.gradient_scale = gradient_scale;
     head.dx = dln_.data();
@@ -350,7 +346,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
     classifier(head);
     layernorm_backward(dln_.data(), x_.data(), master(lnf_gain_), mean_.data(), rstd_.data(), N_, C, dx_,
                        gradient(lnf_gain_), gradient(lnf_bias_));
-    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, context, gradient_scale);
+    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, part_context, gradient_scale);
     add_facts(context);
   }
   embedding_backward(batch.tokens.data(), batch_dx_.data(), batch.B, batch.T, C, config_.vocabulary,

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "model/matrix_product.h"
+#include "training/optimizer_rates.h"
 #include "training/ranks.h"
 
 namespace evenkeel {
@@ -115,10 +116,8 @@ class CpuOptimizer final : public Optimizer {
   void adamw(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
              double lr) {
     const float beta1 = config_.beta1, beta2 = config_.beta2, epsilon = config_.epsilon;
-    const double t = static_cast<double>(steps_);
-    const float rate = static_cast<float>(lr / (1 - std::pow(static_cast<double>(beta1), t)));
-    const float inverse_root = static_cast<float>(1 / std::sqrt(1 - std::pow(static_cast<double>(beta2), t)));
-    const float keep = tensor.decay ? static_cast<float>(1 - lr * config_.weight_decay) : 1.0f;
+    const StepRates rates(config_, lr, steps_);
+    const float rate = rates.rate, inverse_root = rates.inverse_root, keep = tensor.decay ? rates.keep : 1.0f;
     const int64_t begin = std::max(tensor.offset, slice_.begin),
                   end = std::min(tensor.offset + tensor.count(), slice_.end);
     parallel_for((end - begin + kBlock - 1) / kBlock, [&](int64_t block, int) {
@@ -138,15 +137,12 @@ class CpuOptimizer final : public Optimizer {
     });
   }
 
-  // The update has the root mean square 0.2 that AdamW's typically has, so that both take the same learning rate and
-  // decay: an orthogonal matrix of r by c has 1 / sqrt(max(r, c)). (J. Liu et al., "Muon is scalable for LLM training",
-  // 2025.) q, k and v are matrices of their own.
+  // q, k and v are matrices of their own.
   void muon(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
             double lr) {
     const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts, stride = tensor.shape[1];
-    const float scale =
-        static_cast<float>(lr * 0.2 * std::sqrt(static_cast<double>(std::max(rows, columns))));
-    const float keep = tensor.decay ? static_cast<float>(1 - lr * config_.weight_decay) : 1.0f;
+    const float scale = muon_scale(lr, rows, columns);
+    const float keep = tensor.decay ? StepRates(config_, lr, steps_).keep : 1.0f;
     scratch_.resize(static_cast<size_t>(rows * columns));
     for (int64_t part = 0; part < tensor.parts; ++part) {
       const int64_t at = tensor.offset + part * columns;
@@ -183,24 +179,23 @@ void orthogonalise(std::span<float> x, int64_t rows, int64_t columns) {
           rows * columns, rows, columns, x.size());
   const double norm = root_of_sum(square_sums(x.data(), rows * columns));
   if (norm == 0) return;
-  // Every singular value is at most 1 then. Of Jordan, 2024: steep at 0, and settles near 1 without converging.
-  constexpr float kA = 3.4445f, kB = -4.7750f, kC = 2.0315f;
-  constexpr int kSteps = 5;
+  // Every singular value is at most 1 then.
   const float inverse = static_cast<float>(1 / norm);
   for (float& value : x) value *= inverse;
   // The smaller Gram matrix: x x^T for wide matrices, x^T x for tall ones.
   const bool wide = rows <= columns;
   const int64_t n = std::min(rows, columns);
   std::vector<float> gram(static_cast<size_t>(n * n)), polynomial(gram.size()), next(x.size());
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kNewtonSchulzSteps; ++step) {
     const Matrix plain = Matrix::rows_of(x.data(), columns), turned = Matrix::transposed(x.data(), columns);
     multiply({n, n, wide ? columns : rows, wide ? plain : turned, wide ? turned : plain, gram.data(), n});
     multiply(
         {n, n, n, Matrix::rows_of(gram.data(), n), Matrix::rows_of(gram.data(), n), polynomial.data(), n});
-    for (size_t i = 0; i < gram.size(); ++i) polynomial[i] = kB * gram[i] + kC * polynomial[i];
+    for (size_t i = 0; i < gram.size(); ++i)
+      polynomial[i] = kNewtonSchulzB * gram[i] + kNewtonSchulzC * polynomial[i];
     const Matrix p = Matrix::rows_of(polynomial.data(), n);
     multiply({rows, columns, n, wide ? p : plain, wide ? plain : p, next.data(), columns});
-    for (size_t i = 0; i < next.size(); ++i) x[i] = kA * x[i] + next[i];
+    for (size_t i = 0; i < next.size(); ++i) x[i] = kNewtonSchulzA * x[i] + next[i];
   }
 }
 

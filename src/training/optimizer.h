@@ -52,6 +52,11 @@ class Optimizer {
 std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,
                                               Ranks* sharded_over = nullptr);
 
+// On the device of a model from make_gpt2_cuda: queued on its stream, one wait a step, for the norm. AdamW gives the
+// CPU's bits where the clipping factor is the same float (the norm's FP64 sum has another order); Muon's products have
+// another order. DataError without CUDA.
+std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table);
+
 // The matrix nearest to x (rows, columns) whose singular values are all 1, roughly: five steps of Newton-Schulz with
 // Jordan's coefficients, which leave them between 0.68 and 1.14. Exact zero stays zero.
 void orthogonalise(std::span<float> x, int64_t rows, int64_t columns);

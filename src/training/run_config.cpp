@@ -2,6 +2,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 #include <utility>
@@ -55,7 +56,9 @@ void walk(Walker& w, RunConfig& c) {
   w.table("attention");
   w.key("plan", c.plan);
   w.changes("changes", c.changes);
+  w.key("keel_ramp", c.keel_ramp);
   w.table("run");
+  w.key("backend", c.backend, kBackendNames);
   w.key("checkpoint_every", c.checkpoint_every);
   w.key("checkpoints_kept", c.checkpoints_kept);
   w.key("keep_every", c.keep_every);
@@ -168,11 +171,58 @@ class Writer {
 
 }  // namespace
 
+namespace {
+
+// A head's keel over the steps: a straight line from where it was to where a plan wants it, and flat from there on.
+struct KeelLine {
+  float from = 0, to = 0;
+  int64_t start = 0;
+
+  float at(int64_t step, int64_t ramp) const {
+    const double done = std::min(1.0, static_cast<double>(step - start + 1) / static_cast<double>(ramp));
+    return done == 1 ? to : static_cast<float>(from + (static_cast<double>(to) - from) * done);
+  }
+};
+
+// Clauses that put the heads' keels where they are at this step. One clause for all where all are alike.
+std::string keel_clauses(const RunConfig& c, int64_t step) {
+  std::vector<KeelLine> lines(static_cast<size_t>(c.model.layers * c.model.heads));  // (L, H)
+  const auto follow = [&](const std::string& text, int64_t since) {
+    const ScopedPlan plan = ScopedPlan::parse(text);
+    for (size_t n = 0; n < lines.size(); ++n) {
+      const auto heads = static_cast<size_t>(c.model.heads);
+      const float keel = plan.at(static_cast<int>(n / heads), static_cast<int>(n % heads)).keel;
+      if (keel != lines[n].to) lines[n] = {since == 0 ? 0 : lines[n].at(since - 1, c.keel_ramp), keel, since};
+    }
+  };
+  std::string text = c.plan;
+  follow(text, 0);
+  for (const PlanChange& change : c.changes) {
+    if (change.step > step) break;
+    follow(text += "; " + change.clauses, change.step);
+  }
+  std::vector<float> keels;
+  bool moving = false;
+  for (const KeelLine& line : lines) {
+    keels.push_back(line.at(step, c.keel_ramp));
+    moving |= keels.back() != line.to;
+  }
+  if (!moving) return "";
+  if (std::equal(keels.begin() + 1, keels.end(), keels.begin())) return fmt::format("; keel={}", keels[0]);
+  std::string clauses;
+  for (size_t n = 0; n < keels.size(); ++n)
+    clauses += fmt::format("; layer {} head {}: keel={}", n / static_cast<size_t>(c.model.heads),
+                           n % static_cast<size_t>(c.model.heads), keels[n]);
+  return clauses;
+}
+
+}  // namespace
+
 std::string RunConfig::plan_at(int64_t step) const {
   std::string text = plan;
   for (const PlanChange& change : changes)
     if (change.step <= step) text += "; " + change.clauses;
-  return text;
+  return keel_ramp > 0 ? text + keel_clauses(*this, step) : text;
 }
 
 void validate(const RunConfig& c) {
@@ -205,8 +255,11 @@ void validate(const RunConfig& c) {
             "[train] expected changes of the plan in ascending order of steps from 0 on, got step {} as "
             "number {}",
             c.changes[n].step, n + 1);
-  ScopedPlan::parse(c.plan);
-  for (const PlanChange& change : c.changes) ScopedPlan::parse(c.plan_at(change.step));
+  require(c.keel_ramp >= 0, "[train] expected 0 (at once) or more steps for keel's ramp, got {}",
+          c.keel_ramp);
+  ScopedPlan::parse(c.plan).check_scopes(c.model.layers, c.model.heads);
+  for (const PlanChange& change : c.changes)
+    ScopedPlan::parse(c.plan_at(change.step)).check_scopes(c.model.layers, c.model.heads);
 }
 
 void read_run_config(const TomlTable& table, RunConfig& config) {

@@ -8,6 +8,7 @@
 
 #include "base/toml.h"
 #include "model/gpt2.h"
+#include "training/backend.h"
 #include "training/optimizer.h"
 #include "training/schedule.h"
 
@@ -33,16 +34,19 @@ struct RunConfig {
   Schedule schedule;                                   // its `steps` are the run's
   std::string plan = "flash2,stabiliser=wide_output";  // ScopedPlan::parse
   std::vector<PlanChange> changes;                     // steps ascending
-  int64_t checkpoint_every = 500;                      // steps; 0: only at the end
-  int64_t checkpoints_kept = 3;  // the newest so many; the prehistory of a spike is in them
-  int64_t keep_every = 0;        // checkpoints of these steps stay for good; 0: none
+  // Steps over which a head's keel goes from what it was (0 at the start) to what the plan says, in a straight line;
+  // 0: at once.
+  int64_t keel_ramp = 0;
+  int64_t checkpoint_every = 500;  // steps; 0: only at the end
+  int64_t checkpoints_kept = 3;    // the newest so many; the prehistory of a spike is in them
+  int64_t keep_every = 0;          // checkpoints of these steps stay for good; 0: none
   int64_t validate_every = 0, validation_batches = 8;  // 0: never
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
-  bool shard_optimizer =
-      false;              // each rank holds and updates its slice of the optimiser's states alone (ZeRO-1)
-  double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never
+  Backend backend = Backend::automatic;                // in a run's folder: the one that it runs on
+  bool shard_optimizer = false;  // each rank holds its slice of the states alone (ZeRO-1)
+  double divergence = 3;         // a loss so far above its best (means of 20 steps) ends the run; 0: never
 
-  // Where the plan of a step comes from: `plan`, and the clauses of every change up to it.
+  // The plan of a step: `plan`, the clauses of every change up to it, and those of a keel on its way.
   std::string plan_at(int64_t step) const;
 };
 

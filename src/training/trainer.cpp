@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/error.h"
 
@@ -120,14 +121,18 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
       !ranks->first() || !fs::exists(folder, error) || fs::is_empty(folder, error),
       "{}: expected a new or an empty folder for the run, found files in it; --resume goes on with a run",
       folder.string());
-  return std::unique_ptr<Trainer>(new Trainer(folder, config, /*fresh=*/true, std::move(ranks)));
+  BackendChoice choice = choose_backend(config.backend, cuda_device());
+  config.backend = choice.backend;
+  return std::unique_ptr<Trainer>(
+      new Trainer(folder, config, std::move(choice.why), /*fresh=*/true, std::move(ranks)));
 }
 
-std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::shared_ptr<Ranks> ranks) {
+std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend,
+                                         std::shared_ptr<Ranks> ranks) {
   ranks = or_alone(std::move(ranks));
+  const fs::path file = folder / "config.toml";
   RunConfig config;
   if (ranks->first()) {
-    const fs::path file = folder / "config.toml";
     std::error_code error;
     require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
                  folder.string());
@@ -137,16 +142,31 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::shared_ptr
   if (!ranks->first()) read_run_config(parse_toml(text, "config.toml of rank 0"), config);
   validate(config);
   check_share(config, *ranks);
-  return std::unique_ptr<Trainer>(new Trainer(folder, config, /*fresh=*/false, std::move(ranks)));
+  const CudaDevice device = cuda_device();
+  require_data(backend || config.backend != Backend::cuda || device.present,
+               "{}: expected a GPU, as this run is on the backend cuda, found none ({}); --backend cpu goes "
+               "on without "
+               "one, with other bits",
+               folder.string(), device.why);
+  BackendChoice choice = choose_backend(backend.value_or(config.backend), device);
+  const bool moved = config.backend != choice.backend && ranks->first();
+  config.backend = choice.backend;
+  std::unique_ptr<Trainer> trainer(
+      new Trainer(folder, config, std::move(choice.why), /*fresh=*/false, std::move(ranks)));
+  // Behind the lock of the folder, which the trainer holds.
+  if (moved) write_whole_file(file, to_toml(to_toml_table(config)));
+  return trainer;
 }
 
-Trainer::Trainer(const fs::path& folder, const RunConfig& config, bool fresh, std::shared_ptr<Ranks> ranks)
+Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string backend_why, bool fresh,
+                 std::shared_ptr<Ranks> ranks)
     : ranks_(std::move(ranks)),
       folder_(folder),
       config_(config),
-      model_(make_gpt2_cpu(config.model, config.seed)),
-      optimizer_(make_optimizer_cpu(config.optimizer, model_->table(),
-                                    config.shard_optimizer ? ranks_.get() : nullptr)),
+      backend_why_(std::move(backend_why)),
+      model_(make_gpt2(config.backend, config.model, config.seed)),
+      optimizer_(make_optimizer(config.backend, config.optimizer, model_->table(),
+                                config.shard_optimizer ? ranks_.get() : nullptr)),
       tokens_(TokenSource::open(config.data)),
       validation_(config.validation.empty() ? TokenSource::open_validation(config.data)
                                             : std::optional(TokenSource::open(config.validation))),
@@ -177,6 +197,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, bool fresh, st
   if (ranks_->size() > 1) ranks_->agree("settings and tokens", description());
   if (ranks_->first()) made_folder(folder_);
   if (!fresh) go_on();
+  follow_plan();
   if (!ranks_->first()) return;
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.
   JsonLinesWriter::Options options;
@@ -292,9 +313,11 @@ void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& 
     const auto rows = static_cast<size_t>(config_.sequences / config_.accumulate);
     const Rows some(tokens_, std::span(offsets).subspan(static_cast<size_t>(first) * rows, rows),
                     config_.model.context);
+    StepContext of_part = context;
+    of_part.first_sequence = first * static_cast<int64_t>(rows);
     model_->zero_gradients();
     told.push_back(
-        model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), context));
+        model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
     if (context.score_facts)
       for (const HeadFacts& facts : model_->facts())
         for (double number : numbers_of(facts)) told.push_back(number);
@@ -416,6 +439,7 @@ void Trainer::record(const StepReport& report, bool facts) {
                {"lr", report.lr},
                {"tokens_per_second", rate}};
   if (report.step == 0) line["schema"] = kMetricsSchema;
+  if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
   if (report.validation_loss) line["validation_loss"] = *report.validation_loss;
   std::vector<Scalar> scalars = {{"train/loss", static_cast<float>(report.loss)},
                                  {"train/gradient_norm", static_cast<float>(report.gradient_norm)},

@@ -66,11 +66,14 @@ class Trainer {
   static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config,
                                         std::shared_ptr<Ranks> ranks = nullptr);
   // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
+  // On another backend the bits are others, so that one must be asked for; it is the folder's from then on.
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
+                                         std::optional<Backend> backend = {},
                                          std::shared_ptr<Ranks> ranks = nullptr);
 
   const RunConfig& config() const { return config_; }
   Gpt2& model() { return *model_; }
+  const std::string& backend_why() const { return backend_why_; }  // why config().backend is what it is
   int64_t next_step() const { return next_step_; }
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
@@ -81,7 +84,7 @@ class Trainer {
   void save();  // a checkpoint of now, if there is none
 
  private:
-  Trainer(const std::filesystem::path& folder, const RunConfig& config, bool fresh,
+  Trainer(const std::filesystem::path& folder, const RunConfig& config, std::string backend_why, bool fresh,
           std::shared_ptr<Ranks> ranks);
   void follow_plan();
   std::vector<int64_t> offsets_of(int64_t step) const;
@@ -97,6 +100,7 @@ class Trainer {
   const std::shared_ptr<Ranks> ranks_;
   const std::filesystem::path folder_;
   const RunConfig config_;
+  const std::string backend_why_;
   std::unique_ptr<Gpt2> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
@@ -105,6 +109,7 @@ class Trainer {
   DivergenceWatch watch_;
   int64_t next_step_ = 0, saved_step_ = -1;
   std::string plan_;  // in force
+  bool backend_recorded_ = false;
   std::optional<Finding> finding_;
   FloatMemory& memory_;  // where the model's flat buffers lie
   std::vector<std::shared_ptr<float>>

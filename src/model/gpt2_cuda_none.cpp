@@ -1,0 +1,21 @@
+// GPT-2 and matrix products on a GPU in a build without CUDA: says so. cmake/cuda.cmake chooses between this and
+// cuda/.
+#include "base/error.h"
+#include "model/device_product.h"
+#include "model/gpt2.h"
+
+namespace evenkeel {
+namespace {
+
+[[noreturn]] void refuse() { throw DataError("built without CUDA"); }
+
+}  // namespace
+
+struct DeviceProducts::State {};
+DeviceProducts::DeviceProducts(void*) { refuse(); }
+DeviceProducts::~DeviceProducts() = default;
+void DeviceProducts::multiply(const DeviceProduct&) { refuse(); }
+
+std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config&, uint64_t) { refuse(); }
+
+}  // namespace evenkeel
