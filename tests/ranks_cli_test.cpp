@@ -132,7 +132,8 @@ TEST_F(RanksCli, started_by_environment_variables_give_the_same_bits) {
   sharded.push_back("--shard-optimizer");
   std::vector<Process> ranks = job(4, sharded);
   expect_codes(ranks, 0);
-  EXPECT_NE(ranks[0].out().find("4 ranks, 1 of the 4 parts of a step each; optimiser states sharded"),
+  EXPECT_NE(ranks[0].out().find(
+                "4 ranks, 1 of the 4 parts of a step each; sums through the host; optimiser states sharded"),
             std::string::npos);
   EXPECT_TRUE(result("sharded") == expected);
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <barrier>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -120,6 +121,40 @@ float sum_by_halves(const std::vector<std::vector<float>>& values, size_t n, siz
          sum_by_halves(values, n, first + count / 2, count - count / 2);
 }
 
+// A device that is none: the host's memory, and ranks that read from each other's.
+struct FakeDevice final : FloatMemory {
+  std::shared_ptr<float> make(int64_t count) override {
+    auto made = host_memory().make(count);
+    std::fill_n(made.get(), count, NAN);  // whatever is there must not matter
+    return made;
+  }
+  void copy(float* to, const float* from, int64_t count) override { host_memory().copy(to, from, count); }
+  void add(float* to, const float* left, int64_t count) override { host_memory().add(to, left, count); }
+  void to_host(float*, const float*, int64_t) override { FAIL() << "not through the host"; }
+  void from_host(float*, const float*, int64_t) override { FAIL() << "not through the host"; }
+  bool on_device() const override { return true; }
+};
+struct Board {
+  explicit Board(int size) : sent(static_cast<size_t>(size)), all(size) {}
+  std::vector<std::vector<DeviceLink::Part>> sent;  // by rank
+  std::barrier<> all;
+};
+struct FakeDeviceLink final : DeviceLink {
+  FakeDeviceLink(Board& where, int rank) : board(where), own(static_cast<size_t>(rank)) {}
+  void exchange(const std::vector<Part>& send, const std::vector<Part>& receive) override {
+    board.sent[own] = send;
+    board.all.arrive_and_wait();
+    for (size_t r = 0; r < receive.size(); ++r) {
+      const Part& from = board.sent[r][own];
+      EXPECT_EQ(from.count, receive[r].count);
+      if (from.data != receive[r].data) std::copy_n(from.data, from.count, receive[r].data);
+    }
+    board.all.arrive_and_wait();
+  }
+  Board& board;
+  size_t own;
+};
+
 TEST(Ranks, add_by_halves_to_the_bit) {
   for (int size : {1, 2, 4, 8})
     for (int64_t count : {int64_t{1}, int64_t{63}, int64_t{8193}, int64_t{70000}, int64_t{1200001}}) {
@@ -144,6 +179,7 @@ TEST(Ranks, add_by_halves_to_the_bit) {
             return false;
         return true;
       };
+      Board board(size);
       const auto thrown = run_ranks(size, [&](const std::shared_ptr<Ranks>& ranks) {
         const auto& own = values[static_cast<size_t>(ranks->rank())];
         std::vector<float> all = own, slice = own, shared = own, told = own;
@@ -163,6 +199,11 @@ TEST(Ranks, add_by_halves_to_the_bit) {
         }
         ranks->broadcast(told);
         EXPECT_TRUE(same(told.data(), values[0].data(), count));
+        FakeDevice device;
+        ranks->use_device_link(std::make_unique<FakeDeviceLink>(board, ranks->rank()));
+        std::vector<float> on_device = own;
+        ranks->sum(device, on_device.data(), count);
+        EXPECT_TRUE(same(on_device.data(), expected.data(), count)) << size << " " << count;
       });
       for (const std::string& words : thrown) EXPECT_EQ(words, "");
     }
@@ -417,6 +458,26 @@ TEST_F(RanksTraining, one_ranks_nan_is_a_finding_on_all) {
       EXPECT_EQ(run.thrown[static_cast<size_t>(r)], "");
     }
     EXPECT_TRUE(fs::exists(folder / fmt::format("run-{}", shard) / "findings.json"));
+  }
+}
+
+TEST_F(RanksTraining, ranks_that_go_on_know_the_losses_before) {
+  RunConfig config = tiny();
+  config.schedule.steps = 400;
+  config.schedule.peak = 5e-2;
+  config.divergence = 1e-3;
+  config.validate_every = 0;
+  const Run one = train(1, config, folder / "one");
+  ASSERT_TRUE(one.finding[0]);
+  ASSERT_EQ(one.finding[0]->kind, "divergence");
+  const int64_t before = one.finding[0]->step - 4;  // fewer steps than the watch's window
+  ASSERT_GT(before, static_cast<int64_t>(DivergenceWatch::kWindow));
+  train(2, config, folder / "many", before);
+  const Run rest = train(4, config, folder / "many");
+  expect_same(rest, one, "after a pause");
+  for (int r = 0; r < 4; ++r) {
+    ASSERT_TRUE(rest.finding[r]) << r;
+    EXPECT_EQ(rest.finding[r]->words, one.finding[0]->words);
   }
 }
 

@@ -219,8 +219,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
              attention_kernels_in_words(config.backend, device, trainer->model(),
                                         config.sequences / config.accumulate));
   if (ranks->size() > 1)
-    fmt::print("{} ranks, {} of the {} parts of a step each{}\n", ranks->size(),
-               config.accumulate / ranks->size(), config.accumulate,
+    fmt::print("{} ranks, {} of the {} parts of a step each; sums {}{}\n", ranks->size(),
+               config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
   {

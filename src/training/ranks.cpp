@@ -179,6 +179,14 @@ Slice part_of(const Slice& slice, int64_t at, int64_t step) {
 }
 }  // namespace
 
+// The first of `rows`, (size, width), becomes their sum: (0 + 1) + (2 + 3), the upper levels of the tree over parts
+// whose lower ones the trainer adds.
+void Ranks::add_by_halves(FloatMemory& memory, float* rows, int64_t width) const {
+  for (int apart = 1; apart < size(); apart *= 2)
+    for (int r = 0; r + apart < size(); r += 2 * apart)
+      memory.add(rows + r * width, rows + (r + apart) * width, width);
+}
+
 void Ranks::exchange_slices(FloatMemory& memory, float* buffer, int64_t count, bool add) {
   if (!link_) return;
   const int64_t width = slice(count, 0).count(), step = std::min(chunk(), width);
@@ -189,21 +197,49 @@ void Ranks::exchange_slices(FloatMemory& memory, float* buffer, int64_t count, b
       memory.to_host(send.data() + r * step, buffer + part.begin, part.count());
     }
     link_->exchange(send.data(), received.data(), static_cast<size_t>(step) * sizeof(float));
-    // (0 + 1) + (2 + 3): the upper levels of the tree over parts, whose lower ones the trainer adds.
-    for (int apart = 1; add && apart < size(); apart *= 2)
-      for (int r = 0; r + apart < size(); r += 2 * apart)
-        host_memory().add(received.data() + r * step, received.data() + (r + apart) * step, step);
+    if (add) add_by_halves(host_memory(), received.data(), step);
     const Slice own = part_of(slice(count), at, step);
     memory.from_host(buffer + own.begin, received.data(), own.count());
   }
 }
 
 void Ranks::sum_slices(FloatMemory& memory, float* buffer, int64_t count) {
-  exchange_slices(memory, buffer, count, /*add=*/true);
+  if (device_link_ && memory.on_device())
+    sum_device_slices(memory, buffer, count);
+  else
+    exchange_slices(memory, buffer, count, /*add=*/true);
+}
+
+void Ranks::sum_device_slices(FloatMemory& memory, float* buffer, int64_t count) {
+  const Slice own = slice(count);
+  const int64_t width = slice(count, 0).count();
+  if (received_size_ < size() * width) {
+    received_ = memory.make(size() * width);
+    received_size_ = size() * width;
+  }
+  std::vector<DeviceLink::Part> send, receive;
+  for (int r = 0; r < size(); ++r) {
+    const Slice of_rank = slice(count, r);
+    send.push_back({buffer + of_rank.begin, of_rank.count()});
+    receive.push_back({received_.get() + r * width, own.count()});
+  }
+  device_link_->exchange(send, receive);
+  add_by_halves(memory, received_.get(), width);  // behind a short slice's end: of any content, and not used
+  memory.copy(buffer + own.begin, received_.get(), own.count());
 }
 
 void Ranks::share_slices(FloatMemory& memory, float* buffer, int64_t count) {
   if (!link_) return;
+  if (device_link_ && memory.on_device()) {
+    const Slice mine = slice(count);
+    const std::vector<DeviceLink::Part> send(static_cast<size_t>(size()),
+                                             {buffer + mine.begin, mine.count()});
+    std::vector<DeviceLink::Part> receive;
+    for (int r = 0; r < size(); ++r)
+      receive.push_back({buffer + slice(count, r).begin, slice(count, r).count()});
+    device_link_->exchange(send, receive);
+    return;
+  }
   const int64_t width = slice(count, 0).count(), step = std::min(chunk(), width);
   std::vector<float> send(static_cast<size_t>(step)), received(static_cast<size_t>(size() * step));
   for (int64_t at = 0; at < width; at += step) {
@@ -222,6 +258,12 @@ void Ranks::broadcast(std::span<float> values) {
   const auto count = static_cast<int64_t>(values.size());
   exchange_slices(host_memory(), values.data(), count, /*add=*/false);
   share_slices(host_memory(), values.data(), count);
+}
+
+void Ranks::use_device_link(std::unique_ptr<DeviceLink> link) {
+  device_link_ = std::move(link);
+  received_.reset();
+  received_size_ = 0;
 }
 
 void Ranks::abort(const std::string& cause, int code) noexcept {

@@ -56,6 +56,18 @@ struct Slice {
   friend bool operator==(const Slice&, const Slice&) = default;
 };
 
+// Between devices, without the host.
+class DeviceLink {
+ public:
+  struct Part {
+    float* data;
+    int64_t count;
+  };
+  virtual ~DeviceLink() = default;
+  // send[r] goes to rank r, receive[r] comes from rank r; (size) each. Queued, not waited for.
+  virtual void exchange(const std::vector<Part>& send, const std::vector<Part>& receive) = 0;
+};
+
 class Ranks {
  public:
   Ranks() = default;  // one, alone
@@ -91,6 +103,9 @@ class Ranks {
     share_slices(memory, buffer, count);
   }
 
+  // From now on, slices in device memory go this way; without it they go through the host. The bits are the same.
+  void use_device_link(std::unique_ptr<DeviceLink> link);
+
   // This rank cannot go on: the others end too, and say so. For MPI it does not return.
   void abort(const std::string& cause, int code) noexcept;
 
@@ -98,9 +113,14 @@ class Ranks {
   int64_t chunk() const;  // floats to each rank at once
   // Every slice goes to the rank that owns it; there, the slice becomes the sum of what came, or rank 0's.
   void exchange_slices(FloatMemory& memory, float* buffer, int64_t count, bool add);
+  void sum_device_slices(FloatMemory& memory, float* buffer, int64_t count);
+  void add_by_halves(FloatMemory& memory, float* rows, int64_t width) const;
 
   Launch launch_;
   std::unique_ptr<Link> link_;  // none: alone
+  std::unique_ptr<DeviceLink> device_link_;
+  std::shared_ptr<float> received_;  // on the device: one slice of every rank
+  int64_t received_size_ = 0;
 };
 
 }  // namespace evenkeel

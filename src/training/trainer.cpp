@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "training/device_ranks.h"
 
 namespace evenkeel {
 namespace {
@@ -121,6 +122,7 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
       !ranks->first() || !fs::exists(folder, error) || fs::is_empty(folder, error),
       "{}: expected a new or an empty folder for the run, found files in it; --resume goes on with a run",
       folder.string());
+  take_device(ranks->launch());
   BackendChoice choice = choose_backend(config.backend, cuda_device());
   config.backend = choice.backend;
   return std::unique_ptr<Trainer>(
@@ -142,6 +144,7 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
   if (!ranks->first()) read_run_config(parse_toml(text, "config.toml of rank 0"), config);
   validate(config);
   check_share(config, *ranks);
+  take_device(ranks->launch());
   const CudaDevice device = cuda_device();
   require_data(backend || config.backend != Backend::cuda || device.present,
                "{}: expected a GPU, as this run is on the backend cuda, found none ({}); --backend cpu goes "
@@ -171,7 +174,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
       validation_(config.validation.empty() ? TokenSource::open_validation(config.data)
                                             : std::optional(TokenSource::open(config.validation))),
       watch_(config.divergence),
-      memory_(host_memory()) {
+      device_memory_(config.backend == Backend::cuda ? make_device_memory(model_->stream()) : nullptr) {
   const int64_t needed = config.model.context + 1;
   for (const TokenSource* source : {&tokens_, validation_ ? &*validation_ : nullptr}) {
     if (!source) continue;
@@ -194,7 +197,10 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
         given_batches_->shape().source_size);
   }
 
-  if (ranks_->size() > 1) ranks_->agree("settings and tokens", description());
+  if (ranks_->size() > 1) {
+    ranks_->agree("settings and tokens", description());
+    if (device_memory_) ranks_->use_device_link(connect_nccl(*ranks_, model_->stream(), way_of_sums_));
+  }
   if (ranks_->first()) made_folder(folder_);
   if (!fresh) go_on();
   follow_plan();
@@ -209,6 +215,8 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   std::error_code error;
   fs::remove(folder_ / "findings.json", error);
 }
+
+Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
 
 // What all ranks must have alike.
 std::string Trainer::description() const {
@@ -328,10 +336,10 @@ void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& 
   // One buffer a level is enough: what waits there is taken up before its level waits again.
   const auto level = static_cast<size_t>(std::bit_width(static_cast<uint64_t>(count - 1)) - 1);
   if (level >= waiting_.size()) waiting_.resize(level + 1);
-  if (!waiting_[level]) waiting_[level] = memory_.make(size);
-  memory_.copy(waiting_[level].get(), model_->gradients(), size);
+  if (!waiting_[level]) waiting_[level] = memory().make(size);
+  memory().copy(waiting_[level].get(), model_->gradients(), size);
   add_parts(offsets, context, first + half, count - half, told);
-  memory_.add(model_->gradients(), waiting_[level].get(), size);
+  memory().add(model_->gradients(), waiting_[level].get(), size);
 }
 
 // Sets the report's loss and stop (which comes in as this rank's own), and leaves in the model the gradients of the
@@ -364,9 +372,9 @@ void Trainer::compute_gradients(const std::vector<int64_t>& offsets, const StepC
     model_->set_facts(std::move(facts));
   }
   if (config_.shard_optimizer)
-    ranks_->sum_slices(memory_, model_->gradients(), model_->table().size());
+    ranks_->sum_slices(memory(), model_->gradients(), model_->table().size());
   else
-    ranks_->sum(memory_, model_->gradients(), model_->table().size());
+    ranks_->sum(memory(), model_->gradients(), model_->table().size());
 }
 
 double Trainer::validation_loss() {
@@ -404,7 +412,7 @@ StepReport Trainer::step(bool stop_asked) {
   compute_gradients(offsets, context, report);
   const StepNorms norms = optimizer_->step(*model_, report.lr);
   if (config_.shard_optimizer && norms.applied && ranks_->size() > 1) {
-    ranks_->share_slices(memory_, model_->parameters(), model_->table().size());
+    ranks_->share_slices(memory(), model_->parameters(), model_->table().size());
     model_->parameters_changed();
   }
   report.gradient_norm = norms.gradient;

@@ -70,6 +70,7 @@ class Trainer {
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
                                          std::optional<Backend> backend = {},
                                          std::shared_ptr<Ranks> ranks = nullptr);
+  ~Trainer();
 
   const RunConfig& config() const { return config_; }
   Gpt2& model() { return *model_; }
@@ -77,6 +78,7 @@ class Trainer {
   int64_t next_step() const { return next_step_; }
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
+  const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
 
   // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
   // ranks where one of them was asked.
@@ -88,6 +90,7 @@ class Trainer {
           std::shared_ptr<Ranks> ranks);
   void follow_plan();
   std::vector<int64_t> offsets_of(int64_t step) const;
+  FloatMemory& memory() { return device_memory_ ? *device_memory_ : host_memory(); }
   std::string description() const;
   void go_on();
   TrainingState collect_state();
@@ -101,6 +104,7 @@ class Trainer {
   const std::filesystem::path folder_;
   const RunConfig config_;
   const std::string backend_why_;
+  std::string way_of_sums_ = "through the host";
   std::unique_ptr<Gpt2> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
@@ -111,7 +115,7 @@ class Trainer {
   std::string plan_;  // in force
   bool backend_recorded_ = false;
   std::optional<Finding> finding_;
-  FloatMemory& memory_;  // where the model's flat buffers lie
+  std::unique_ptr<FloatMemory> device_memory_;  // where the model's flat buffers lie; none: on the host
   std::vector<std::shared_ptr<float>>
       waiting_;  // sums of parts, one for each level of the tree: (table.size())
   // Rank 0's alone.
