@@ -31,8 +31,9 @@ const std::set<std::string_view> kCHeaders = {"assert.h", "complex.h",  "ctype.h
                                               "stdarg.h", "stddef.h",   "stdint.h", "stdio.h", "stdlib.h",
                                               "string.h", "time.h"};
 // Of the operating system; for base and up.
-const std::set<std::string_view> kSystemHeaders = {"dirent.h", "dlfcn.h", "fcntl.h",   "poll.h",  "pthread.h",
-                                                   "sched.h",  "spawn.h", "termios.h", "unistd.h"};
+const std::set<std::string_view> kSystemHeaders = {"dirent.h",  "dlfcn.h",   "fcntl.h", "netdb.h",
+                                                   "poll.h",    "pthread.h", "sched.h", "spawn.h",
+                                                   "termios.h", "unistd.h"};
 // Folders of <> includes; for base and up.
 const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa", "netinet"};
 
@@ -40,6 +41,8 @@ const std::set<std::string_view> kLibraries = {"fmt", "nlohmann", "sys", "arpa",
 const std::set<std::string_view> kCudaHeaders = {"cuda.h",         "cuda_runtime.h", "cuda_runtime_api.h",
                                                  "cudaTypedefs.h", "cuda_bf16.h",    "cuda_fp16.h",
                                                  "cuda_fp8.h",     "cublasLt.h"};
+
+constexpr std::string_view kMpiFile = "training/mpi/mpi_module.c";
 
 // "numerics" for numerics/format.h; "" for a file directly in src/.
 std::string_view folder_of(std::string_view path) {
@@ -69,6 +72,10 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
     return "a kernel file includes numerics/simd.h, its own " + own +
            " and plain C headers: anything else may bring inline code that only a newer CPU can run";
   }
+  if (included == "mpi.h")
+    return file == kMpiFile
+               ? ""
+               : "MPI's header is for " + std::string(kMpiFile) + ": all else starts without MPI";
   if (included == "immintrin.h") return file == "numerics/simd.h" ? "" : "intrinsics are for numerics/simd.h";
   if (is_c_header || is_cpp_header) return "";
   const bool is_cuda_file = is_in_cuda_folder(file);

@@ -1,6 +1,7 @@
 // `evenkeel train`: a run, from its options to its last line. `evenkeel sample`: text from a checkpoint.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <optional>
 
@@ -96,19 +98,29 @@ class TrainLine {
   double shown_ = -1, loss_ = 0, offset_ = 0;
 };
 
-}  // namespace
+// All of the machine's threads, or this rank's share of them.
+void share_threads(const Launch& launch) {
+  cpu_set_t allowed;
+  const int own = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : thread_count();
+  if (launch.local_size > 1) set_thread_count(std::min(own, std::max(1, thread_count() / launch.local_size)));
+}
 
-int run_train(int argc, char** argv) {
+// Sets `ranks` once it has joined them.
+int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr,
       backend;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
           facts_every = -1, validate_every = -1, keel_ramp = -1, threads = 0;
+  bool shard_optimizer = false;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
       "train --preset NAME --data PATH --out RUN [options] | train --resume RUN",
       "Trains GPT-2 with a precision plan for attention, and records everything needed to repeat any step.\n"
-      "Settings come from the preset, then --config, then the options; RUN/config.toml holds them all.",
+      "Settings come from the preset, then --config, then the options; RUN/config.toml holds them all.\n"
+      "Under mpirun, torchrun-style variables or srun, the processes train together: a number of ranks that "
+      "is\n"
+      "a power of two and divides --accumulate changes no bit (fewer parts than ranks become as many).",
       "train --preset micro --data docs --plan fp32,row_sum=e5m2 --steps 1600 --lr 6e-3 --warmup 100 --out "
       "runs/a");
   options.value("--preset", "NAME", "micro, nano, gpt2 or gpt2-medium", preset);
@@ -131,7 +143,8 @@ int run_train(int argc, char** argv) {
   options.value("--schedule", "COURSE", "constant, cosine, linear or wsd", schedule);
   options.value("--optimizer", "NAME", "adamw or muon", optimizer);
   options.value("--sequences", "N", "sequences a step", sequences, 1, kMany);
-  options.value("--accumulate", "N", "parts in which a step is computed", accumulate, 1, kMany);
+  options.value("--accumulate", "N", "parts in which a step is computed, by all ranks together", accumulate,
+                1, kMany);
   options.value("--seed", "N", "of weights and batches", seed, 0, kMany);
   options.value("--checkpoint-every", "N", "steps; 0: only at the end", checkpoint_every, 0, kMany);
   options.value("--facts-every", "N", "steps between records of scores by head; 0: never", facts_every, 0,
@@ -139,16 +152,22 @@ int run_train(int argc, char** argv) {
   options.value("--validate-every", "N", "steps; 0: never", validate_every, 0, kMany);
   options.values("--set", "'TABLE.KEY = VALUE'",
                  "any setting of config.toml, several allowed: 'optimizer.beta2 = 0.99'", settings);
-  options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
+  options.flag("--shard-optimizer",
+               "each rank holds its slice of the optimiser's states alone (ZeRO-1; AdamW)", shard_optimizer);
+  options.value("--threads", "N", "of the CPU; 0: all, or this rank's share of them", threads, 0, 4096);
   if (!options.parse(argc, argv)) return 0;
   if (threads > 0) set_thread_count(static_cast<int>(threads));
+  const Launch launch = find_launch([](const char* name) { return std::getenv(name); });
+  if (threads == 0) share_threads(launch);
+  ranks = Ranks::join(launch, EVENKEEL_VERSION);
 
   std::unique_ptr<Trainer> trainer;
   if (!resume.empty()) {
     require(out.empty() && preset.empty() && data.empty() && plan.empty(),
             "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data "
             "or --plan");
-    trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)));
+    trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)),
+                              ranks);
     out = resume;
   } else {
     require(!out.empty(), "expected --out RUN or --resume RUN, got neither");
@@ -174,14 +193,23 @@ int run_train(int argc, char** argv) {
     take(config.validate_every, validate_every, validate_every >= 0);
     take(config.keel_ramp, keel_ramp, keel_ramp >= 0);
     if (!backend.empty()) config.backend = parse_backend(backend);
+    take(config.shard_optimizer, true, shard_optimizer);
     if (!lr.empty()) read_run_config(parse_toml("schedule.lr = " + lr, "--lr"), config);
     if (!schedule.empty()) config.schedule.course = parse_course(schedule);
     if (!optimizer.empty()) config.optimizer.kind = parse_optimizer(optimizer);
     for (const std::string& change : changes) config.changes.push_back(parse_change(change));
-    trainer = Trainer::start(out, config);
+    trainer = Trainer::start(out, config, ranks);
   }
 
   const RunConfig& config = trainer->config();
+  std::signal(SIGINT, ask_to_stop);
+  std::signal(SIGTERM, ask_to_stop);
+  if (!ranks->first()) {  // rank 0 speaks for all
+    bool stop = false;
+    while (!trainer->done() && !stop) stop = trainer->step(stop_asked).stop;
+    trainer->save();
+    return trainer->finding() ? 1 : 0;
+  }
   fmt::print("{}: {} layers, {} heads, width {}, {:.1f} M parameters; {} x {} tokens a step; plan {}\n", out,
              config.model.layers, config.model.heads, config.model.width,
              static_cast<double>(trainer->model().table().parameter_count()) * 1e-6, config.sequences,
@@ -190,13 +218,17 @@ int run_train(int argc, char** argv) {
   fmt::print("backend {}: {}\n{}\n", name(config.backend), trainer->backend_why(),
              attention_kernels_in_words(config.backend, device, trainer->model(),
                                         config.sequences / config.accumulate));
+  if (ranks->size() > 1)
+    fmt::print("{} ranks, {} of the {} parts of a step each; sums {}{}\n", ranks->size(),
+               config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
+               config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
-  std::signal(SIGINT, ask_to_stop);
-  std::signal(SIGTERM, ask_to_stop);
   {
     TrainLine line(config, trainer->next_step(), peak_flops(config.backend, device, config.model.precision));
-    while (!trainer->done() && !stop_asked) {
-      const StepReport report = trainer->step();
+    bool stop = false;
+    while (!trainer->done() && !stop) {
+      const StepReport report = trainer->step(stop_asked);
+      stop = report.stop;
       line.show(report, trainer->model().facts(),
                 config.facts_every > 0 && report.step % config.facts_every == 0);
     }
@@ -211,6 +243,23 @@ int run_train(int argc, char** argv) {
   else
     fmt::print("done: {} steps in {}\n", trainer->next_step(), out);
   return 0;
+}
+
+}  // namespace
+
+// A rank that fails says why, and the others are told.
+int run_train(int argc, char** argv) {
+  std::shared_ptr<Ranks> ranks;
+  try {
+    return train(argc, argv, ranks);
+  } catch (const std::exception& error) {
+    if (!ranks || ranks->size() == 1) throw;
+    const int code = dynamic_cast<const std::invalid_argument*>(&error) ? 2 : 3;
+    fmt::print(stderr, "evenkeel train: rank {}: {}\n", ranks->rank(), error.what());
+    std::fflush(stderr);
+    ranks->abort(error.what(), code);
+    return code;
+  }
 }
 
 int run_sample(int argc, char** argv) {

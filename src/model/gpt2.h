@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "attention/precision_plan.h"
@@ -171,6 +172,8 @@ class Gpt2 {
   virtual std::vector<float> logits(std::span<const int32_t> tokens) = 0;
 
   const std::vector<HeadFacts>& facts() const { return facts_; }  // (L, H)
+  // Of a step in several parts: what facts() and apply_qk_clip go by until the next forward_backward.
+  void set_facts(std::vector<HeadFacts> facts) { facts_ = std::move(facts); }
   // To be called after the optimiser: a head whose largest score s was above config().qk_clip has its W_Q and
   // W_K (and biases) scaled by sqrt(qk_clip / s) each. REQUIRES: the last step had score_facts. Returns how
   // many heads.

@@ -31,7 +31,7 @@ BackendChoice choose_backend(Backend asked, const CudaDevice& device);
 // REQUIRES: cpu or cuda.
 std::unique_ptr<Gpt2> make_gpt2(Backend backend, const Gpt2Config& config, uint64_t seed);
 std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig& config,
-                                          const ParameterTable& table);
+                                          const ParameterTable& table, Ranks* sharded_over = nullptr);
 
 // Which attention kernels a model's plans take on a backend, and why, in words: one line for each kernel.
 std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Gpt2& model,

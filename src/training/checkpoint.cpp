@@ -86,36 +86,31 @@ std::vector<Checkpoint> find_checkpoints(const fs::path& folder) {
   return found;
 }
 
-void save_checkpoint(const fs::path& folder, int64_t step, const Gpt2& model, const Optimizer& optimizer) {
+void save_checkpoint(const fs::path& folder, int64_t step, const ParameterTable& table,
+                     const TrainingState& state) {
   WholeFolderWriter writer(folder_of(folder, step));
-  const auto size = static_cast<size_t>(model.table().size());
-  std::vector<float> values(size), second(size);
-  model.read_parameters(values);
   const std::string step_text = fmt::format("{}", step);
-  write_buffers(writer.folder() / "model.safetensors", model.table(), {{"", values}},
+  write_buffers(writer.folder() / "model.safetensors", table, {{"", state.parameters}},
                 {{"format", "pt"}, {"step", step_text}});
-  int64_t applied = 0;
-  optimizer.read_state(values, second, applied);
-  write_buffers(writer.folder() / "optimizer.safetensors", model.table(),
-                {{"first.", values}, {"second.", second}},
-                {{"step", step_text}, {"applied", fmt::format("{}", applied)}});
+  write_buffers(writer.folder() / "optimizer.safetensors", table,
+                {{"first.", state.first}, {"second.", state.second}},
+                {{"step", step_text}, {"applied", fmt::format("{}", state.applied)}});
   writer.commit();
 }
 
-void load_checkpoint(const Checkpoint& checkpoint, Gpt2& model, Optimizer& optimizer) {
+TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable& table) {
   const fs::path weights = checkpoint.folder / "model.safetensors",
-                 state = checkpoint.folder / "optimizer.safetensors";
-  const Safetensors weights_file(weights), state_file(state);
-  for (const auto& [file, path] : {std::pair{&weights_file, &weights}, {&state_file, &state}})
+                 states = checkpoint.folder / "optimizer.safetensors";
+  const Safetensors weights_file(weights), states_file(states);
+  for (const auto& [file, path] : {std::pair{&weights_file, &weights}, {&states_file, &states}})
     require_data(read_integer(*file, *path, "step") == checkpoint.step, "{}: expected step {}, found {}",
                  path->string(), checkpoint.step, read_integer(*file, *path, "step"));
-  std::vector<float> parameters, first, second;
-  read_buffer(weights_file, model.table(), "", parameters);
-  read_buffer(state_file, model.table(), "first.", first);
-  read_buffer(state_file, model.table(), "second.", second);
-  // Nothing is changed before all of it was read.
-  optimizer.write_state(first, second, read_integer(state_file, state, "applied"));
-  model.write_parameters(parameters);
+  TrainingState state;
+  read_buffer(weights_file, table, "", state.parameters);
+  read_buffer(states_file, table, "first.", state.first);
+  read_buffer(states_file, table, "second.", state.second);
+  state.applied = read_integer(states_file, states, "applied");
+  return state;
 }
 
 void load_weights(const fs::path& path, Gpt2& model) {

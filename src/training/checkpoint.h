@@ -18,10 +18,15 @@ struct Checkpoint {
 // Those in the folder, by step. Leftovers of killed writers are none.
 std::vector<Checkpoint> find_checkpoints(const std::filesystem::path& folder);
 
-void save_checkpoint(const std::filesystem::path& folder, int64_t step, const Gpt2& model,
-                     const Optimizer& optimizer);
+// All that a run goes on with, besides its configuration and the number of its step.
+struct TrainingState {
+  std::vector<float> parameters, first, second;  // (table.size()) each; of the optimiser: first and second
+  int64_t applied = 0;                           // steps of the optimiser
+};
+void save_checkpoint(const std::filesystem::path& folder, int64_t step, const ParameterTable& table,
+                     const TrainingState& state);
 // DataError: what in the files does not fit the model.
-void load_checkpoint(const Checkpoint& checkpoint, Gpt2& model, Optimizer& optimizer);
+TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable& table);
 
 // Weights alone, from any file with Hugging Face's names (with or without "transformer." before them); F32, F16 and
 // BF16. What GPT-2's files have besides (masks) is passed over; what the model needs and is not there is a DataError.

@@ -9,6 +9,7 @@
 #include "base/threads.h"
 #include "model/matrix_product.h"
 #include "training/optimizer_rates.h"
+#include "training/ranks.h"
 
 namespace evenkeel {
 
@@ -32,9 +33,10 @@ void validate(const OptimizerConfig& c) {
 namespace {
 
 constexpr int64_t kBlock = 8192;  // floats that one task passes over; fixes the order of sums
+static_assert(Ranks::kSliceUnit % kBlock == 0, "a block must not lie in two slices");
 
-// The root of the sum of squares, blocks in order.
-double norm_of(const float* x, int64_t count) {
+// The sums of squares of blocks.
+std::vector<double> square_sums(const float* x, int64_t count) {
   std::vector<double> sums(static_cast<size_t>((count + kBlock - 1) / kBlock));
   parallel_for(static_cast<int64_t>(sums.size()), [&](int64_t block, int) {
     double sum = 0;
@@ -42,6 +44,10 @@ double norm_of(const float* x, int64_t count) {
       sum += static_cast<double>(x[n]) * x[n];
     sums[static_cast<size_t>(block)] = sum;
   });
+  return sums;
+}
+// The root of their sum, in order.
+double root_of_sum(const std::vector<double>& sums) {
   double sum = 0;
   for (double part : sums) sum += part;
   return std::sqrt(sum);
@@ -49,17 +55,21 @@ double norm_of(const float* x, int64_t count) {
 
 class CpuOptimizer final : public Optimizer {
  public:
-  CpuOptimizer(const OptimizerConfig& config, const ParameterTable& table)
+  CpuOptimizer(const OptimizerConfig& config, const ParameterTable& table, Ranks* ranks)
       : config_(config),
         table_(table),
-        first_(static_cast<size_t>(table.size())),
-        second_(static_cast<size_t>(table.size())) {
+        ranks_(ranks),
+        slice_(ranks ? ranks->slice(table.size()) : Slice{0, table.size()}),
+        first_(static_cast<size_t>(slice_.count())),
+        second_(first_.size()) {
     validate(config);
+    require(!ranks || config.kind == OptimizerKind::adamw,
+            "[optimizer] expected adamw where its states are sharded over ranks, got {}", name(config.kind));
   }
 
   StepNorms step(Gpt2& model, double lr) override {
     float* const gradients = model.gradients();
-    StepNorms norms{norm_of(gradients, table_.size()), true};
+    StepNorms norms{gradient_norm(gradients), true};
     if (!std::isfinite(norms.gradient)) return {norms.gradient, false};
     ++steps_;
     const float factor = config_.clip > 0 && norms.gradient > config_.clip
@@ -76,22 +86,31 @@ class CpuOptimizer final : public Optimizer {
 
   void read_state(std::span<float> first, std::span<float> second, int64_t& steps) const override {
     check_sizes(first.size(), second.size());
-    std::copy(first_.begin(), first_.end(), first.begin());
-    std::copy(second_.begin(), second_.end(), second.begin());
+    std::copy(first_.begin(), first_.end(), first.begin() + slice_.begin);
+    std::copy(second_.begin(), second_.end(), second.begin() + slice_.begin);
     steps = steps_;
   }
   void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) override {
     check_sizes(first.size(), second.size());
     require(steps >= 0, "[optimizer] expected 0 or more steps, got {}", steps);
-    std::copy(first.begin(), first.end(), first_.begin());
-    std::copy(second.begin(), second.end(), second_.begin());
+    std::copy_n(first.begin() + slice_.begin, slice_.count(), first_.begin());
+    std::copy_n(second.begin() + slice_.begin, slice_.count(), second_.begin());
     steps_ = steps;
   }
 
  private:
   void check_sizes(size_t first, size_t second) const {
-    require(first == first_.size() && second == first_.size(),
-            "[optimizer] expected states of {} numbers, got {} and {}", first_.size(), first, second);
+    const auto size = static_cast<size_t>(table_.size());
+    require(first == size && second == size, "[optimizer] expected states of {} numbers, got {} and {}", size,
+            first, second);
+  }
+
+  double gradient_norm(const float* gradients) const {
+    std::vector<double> sums = square_sums(gradients + slice_.begin, slice_.count());
+    if (!ranks_) return root_of_sum(sums);
+    // As many on each rank as on the first, which has the most; nothing changes by adding zeros.
+    sums.resize(static_cast<size_t>((ranks_->slice(table_.size(), 0).count() + kBlock - 1) / kBlock));
+    return root_of_sum(ranks_->gather(sums));
   }
 
   void adamw(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
@@ -99,15 +118,18 @@ class CpuOptimizer final : public Optimizer {
     const float beta1 = config_.beta1, beta2 = config_.beta2, epsilon = config_.epsilon;
     const StepRates rates(config_, lr, steps_);
     const float rate = rates.rate, inverse_root = rates.inverse_root, keep = tensor.decay ? rates.keep : 1.0f;
-    const int64_t count = tensor.count();
-    parallel_for((count + kBlock - 1) / kBlock, [&](int64_t block, int) {
-      const int64_t first = tensor.offset + block * kBlock,
-                    last = tensor.offset + std::min(count, (block + 1) * kBlock);
-      float* const w = parameters;
+    const int64_t begin = std::max(tensor.offset, slice_.begin),
+                  end = std::min(tensor.offset + tensor.count(), slice_.end);
+    parallel_for((end - begin + kBlock - 1) / kBlock, [&](int64_t block, int) {
+      // Counted from the slice's beginning.
+      const int64_t first = begin - slice_.begin + block * kBlock,
+                    last = std::min(end - slice_.begin, first + kBlock);
+      float* const w = parameters + slice_.begin;
+      const float* const gradient = gradients + slice_.begin;
       float* const m = first_.data();
       float* const v = second_.data();
       for (int64_t n = first; n < last; ++n) {
-        const float g = gradients[n] * factor;
+        const float g = gradient[n] * factor;
         m[n] = beta1 * m[n] + (1 - beta1) * g;
         v[n] = beta2 * v[n] + (1 - beta2) * g * g;
         w[n] = keep * w[n] - rate * m[n] / (std::sqrt(v[n]) * inverse_root + epsilon);
@@ -143,6 +165,8 @@ class CpuOptimizer final : public Optimizer {
 
   const OptimizerConfig config_;
   const ParameterTable& table_;
+  Ranks* const ranks_;                 // over which the states are sharded; nullptr: they are not
+  const Slice slice_;                  // of the flat buffers, whose states are here
   std::vector<float> first_, second_;  // AdamW's m and v; Muon's momentum lies in first_
   std::vector<float> scratch_;
   int64_t steps_ = 0;
@@ -153,7 +177,7 @@ class CpuOptimizer final : public Optimizer {
 void orthogonalise(std::span<float> x, int64_t rows, int64_t columns) {
   require(static_cast<int64_t>(x.size()) == rows * columns, "[muon] expected {} numbers for {} x {}, got {}",
           rows * columns, rows, columns, x.size());
-  const double norm = norm_of(x.data(), rows * columns);
+  const double norm = root_of_sum(square_sums(x.data(), rows * columns));
   if (norm == 0) return;
   // Every singular value is at most 1 then.
   const float inverse = static_cast<float>(1 / norm);
@@ -175,8 +199,9 @@ void orthogonalise(std::span<float> x, int64_t rows, int64_t columns) {
   }
 }
 
-std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table) {
-  return std::make_unique<CpuOptimizer>(config, table);
+std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,
+                                              Ranks* sharded_over) {
+  return std::make_unique<CpuOptimizer>(config, table, sharded_over);
 }
 
 }  // namespace evenkeel

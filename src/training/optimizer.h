@@ -10,6 +10,8 @@
 
 namespace evenkeel {
 
+class Ranks;
+
 enum class OptimizerKind {
   adamw,  // Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019
   muon,   // K. Jordan et al., 2024, for hidden matrices; AdamW for embeddings, head and vectors
@@ -39,13 +41,16 @@ class Optimizer {
   // Clips and applies the model's gradients at this learning rate. The same bits for any number of threads.
   virtual StepNorms step(Gpt2& model, double lr) = 0;
 
-  // For checkpoints, by copy: table().size() floats each. `steps`: how many were applied.
+  // For checkpoints, by copy: table().size() floats each. `steps`: how many were applied. One that is sharded over
+  // ranks reads its own slice and leaves the rest as it is.
   virtual void read_state(std::span<float> first, std::span<float> second, int64_t& steps) const = 0;
   virtual void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) = 0;
 };
 
-// On host memory.
-std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table);
+// On host memory. Sharded over ranks (AdamW alone), it holds the states of this rank's slice of the flat buffers,
+// needs the gradients there, and updates the parameters there: the same bits as one that does it all.
+std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,
+                                              Ranks* sharded_over = nullptr);
 
 // On the device of a model from make_gpt2_cuda: queued on its stream, one wait a step, for the norm. AdamW gives the
 // CPU's bits where the clipping factor is the same float (the norm's FP64 sum has another order); Muon's products have

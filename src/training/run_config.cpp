@@ -66,6 +66,7 @@ void walk(Walker& w, RunConfig& c) {
   w.key("validation_batches", c.validation_batches);
   w.key("facts_every", c.facts_every);
   w.key("divergence", c.divergence);
+  w.key("shard_optimizer", c.shard_optimizer);
 }
 
 class Reader {
@@ -245,6 +246,8 @@ void validate(const RunConfig& c) {
   require(c.divergence >= 0,
           "[train] expected 0 (never) or more for the rise of the loss that ends a run, got {}",
           c.divergence);
+  require(!c.shard_optimizer || c.optimizer.kind == OptimizerKind::adamw,
+          "[train] shard_optimizer: expected adamw, got {}", name(c.optimizer.kind));
   require(c.model.qk_clip == 0 || c.facts_every == 1,
           "[train] qk_clip needs the scores of every step: expected facts_every = 1, got {}", c.facts_every);
   for (size_t n = 0; n < c.changes.size(); ++n)

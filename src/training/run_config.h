@@ -27,8 +27,9 @@ struct RunConfig {
   std::string validation;  // the same; empty: the validation files beside the data, if there are some
   std::string batches;     // another run's batches.bin: the same batches again; empty: drawn by the seed
   int64_t sequences = 16;  // a step, each of model.context tokens
-  int64_t accumulate = 1;  // parts in which a step is computed; sequences is a multiple of it
-  uint64_t seed = 1;       // of the initial weights and of the batches
+  int64_t accumulate =
+      1;  // parts in which a step is computed, by all ranks together; sequences is a multiple of it
+  uint64_t seed = 1;  // of the initial weights and of the batches
   OptimizerConfig optimizer;
   Schedule schedule;                                   // its `steps` are the run's
   std::string plan = "flash2,stabiliser=wide_output";  // ScopedPlan::parse
@@ -42,7 +43,8 @@ struct RunConfig {
   int64_t validate_every = 0, validation_batches = 8;  // 0: never
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
   Backend backend = Backend::automatic;                // in a run's folder: the one that it runs on
-  double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never
+  bool shard_optimizer = false;  // each rank holds its slice of the states alone (ZeRO-1)
+  double divergence = 3;         // a loss so far above its best (means of 20 steps) ends the run; 0: never
 
   // The plan of a step: `plan`, the clauses of every change up to it, and those of a keel on its way.
   std::string plan_at(int64_t step) const;

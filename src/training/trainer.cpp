@@ -1,12 +1,16 @@
 #include "training/trainer.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "base/error.h"
+#include "training/device_ranks.h"
 
 namespace evenkeel {
 namespace {
@@ -23,6 +27,65 @@ const fs::path& made_folder(const fs::path& folder) {
   fs::create_directories(folder / "checkpoints", error);
   require_data(!error, "{}: cannot be made: {}", folder.string(), error.message());
   return folder;
+}
+
+std::shared_ptr<Ranks> or_alone(std::shared_ptr<Ranks> ranks) {
+  return ranks ? std::move(ranks) : std::make_shared<Ranks>();
+}
+
+// Each rank has an equal share of the parts, and the share is a whole branch of the tree over them.
+void check_share(const RunConfig& config, const Ranks& ranks) {
+  const int64_t size = ranks.size();
+  require((size & (size - 1)) == 0 && config.accumulate % size == 0,
+          "[train] expected a number of ranks that is a power of two and divides the {} parts of a step "
+          "(accumulate), got {} ranks",
+          config.accumulate, size);
+}
+
+// Of tokens here and there: enough to tell one file from another, in no time.
+uint64_t digest_of(const TokenSource& source) {
+  constexpr int64_t kSamples = 4096, kTokens = 16;
+  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a
+  int32_t tokens[kTokens];
+  const int64_t places = std::max<int64_t>(1, source.size() - kTokens),
+                count = std::min(kTokens, source.size());
+  for (int64_t n = 0; n < std::min(kSamples, places); ++n) {
+    source.read(static_cast<int64_t>(static_cast<double>(places) * static_cast<double>(n) / kSamples), count,
+                tokens);
+    for (int64_t t = 0; t < count; ++t) digest = (digest ^ static_cast<uint64_t>(tokens[t])) * 0x100000001b3;
+  }
+  return digest;
+}
+
+constexpr size_t kFactNumbers = 9;
+std::array<double, kFactNumbers> numbers_of(const HeadFacts& f) {
+  return {f.largest_score, f.largest_row_mean, f.mean_lse,     f.largest_lse, f.tied_rows,
+          f.residual_mean, f.residual_error,   f.residual_rms, f.delta_rms};
+}
+// Of several parts with as many rows each. told: (parts) pointers to numbers_of
+HeadFacts combined(const std::vector<const double*>& told) {
+  const auto mean = [&](size_t which, bool squares) {
+    double sum = 0;
+    for (const double* part : told) sum += squares ? part[which] * part[which] : part[which];
+    return sum / static_cast<double>(told.size());
+  };
+  const auto largest = [&](size_t which) {
+    double found = told[0][which];
+    for (const double* part : told)
+      if (!(part[which] <= found)) found = part[which];  // NaN stays
+    return static_cast<float>(found);
+  };
+  HeadFacts facts;
+  facts.largest_score = largest(0);
+  facts.largest_row_mean = largest(1);
+  facts.mean_lse = static_cast<float>(mean(2, false));
+  facts.largest_lse = largest(3);
+  facts.tied_rows = static_cast<float>(mean(4, false));
+  facts.residual_mean = mean(5, false);
+  facts.residual_error = std::sqrt(mean(6, true) / static_cast<double>(told.size()));
+  facts.residual_rms = std::sqrt(mean(7, true));
+  facts.delta_rms = std::sqrt(mean(8, true));
+  return facts;
 }
 
 }  // namespace
@@ -47,27 +110,41 @@ std::optional<Finding> DivergenceWatch::see(int64_t step, double loss) {
   return {};
 }
 
-std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig& config) {
+std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig& given,
+                                        std::shared_ptr<Ranks> ranks) {
+  ranks = or_alone(std::move(ranks));
+  RunConfig config = given;
+  config.accumulate = std::max<int64_t>(config.accumulate, ranks->size());
   validate(config);
+  check_share(config, *ranks);
   std::error_code error;
   require_data(
-      !fs::exists(folder, error) || fs::is_empty(folder, error),
+      !ranks->first() || !fs::exists(folder, error) || fs::is_empty(folder, error),
       "{}: expected a new or an empty folder for the run, found files in it; --resume goes on with a run",
       folder.string());
+  take_device(ranks->launch());
   BackendChoice choice = choose_backend(config.backend, cuda_device());
-  RunConfig effective = config;
-  effective.backend = choice.backend;
-  return std::unique_ptr<Trainer>(new Trainer(folder, effective, std::move(choice.why), /*fresh=*/true));
+  config.backend = choice.backend;
+  return std::unique_ptr<Trainer>(
+      new Trainer(folder, config, std::move(choice.why), /*fresh=*/true, std::move(ranks)));
 }
 
-std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend) {
+std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend,
+                                         std::shared_ptr<Ranks> ranks) {
+  ranks = or_alone(std::move(ranks));
   const fs::path file = folder / "config.toml";
-  std::error_code error;
-  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
-               folder.string());
   RunConfig config;
-  read_run_config(file, config);
+  if (ranks->first()) {
+    std::error_code error;
+    require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
+                 folder.string());
+    read_run_config(file, config);
+  }
+  const std::string text = ranks->broadcast(to_toml(to_toml_table(config)));
+  if (!ranks->first()) read_run_config(parse_toml(text, "config.toml of rank 0"), config);
   validate(config);
+  check_share(config, *ranks);
+  take_device(ranks->launch());
   const CudaDevice device = cuda_device();
   require_data(backend || config.backend != Backend::cuda || device.present,
                "{}: expected a GPU, as this run is on the backend cuda, found none ({}); --backend cpu goes "
@@ -75,24 +152,29 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
                "one, with other bits",
                folder.string(), device.why);
   BackendChoice choice = choose_backend(backend.value_or(config.backend), device);
-  const bool moved = config.backend != choice.backend;
+  const bool moved = config.backend != choice.backend && ranks->first();
   config.backend = choice.backend;
-  std::unique_ptr<Trainer> trainer(new Trainer(folder, config, std::move(choice.why), /*fresh=*/false));
+  std::unique_ptr<Trainer> trainer(
+      new Trainer(folder, config, std::move(choice.why), /*fresh=*/false, std::move(ranks)));
   // Behind the lock of the folder, which the trainer holds.
   if (moved) write_whole_file(file, to_toml(to_toml_table(config)));
   return trainer;
 }
 
-Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string backend_why, bool fresh)
-    : folder_(folder),
+Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string backend_why, bool fresh,
+                 std::shared_ptr<Ranks> ranks)
+    : ranks_(std::move(ranks)),
+      folder_(folder),
       config_(config),
       backend_why_(std::move(backend_why)),
       model_(make_gpt2(config.backend, config.model, config.seed)),
-      optimizer_(make_optimizer(config.backend, config.optimizer, model_->table())),
+      optimizer_(make_optimizer(config.backend, config.optimizer, model_->table(),
+                                config.shard_optimizer ? ranks_.get() : nullptr)),
       tokens_(TokenSource::open(config.data)),
       validation_(config.validation.empty() ? TokenSource::open_validation(config.data)
                                             : std::optional(TokenSource::open(config.validation))),
-      watch_(config.divergence) {
+      watch_(config.divergence),
+      device_memory_(config.backend == Backend::cuda ? make_device_memory(model_->stream()) : nullptr) {
   const int64_t needed = config.model.context + 1;
   for (const TokenSource* source : {&tokens_, validation_ ? &*validation_ : nullptr}) {
     if (!source) continue;
@@ -115,15 +197,54 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
         given_batches_->shape().source_size);
   }
 
-  made_folder(folder_);
+  if (ranks_->size() > 1) {
+    ranks_->agree("settings and tokens", description());
+    if (device_memory_) ranks_->use_device_link(connect_nccl(*ranks_, model_->stream(), way_of_sums_));
+  }
+  if (ranks_->first()) made_folder(folder_);
+  if (!fresh) go_on();
+  follow_plan();
+  if (!ranks_->first()) return;
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.
-  uint64_t kept_bytes = 0;
-  if (!fresh) {
+  JsonLinesWriter::Options options;
+  options.keep = kept_metrics_;
+  metrics_ = std::make_unique<JsonLinesWriter>(folder_ / "metrics.jsonl", options);
+  if (fresh) write_whole_file(folder_ / "config.toml", to_toml(to_toml_table(config_)));
+  batches_ = std::make_unique<BatchRecorder>(folder_ / "batches.bin", shape, next_step_);
+  events_ = std::make_unique<TensorboardWriter>(folder_, fresh ? std::nullopt : std::optional(next_step_));
+  std::error_code error;
+  fs::remove(folder_ / "findings.json", error);
+}
+
+Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
+
+// What all ranks must have alike.
+std::string Trainer::description() const {
+  std::string text = to_toml(to_toml_table(config_));
+  for (const TokenSource* source : {&tokens_, validation_ ? &*validation_ : nullptr})
+    if (source)
+      text += fmt::format("{} tokens, vocabulary {}, digest {:016x}\n", source->size(), source->vocabulary(),
+                          digest_of(*source));
+  if (given_batches_) {
+    uint64_t digest = 0;
+    for (int64_t step = 0; step < config_.schedule.steps; ++step)
+      for (int64_t offset : given_batches_->offsets(step))
+        digest = digest * 31 + static_cast<uint64_t>(offset);
+    text += fmt::format("batches of digest {:016x}\n", digest);
+  }
+  return text;
+}
+
+// From the newest checkpoint, if there is one. Rank 0 reads; the others are told.
+void Trainer::go_on() {
+  TrainingState state;
+  std::vector<double> losses;  // of the steps before, for the watch
+  if (ranks_->first()) {
     remove_leftovers(folder_ / "checkpoints");
     if (const std::vector<Checkpoint> checkpoints = find_checkpoints(folder_ / "checkpoints");
         !checkpoints.empty()) {
-      load_checkpoint(checkpoints.back(), *model_, *optimizer_);
-      next_step_ = saved_step_ = checkpoints.back().step;
+      state = load_checkpoint(checkpoints.back(), model_->table());
+      next_step_ = checkpoints.back().step;
     }
     std::error_code error;
     if (fs::exists(folder_ / "metrics.jsonl", error))
@@ -131,21 +252,30 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
         const auto step = line.object.find("step");
         if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step_)
           return;
-        kept_bytes = line.end;
+        kept_metrics_ = line.end;
         const auto loss = line.object.find("loss");
         if (loss != line.object.end())
-          if (const auto value = json_number(*loss)) watch_.see(step->get<int64_t>(), *value);
+          if (const auto value = json_number(*loss)) losses.push_back(*value);
       });
   }
-  JsonLinesWriter::Options options;
-  options.keep = kept_bytes;
-  metrics_ = std::make_unique<JsonLinesWriter>(folder_ / "metrics.jsonl", options);
-  if (fresh) write_whole_file(folder_ / "config.toml", to_toml(to_toml_table(config_)));
-  batches_ = std::make_unique<BatchRecorder>(folder_ / "batches.bin", shape, next_step_);
-  events_ = std::make_unique<TensorboardWriter>(folder_, fresh ? std::nullopt : std::optional(next_step_));
-  std::error_code error;
-  fs::remove(folder_ / "findings.json", error);
-  follow_plan();
+  const double counts[] = {static_cast<double>(next_step_), static_cast<double>(state.applied),
+                           static_cast<double>(losses.size()), state.parameters.empty() ? 0.0 : 1.0};
+  const std::vector<double> told = ranks_->gather(counts);  // rank 0's come first
+  next_step_ = static_cast<int64_t>(told[0]);
+  std::string bytes(losses.size() * sizeof(double), '\0');
+  if (!losses.empty()) std::memcpy(bytes.data(), losses.data(), bytes.size());
+  bytes = ranks_->broadcast(bytes);
+  losses.resize(static_cast<size_t>(told[2]));
+  if (!losses.empty()) std::memcpy(losses.data(), bytes.data(), bytes.size());
+  for (double loss : losses) watch_.see(next_step_, loss);
+  if (told[3] == 0) return;
+  saved_step_ = next_step_;
+  for (std::vector<float>* values : {&state.parameters, &state.first, &state.second}) {
+    values->resize(static_cast<size_t>(model_->table().size()));
+    ranks_->broadcast(*values);
+  }
+  optimizer_->write_state(state.first, state.second, static_cast<int64_t>(told[1]));
+  model_->write_parameters(state.parameters);
 }
 
 void Trainer::follow_plan() {
@@ -183,46 +313,108 @@ struct Rows {
 
 }  // namespace
 
-double Trainer::compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context) {
-  model_->zero_gradients();
-  const auto rows = static_cast<size_t>(config_.sequences / config_.accumulate);
-  double loss = 0;
-  for (int64_t part = 0; part < config_.accumulate; ++part) {
-    const Rows some(tokens_, std::span(offsets).subspan(static_cast<size_t>(part) * rows, rows),
+// The gradients of parts [first, first + count), added by halves, in the model's buffer. told: what each part has to
+// say, appended in order: its loss and, where asked for, the facts of every head.
+void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
+                        int64_t count, std::vector<double>& told) {
+  if (count == 1) {
+    const auto rows = static_cast<size_t>(config_.sequences / config_.accumulate);
+    const Rows some(tokens_, std::span(offsets).subspan(static_cast<size_t>(first) * rows, rows),
                     config_.model.context);
     StepContext of_part = context;
-    of_part.first_sequence = part * static_cast<int64_t>(rows);
-    loss += model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part);
+    of_part.first_sequence = first * static_cast<int64_t>(rows);
+    model_->zero_gradients();
+    told.push_back(
+        model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
+    if (context.score_facts)
+      for (const HeadFacts& facts : model_->facts())
+        for (double number : numbers_of(facts)) told.push_back(number);
+    return;
   }
-  return loss / static_cast<double>(config_.accumulate);
+  const int64_t half = count / 2, size = model_->table().size();
+  add_parts(offsets, context, first, half, told);
+  // One buffer a level is enough: what waits there is taken up before its level waits again.
+  const auto level = static_cast<size_t>(std::bit_width(static_cast<uint64_t>(count - 1)) - 1);
+  if (level >= waiting_.size()) waiting_.resize(level + 1);
+  if (!waiting_[level]) waiting_[level] = memory().make(size);
+  memory().copy(waiting_[level].get(), model_->gradients(), size);
+  add_parts(offsets, context, first + half, count - half, told);
+  memory().add(model_->gradients(), waiting_[level].get(), size);
+}
+
+// Sets the report's loss and stop (which comes in as this rank's own), and leaves in the model the gradients of the
+// whole step (sharded: of this rank's slice) and its facts.
+void Trainer::compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context,
+                                StepReport& report) {
+  const int64_t parts = config_.accumulate, share = parts / ranks_->size();
+  std::vector<double> told = {report.stop ? 1.0 : 0.0};
+  add_parts(offsets, context, ranks_->rank() * share, share, told);
+  const size_t of_rank = told.size(), of_part = (of_rank - 1) / static_cast<size_t>(share);
+  told = ranks_->gather(told);
+  std::vector<const double*> of_parts;
+  double loss = 0;
+  for (size_t rank = 0; rank < told.size() / of_rank; ++rank) {
+    const double* const numbers = told.data() + rank * of_rank;
+    report.stop = report.stop || numbers[0] != 0;
+    for (size_t part = 0; part < static_cast<size_t>(share); ++part) {
+      of_parts.push_back(numbers + 1 + part * of_part);
+      loss += *of_parts.back();
+    }
+  }
+  report.loss = loss / static_cast<double>(parts);
+  if (context.score_facts && parts > 1) {
+    std::vector<HeadFacts> facts;
+    for (const double*& numbers : of_parts) ++numbers;  // behind the loss
+    while (facts.size() < model_->facts().size()) {
+      facts.push_back(combined(of_parts));
+      for (const double*& numbers : of_parts) numbers += kFactNumbers;
+    }
+    model_->set_facts(std::move(facts));
+  }
+  if (config_.shard_optimizer)
+    ranks_->sum_slices(memory(), model_->gradients(), model_->table().size());
+  else
+    ranks_->sum(memory(), model_->gradients(), model_->table().size());
 }
 
 double Trainer::validation_loss() {
-  double loss = 0;
   std::vector<int64_t> offsets(static_cast<size_t>(config_.sequences / config_.accumulate));
-  for (int64_t batch = 0; batch < config_.validation_batches; ++batch) {
+  // Dealt out one by one, added in their order.
+  const int64_t size = ranks_->size(), share = (config_.validation_batches + size - 1) / size;
+  std::vector<double> losses(static_cast<size_t>(share));
+  for (int64_t batch = ranks_->rank(); batch < config_.validation_batches; batch += size) {
     batch_offsets(kValidationSeed, batch, static_cast<int64_t>(offsets.size()), config_.model.context + 1,
                   validation_->size(), offsets.data());
-    loss += model_->loss(Rows(*validation_, offsets, config_.model.context).batch);
+    losses[static_cast<size_t>(batch / size)] =
+        model_->loss(Rows(*validation_, offsets, config_.model.context).batch);
   }
+  losses = ranks_->gather(losses);  // (size, share)
+  double loss = 0;
+  for (int64_t batch = 0; batch < config_.validation_batches; ++batch)
+    loss += losses[static_cast<size_t>(batch % size * share + batch / size)];
   return loss / static_cast<double>(config_.validation_batches);
 }
 
-StepReport Trainer::step() {
+StepReport Trainer::step(bool stop_asked) {
   require(!done(), "[train] expected a run with steps left, this one is over at step {}", next_step_);
   const auto began = std::chrono::steady_clock::now();
   follow_plan();
   StepReport report;
   report.step = next_step_;
+  report.stop = stop_asked;
   report.lr = config_.schedule.at(next_step_);
   StepContext context;
   context.step = static_cast<uint32_t>(next_step_);
   const bool facts = config_.facts_every > 0 && next_step_ % config_.facts_every == 0;
   context.score_facts = facts;
   const std::vector<int64_t> offsets = offsets_of(next_step_);
-  batches_->append(offsets);
-  report.loss = compute_gradients(offsets, context);
+  if (batches_) batches_->append(offsets);
+  compute_gradients(offsets, context, report);
   const StepNorms norms = optimizer_->step(*model_, report.lr);
+  if (config_.shard_optimizer && norms.applied && ranks_->size() > 1) {
+    ranks_->share_slices(memory(), model_->parameters(), model_->table().size());
+    model_->parameters_changed();
+  }
   report.gradient_norm = norms.gradient;
   report.applied = norms.applied;
   if (config_.model.qk_clip > 0 && norms.applied) model_->apply_qk_clip();
@@ -234,8 +426,8 @@ StepReport Trainer::step() {
   if (config_.validate_every > 0 && next_step_ % config_.validate_every == 0)
     report.validation_loss = validation_loss();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  record(report, facts);
-  if (finding_) {
+  if (ranks_->first()) record(report, facts);
+  if (finding_ && ranks_->first()) {
     const Json found = {
         {"schema", kMetricsSchema},
         {"findings",
@@ -295,13 +487,33 @@ void Trainer::record(const StepReport& report, bool facts) {
   events_->write(report.step, scalars);
 }
 
+// On rank 0; on the others, where states are sharded, what they contribute.
+TrainingState Trainer::collect_state() {
+  TrainingState state;
+  const auto size = static_cast<size_t>(model_->table().size());
+  state.first.resize(size);
+  state.second.resize(size);
+  optimizer_->read_state(state.first, state.second, state.applied);
+  if (config_.shard_optimizer)
+    for (std::vector<float>* values : {&state.first, &state.second})
+      ranks_->share_slices(host_memory(), values->data(), model_->table().size());
+  if (!ranks_->first()) return state;
+  state.parameters.resize(size);
+  model_->read_parameters(state.parameters);
+  return state;
+}
+
 void Trainer::save() {
   if (saved_step_ == next_step_) return;
+  saved_step_ = next_step_;
+  if (!ranks_->first()) {
+    if (config_.shard_optimizer) collect_state();
+    return;
+  }
   metrics_->sync();
   batches_->sync();
   const fs::path folder = folder_ / "checkpoints";
-  save_checkpoint(folder, next_step_, *model_, *optimizer_);
-  saved_step_ = next_step_;
+  save_checkpoint(folder, next_step_, model_->table(), collect_state());
   std::vector<Checkpoint> ring = find_checkpoints(folder);
   std::erase_if(
       ring, [&](const Checkpoint& c) { return config_.keep_every > 0 && c.step % config_.keep_every == 0; });

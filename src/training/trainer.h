@@ -7,6 +7,10 @@
 //   findings.json                what ended the run before its time
 // Whatever kills the process loses at most the steps since the last checkpoint; going on from there gives the same bits
 // as a run that was never stopped.
+//
+// Several ranks (ranks.h) train as one: a step is computed in `accumulate` parts, each rank has an equal share of
+// them, and their gradients are added by a tree that halves the parts again and again. So 1, 2, 4, ... ranks give the
+// same bits, and a run goes on with any of these numbers. Rank 0 alone writes the folder; the others need not see it.
 #pragma once
 
 #include <filesystem>
@@ -19,6 +23,7 @@
 #include "base/tensorboard.h"
 #include "training/batch_record.h"
 #include "training/checkpoint.h"
+#include "training/ranks.h"
 #include "training/run_config.h"
 #include "training/token_file.h"
 
@@ -29,6 +34,7 @@ struct StepReport {
   double loss = 0, gradient_norm = 0, lr = 0;
   double seconds = 0;
   bool applied = true;  // false: the gradient was not finite
+  bool stop = false;    // a rank was asked to stop
   std::optional<double> validation_loss;
 };
 
@@ -55,12 +61,16 @@ class DivergenceWatch {
 
 class Trainer {
  public:
-  // A new run in a folder that is not there or is empty; DataError where there is a run.
-  static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config);
+  // A new run in a folder that is not there or is empty; DataError where there is a run. Fewer parts than ranks
+  // become as many. Without ranks: alone.
+  static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config,
+                                        std::shared_ptr<Ranks> ranks = nullptr);
   // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
   // On another backend the bits are others, so that one must be asked for; it is the folder's from then on.
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
-                                         std::optional<Backend> backend = {});
+                                         std::optional<Backend> backend = {},
+                                         std::shared_ptr<Ranks> ranks = nullptr);
+  ~Trainer();
 
   const RunConfig& config() const { return config_; }
   Gpt2& model() { return *model_; }
@@ -68,22 +78,33 @@ class Trainer {
   int64_t next_step() const { return next_step_; }
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
+  const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
 
-  // One step: batch, gradients, update, records; a checkpoint where one is due.
-  StepReport step();
+  // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
+  // ranks where one of them was asked.
+  StepReport step(bool stop_asked = false);
   void save();  // a checkpoint of now, if there is none
 
  private:
-  Trainer(const std::filesystem::path& folder, const RunConfig& config, std::string backend_why, bool fresh);
+  Trainer(const std::filesystem::path& folder, const RunConfig& config, std::string backend_why, bool fresh,
+          std::shared_ptr<Ranks> ranks);
   void follow_plan();
   std::vector<int64_t> offsets_of(int64_t step) const;
-  double compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context);
+  FloatMemory& memory() { return device_memory_ ? *device_memory_ : host_memory(); }
+  std::string description() const;
+  void go_on();
+  TrainingState collect_state();
+  void compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context, StepReport& report);
+  void add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
+                 int64_t count, std::vector<double>& told);
   double validation_loss();
   void record(const StepReport& report, bool facts);
 
+  const std::shared_ptr<Ranks> ranks_;
   const std::filesystem::path folder_;
   const RunConfig config_;
   const std::string backend_why_;
+  std::string way_of_sums_ = "through the host";
   std::unique_ptr<Gpt2> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
@@ -94,6 +115,11 @@ class Trainer {
   std::string plan_;  // in force
   bool backend_recorded_ = false;
   std::optional<Finding> finding_;
+  std::unique_ptr<FloatMemory> device_memory_;  // where the model's flat buffers lie; none: on the host
+  std::vector<std::shared_ptr<float>>
+      waiting_;  // sums of parts, one for each level of the tree: (table.size())
+  // Rank 0's alone.
+  uint64_t kept_metrics_ = 0;  // bytes, where a run goes on
   std::unique_ptr<JsonLinesWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;
   std::unique_ptr<BatchRecorder> batches_;
