@@ -229,6 +229,10 @@ struct NormShape {
   static __device__ __forceinline__ int64_t column(int chunk) {
     return (int64_t{chunk} * kGroupThreads + threadIdx.x % kGroupThreads) * kVector;
   }
+  // The same, or the row's last piece: there is always something to load.
+  static __device__ __forceinline__ int64_t place(int chunk, int64_t C) {
+    return min(column(chunk), C - kVector);
+  }
 };
 
 // The sum over a group's threads, in all of them.
@@ -247,16 +251,20 @@ __device__ __forceinline__ float group_sum(float x) {
   return x;
 }
 
-// A thread's pieces of a row, zero beyond column C. All of them are asked for before the first is used: with a
-// use between two loads, a row would cost as many of memory's delays as it has chunks.
+// A thread's pieces of a row; beyond column C they repeat its last piece. Without a branch, so that all of them are
+// asked for before the first is used: otherwise a row would cost as many of memory's delays as it has chunks.
 template <class Shape, int kChunks, int kVector, class T>
 __device__ __forceinline__ void load_row(const T* row, int64_t C, float (&v)[kChunks][kVector]) {
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n) {
+  for (int n = 0; n < kChunks; ++n) load_some(row + Shape::place(n, C), v[n]);
+}
+
+template <int kChunks, int kVector>
+__device__ __forceinline__ void zero_row(float (&v)[kChunks][kVector]) {
+#pragma unroll
+  for (int n = 0; n < kChunks; ++n)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) v[n][i] = 0;
-    if (Shape::column(n) < C) load_some(row + Shape::column(n), v[n]);
-  }
 }
 
 template <int kVector, int kWarps, int kChunks, class T>
@@ -273,15 +281,16 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
 #pragma unroll
   for (int n = 0; n < kChunks; ++n)
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum += value[n][i];
+    for (int i = 0; i < kVector; ++i) sum += Shape::column(n) < C ? value[n][i] : 0.0f;
   const float mu = group_sum<kWarps>(sum) / count;
   float squares = 0;
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n) {
-    if (Shape::column(n) >= C) break;
+  for (int n = 0; n < kChunks; ++n)
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) squares = fmaf(value[n][i] - mu, value[n][i] - mu, squares);
-  }
+    for (int i = 0; i < kVector; ++i) {
+      const float apart = Shape::column(n) < C ? value[n][i] - mu : 0.0f;
+      squares = fmaf(apart, apart, squares);
+    }
   const float r = 1 / sqrtf(group_sum<kWarps>(squares) / count + kLayerNormEpsilon);
 #pragma unroll
   for (int n = 0; n < kChunks; ++n) {
@@ -321,18 +330,22 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
   for (int64_t row = int64_t{blockIdx.x} * Shape::kGroups + group; row < N;
        row += int64_t{gridDim.x} * Shape::kGroups) {
     float xhat[kChunks][kVector], dxhat[kChunks][kVector], total[kChunks][kVector];
+    if (dx_in)
+      load_row<Shape>(dx_in + row * C, C, total);
+    else
+      zero_row(total);
     load_row<Shape>(x + row * C, C, xhat);
     load_row<Shape>(dy + row * C, C, dxhat);
-    load_row<Shape>(dx_in + row * C, dx_in ? C : 0, total);
     const float mu = mean[row], r = rstd[row];
     float sum = 0, dot = 0;  // of dy gain, and of dy gain xhat
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
-      float factor[kVector] = {};
-      if (Shape::column(n) < C) load_some(gain + Shape::column(n), factor);
+      float factor[kVector];
+      load_some(gain + Shape::place(n, C), factor);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         xhat[n][i] = (xhat[n][i] - mu) * r;
+        if (Shape::column(n) >= C) dxhat[n][i] = 0;
         gain_sum[n][i] = fmaf(dxhat[n][i], xhat[n][i], gain_sum[n][i]);
         if constexpr (kBias) bias_sum[n][i] += dxhat[n][i];
         dxhat[n][i] *= factor[i];
