@@ -219,6 +219,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // --- LayerNorm
+// Rows go from the last to the first: the product before has just left the last ones in the L2 cache, and the product
+// behind begins with the first ones.
 // A row belongs to a group of kWarps warps, and lies in their registers: kChunks pieces of kVector values a
 // thread. The piece of chunk n starts at column (n kWarps 32 + thread) kVector.
 template <int kVector, int kWarps, int kChunks>
@@ -272,8 +274,8 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
     layernorm_forward_kernel(const float* x, const float* gain, const float* bias, int64_t N, int64_t C, T* y,
                              float* mean, float* rstd) {
   using Shape = NormShape<kVector, kWarps, kChunks>;
-  const int64_t row = int64_t{blockIdx.x} * Shape::kGroups + threadIdx.x / Shape::kGroupThreads;
-  if (row >= N) return;  // a group as a whole
+  const int64_t row = N - 1 - int64_t{blockIdx.x} * Shape::kGroups - threadIdx.x / Shape::kGroupThreads;
+  if (row < 0) return;  // a group as a whole
   const float count = static_cast<float>(C);
   float value[kChunks][kVector];
   load_row<Shape>(x + row * C, C, value);
@@ -327,8 +329,8 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
   const int group = threadIdx.x / Shape::kGroupThreads;
   const float count = static_cast<float>(C);
   float gain_sum[kChunks][kVector] = {}, bias_sum[kBias ? kChunks : 1][kVector] = {};
-  for (int64_t row = int64_t{blockIdx.x} * Shape::kGroups + group; row < N;
-       row += int64_t{gridDim.x} * Shape::kGroups) {
+  for (int64_t row = N - 1 - int64_t{blockIdx.x} * Shape::kGroups - group; row >= 0;
+       row -= int64_t{gridDim.x} * Shape::kGroups) {
     float xhat[kChunks][kVector], dxhat[kChunks][kVector], total[kChunks][kVector];
     if (dx_in)
       load_row<Shape>(dx_in + row * C, C, total);
