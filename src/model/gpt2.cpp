@@ -54,7 +54,8 @@ void validate(const Gpt2Config& config) {
 // --- Parameters
 
 namespace {
-constexpr int64_t kAlignment = 64;  // floats: 256 bytes, as device memory likes it; rows: whole tiles of products
+constexpr int64_t kAlignment =
+    64;  // floats: 256 bytes, as device memory likes it; rows: whole tiles of products
 constexpr int64_t aligned(int64_t count) { return (count + kAlignment - 1) / kAlignment * kAlignment; }
 }  // namespace
 

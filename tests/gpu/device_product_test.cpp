@@ -145,8 +145,8 @@ void check(const Case& c) {
         // FP32 sums lose at most depth units of the sum of sizes, and far fewer as a rule; the result's own
         // rounding comes on top, and another before a base or a slope is applied (device_product.h).
         const double unit = c.c_type == TensorType::bf16 ? 0x1p-8 : 0x1p-23;
-        const double bound =
-            unit * (std::fabs(y) + rounded_before) + 0x1p-20 * (size + std::fabs(before_end)) + 1e-5 * (c.end != ProductEnd::plain);
+        const double bound = unit * (std::fabs(y) + rounded_before) +
+                             0x1p-20 * (size + std::fabs(before_end)) + 1e-5 * (c.end != ProductEnd::plain);
         worst = std::max(worst, std::fabs(static_cast<double>(first[place]) - y) / bound);
         if (c.end == ProductEnd::gelu)
           worst_aux = std::max(worst_aux, std::fabs(static_cast<double>(aux_first[place]) - before_end) /

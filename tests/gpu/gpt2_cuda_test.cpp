@@ -291,9 +291,8 @@ TEST(Gpt2Cuda, ClipsQueriesAndKeysAsTheCpuDoes) {
   for (Gpt2* model : {pair.cpu.get(), pair.cuda.get()}) {
     model->forward_backward(tokens.batch(), 1, {.score_facts = true});
     // Where biases outweigh tokens, all scores of a head may be negative: then there is nothing to clip.
-    const auto above = std::count_if(model->facts().begin(), model->facts().end(), [&](const HeadFacts& f) {
-      return f.largest_score > config.qk_clip;
-    });
+    const auto above = std::count_if(model->facts().begin(), model->facts().end(),
+                                     [&](const HeadFacts& f) { return f.largest_score > config.qk_clip; });
     EXPECT_GT(above, 0);
     EXPECT_LT(above, config.layers * config.heads) << "no head that is left alone";
     EXPECT_EQ(model->apply_qk_clip(), above);

@@ -219,6 +219,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // --- LayerNorm
+// Rows go from the last to the first: the product before has just left the last ones in the L2 cache, and the product
+// behind begins with the first ones.
 // A row belongs to a group of kWarps warps, and lies in their registers: kChunks pieces of kVector values a
 // thread. The piece of chunk n starts at column (n kWarps 32 + thread) kVector.
 template <int kVector, int kWarps, int kChunks>
@@ -228,6 +230,10 @@ struct NormShape {
   static constexpr int kBlockThreads = kGroups * kGroupThreads;
   static __device__ __forceinline__ int64_t column(int chunk) {
     return (int64_t{chunk} * kGroupThreads + threadIdx.x % kGroupThreads) * kVector;
+  }
+  // The same, or the row's last piece: there is always something to load.
+  static __device__ __forceinline__ int64_t place(int chunk, int64_t C) {
+    return min(column(chunk), C - kVector);
   }
 };
 
@@ -247,31 +253,46 @@ __device__ __forceinline__ float group_sum(float x) {
   return x;
 }
 
+// A thread's pieces of a row; beyond column C they repeat its last piece. Without a branch, so that all of them are
+// asked for before the first is used: otherwise a row would cost as many of memory's delays as it has chunks.
+template <class Shape, int kChunks, int kVector, class T>
+__device__ __forceinline__ void load_row(const T* row, int64_t C, float (&v)[kChunks][kVector]) {
+#pragma unroll
+  for (int n = 0; n < kChunks; ++n) load_some(row + Shape::place(n, C), v[n]);
+}
+
+template <int kChunks, int kVector>
+__device__ __forceinline__ void zero_row(float (&v)[kChunks][kVector]) {
+#pragma unroll
+  for (int n = 0; n < kChunks; ++n)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v[n][i] = 0;
+}
+
 template <int kVector, int kWarps, int kChunks, class T>
 __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThreads)
     layernorm_forward_kernel(const float* x, const float* gain, const float* bias, int64_t N, int64_t C, T* y,
                              float* mean, float* rstd) {
   using Shape = NormShape<kVector, kWarps, kChunks>;
-  const int64_t row = int64_t{blockIdx.x} * Shape::kGroups + threadIdx.x / Shape::kGroupThreads;
-  if (row >= N) return;  // a group as a whole
+  const int64_t row = N - 1 - int64_t{blockIdx.x} * Shape::kGroups - threadIdx.x / Shape::kGroupThreads;
+  if (row < 0) return;  // a group as a whole
   const float count = static_cast<float>(C);
   float value[kChunks][kVector];
+  load_row<Shape>(x + row * C, C, value);
   float sum = 0;
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n) {
-    if (Shape::column(n) >= C) break;
-    load_some(x + row * C + Shape::column(n), value[n]);
+  for (int n = 0; n < kChunks; ++n)
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum += value[n][i];
-  }
+    for (int i = 0; i < kVector; ++i) sum += Shape::column(n) < C ? value[n][i] : 0.0f;
   const float mu = group_sum<kWarps>(sum) / count;
   float squares = 0;
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n) {
-    if (Shape::column(n) >= C) break;
+  for (int n = 0; n < kChunks; ++n)
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) squares = fmaf(value[n][i] - mu, value[n][i] - mu, squares);
-  }
+    for (int i = 0; i < kVector; ++i) {
+      const float apart = Shape::column(n) < C ? value[n][i] - mu : 0.0f;
+      squares = fmaf(apart, apart, squares);
+    }
   const float r = 1 / sqrtf(group_sum<kWarps>(squares) / count + kLayerNormEpsilon);
 #pragma unroll
   for (int n = 0; n < kChunks; ++n) {
@@ -295,38 +316,38 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
 }
 
 // Blocks walk over the rows; what they add to dgain and dbias stays in registers until the end. Three blocks of
-// 128 threads a multiprocessor keep 12 rows of three arrays on their way, 108 KB at C = 768: more than memory's
+// 128 threads a multiprocessor keep 12 rows of three arrays on their way, 90 KB at C = 768: more than memory's
 // delay times its speed.
 constexpr int kSumBlocksAtOnce = 3;
-template <int kVector, int kWarps, int kChunks, bool kBias>
+template <int kVector, int kWarps, int kChunks, bool kBias, class T>
 __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThreads,
                                   kWarps > 1 || kVector * kChunks > 24 ? 1 : kSumBlocksAtOnce)
-    layernorm_backward_kernel(const float* dy, const float* x, const float* gain, const float* mean,
+    layernorm_backward_kernel(const T* dy, const float* x, const float* gain, const float* mean,
                               const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
                               Bf16* dx_operand, float* gain_parts, float* bias_parts) {
   using Shape = NormShape<kVector, kWarps, kChunks>;
   const int group = threadIdx.x / Shape::kGroupThreads;
   const float count = static_cast<float>(C);
   float gain_sum[kChunks][kVector] = {}, bias_sum[kBias ? kChunks : 1][kVector] = {};
-  for (int64_t row = int64_t{blockIdx.x} * Shape::kGroups + group; row < N;
-       row += int64_t{gridDim.x} * Shape::kGroups) {
+  for (int64_t row = N - 1 - int64_t{blockIdx.x} * Shape::kGroups - group; row >= 0;
+       row -= int64_t{gridDim.x} * Shape::kGroups) {
+    float xhat[kChunks][kVector], dxhat[kChunks][kVector], total[kChunks][kVector];
+    if (dx_in)
+      load_row<Shape>(dx_in + row * C, C, total);
+    else
+      zero_row(total);
+    load_row<Shape>(x + row * C, C, xhat);
+    load_row<Shape>(dy + row * C, C, dxhat);
     const float mu = mean[row], r = rstd[row];
-    float xhat[kChunks][kVector], dxhat[kChunks][kVector];
     float sum = 0, dot = 0;  // of dy gain, and of dy gain xhat
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
-      if (Shape::column(n) >= C) break;
-      load_some(x + row * C + Shape::column(n), xhat[n]);
-      load_some(dy + row * C + Shape::column(n), dxhat[n]);
-    }
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n) {
-      if (Shape::column(n) >= C) break;
       float factor[kVector];
-      load_some(gain + Shape::column(n), factor);
+      load_some(gain + Shape::place(n, C), factor);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         xhat[n][i] = (xhat[n][i] - mu) * r;
+        if (Shape::column(n) >= C) dxhat[n][i] = 0;
         gain_sum[n][i] = fmaf(dxhat[n][i], xhat[n][i], gain_sum[n][i]);
         if constexpr (kBias) bias_sum[n][i] += dxhat[n][i];
         dxhat[n][i] *= factor[i];
@@ -339,12 +360,10 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
     for (int n = 0; n < kChunks; ++n) {
       const int64_t at = row * C + Shape::column(n);
       if (Shape::column(n) >= C) break;
-      float total[kVector] = {};
-      if (dx_in) load_some(dx_in + at, total);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) total[i] += (dxhat[n][i] - mean_dxhat - xhat[n][i] * mean_dot) * r;
-      store_some(dx + at, total);
-      if (dx_operand) store_some(dx_operand + at, total);
+      for (int i = 0; i < kVector; ++i) total[n][i] += (dxhat[n][i] - mean_dxhat - xhat[n][i] * mean_dot) * r;
+      store_some(dx + at, total[n]);
+      if (dx_operand) store_some(dx_operand + at, total[n]);
     }
   }
   // The groups of a block, one after another.
@@ -358,12 +377,12 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
       for (int i = 0; i < kVector; ++i) shared[group][i * Shape::kGroupThreads + lane] = sums[i];
       __syncthreads();
       if (group != 0 || c >= C) return;
-      float total[kVector] = {};
+      float of_block[kVector] = {};
 #pragma unroll
       for (int g = 0; g < Shape::kGroups; ++g)
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) total[i] += shared[g][i * Shape::kGroupThreads + lane];
-      store_some(parts + blockIdx.x * C + c, total);
+        for (int i = 0; i < kVector; ++i) of_block[i] += shared[g][i * Shape::kGroupThreads + lane];
+      store_some(parts + blockIdx.x * C + c, of_block);
     } else if (c < C) {
       store_some(parts + blockIdx.x * C + c, sums);
     }
@@ -596,79 +615,113 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- Cross-entropy
 
-constexpr int kClassThreads = 1024;
-
-template <class T>
-__device__ __forceinline__ float exp_of(float x) {
-  if constexpr (sizeof(T) == 2)
-    return __expf(x);  // 2 units in the last place and the rounding of x: far below BF16's
-  else
-    return expf(x);
+constexpr float kLog2E = 1.44269504f;
+__device__ __forceinline__ float exp2f_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-// One block a row. kCached: the row stays in shared memory (stride values) between its two uses, each thread's
-// pieces its own; two rows of 50,304 in BF16 fit into a multiprocessor. Otherwise it is read again.
-template <class T, bool kGradients, bool kCached>
-__global__ void __launch_bounds__(kClassThreads, 2048 / kClassThreads)
-    cross_entropy_kernel(T* logits, const int32_t* targets, int64_t V, int64_t stride, float scale,
-                         float* losses) {
-  constexpr int kWarps = kClassThreads / kWarp;
-  extern __shared__ __align__(16) unsigned char cache_bytes[];
-  T* const cache = reinterpret_cast<T*>(cache_bytes);
-  __shared__ float shared_max[kWarps], shared_sum[kWarps];
-  const int64_t row = blockIdx.x;
-  T* const x = logits + row * stride;
-  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
-  const int target = targets[row];
-  const float at_target = to_float(x[target]);  // before anyone writes
+// 16 bytes into shared memory, on their own; a group of copies ends with commit.
+__device__ __forceinline__ void copy_async(void* shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_but_last() {
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
 
-  // Each thread's largest value so far, and its sum of exp(x - largest).
-  float most = -INFINITY, sum = 0;
-#pragma unroll 2
-  for (int c = threadIdx.x * kPiece; c < columns; c += kClassThreads * kPiece) {
-    float v[kPiece];
-    load_some(x + c, v);
-    if constexpr (kCached) store_some(cache + c, v);  // exact: they are T's
-    if (c + kPiece > columns)
+// exp(x - most). From BF16 logits: 2 units in the last place, and |most| 2^-24 of its own, which all terms of a
+// softmax share: far below BF16's 2^-9.
+template <class T>
+__device__ __forceinline__ float exp_above(float x, float most) {
+  if constexpr (sizeof(T) == 2)
+    return exp2f_approx(fmaf(x, kLog2E, -most * kLog2E));
+  else
+    return expf(x - most);
+}
+
+// A block walks over rows; a thread has the same pieces of every row. kStaged: the next row comes into shared
+// memory (2 x stride values) while this one is worked on, so that memory never waits for arithmetic. Otherwise a
+// row is read twice.
+template <class T, bool kGradients, bool kStaged, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads)
+    cross_entropy_kernel(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride, float scale,
+                         float* losses) {
+  constexpr int kWarps = kBlockThreads / kWarp, kStep = kBlockThreads * kPiece;
+  constexpr float kLowest = -0x1p126f;  // of no logit at all; twice its size is finite, and so exp_above is
+  extern __shared__ __align__(16) unsigned char stage_bytes[];
+  T* const stage = reinterpret_cast<T*>(stage_bytes);
+  __shared__ float shared_most[2][kWarps], shared_sum[2][kWarps];
+  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
+  const int first = threadIdx.x * kPiece, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const auto fetch = [&](int64_t row, int slot) {
+    constexpr int kCopy = 16 / sizeof(T);  // values of one copy
+    if (row < N)
+      for (int c = first; c < columns; c += kStep)
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) v[i] = c + i < columns ? v[i] : -INFINITY;
-    float largest = v[0];
-#pragma unroll
-    for (int i = 1; i < kPiece; ++i) largest = fmaxf(largest, v[i]);
-    if (largest > most) {
-      sum *= exp_of<T>(most - largest);
-      most = largest;
+        for (int i = 0; i < kPiece; i += kCopy)
+          copy_async(stage + slot * padded + c + i, logits + row * stride + c + i);
+    commit_copies();
+  };
+  int slot = 0;
+  if constexpr (kStaged) fetch(blockIdx.x, slot);
+  for (int64_t row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
+    const int target = targets[row];
+    T* const x = logits + row * stride;
+    if constexpr (kStaged) {
+      fetch(row + gridDim.x, slot ^ 1);
+      wait_for_all_but_last();  // a thread reads what it fetched itself
     }
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) sum += exp_of<T>(v[i] - most);
-  }
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const float warp_most = warp_max(most);
-  if (lane == 0) shared_max[warp] = warp_most;
-  __syncthreads();
-  static_assert(kWarps == kWarp);
-  const float m = warp_max(shared_max[lane]);
-  // A thread that saw nothing has exp(-inf) = 0 of 0.
-  const float warp_total = warp_sum(sum * exp_of<T>(most - m));
-  if (lane == 0) shared_sum[warp] = warp_total;
-  __syncthreads();
-  const float total = warp_sum(shared_sum[lane]);
-  if (threadIdx.x == 0) losses[row] = logf(total) + (m - at_target);
-  if constexpr (kGradients) {
-    const float factor = scale / total;
+    const T* const from = kStaged ? stage + slot * padded : x;
+
+    // Each thread's largest value so far, and its sum of exp(x - largest).
+    float most = kLowest, sum = 0;
 #pragma unroll 2
-    for (int c = threadIdx.x * kPiece; c < padded; c += kClassThreads * kPiece) {
-      float v[kPiece] = {};
-      if (c < columns) {
-        load_some(kCached ? cache + c : x + c, v);
+    for (int c = first; c < columns; c += kStep) {
+      float v[kPiece];
+      load_some(from + c, v);
+      if (c + kPiece > columns)
 #pragma unroll
-        for (int i = 0; i < kPiece; ++i) {
-          v[i] = exp_of<T>(v[i] - m) * factor;
-          if (c + i == target) v[i] -= scale;
-          if (c + i >= columns) v[i] = 0;
-        }
+        for (int i = 0; i < kPiece; ++i) v[i] = c + i < columns ? v[i] : -INFINITY;
+      float largest = v[0];
+#pragma unroll
+      for (int i = 1; i < kPiece; ++i) largest = fmaxf(largest, v[i]);
+      if (largest > most) {
+        sum *= exp_above<T>(most, largest);
+        most = largest;
       }
-      store_some(x + c, v);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) sum += exp_above<T>(v[i], most);
+    }
+    // Of the warp, then of the block. The next row's go to the other slot, so that one barrier is enough.
+    const float warp_most = warp_max(most), warp_total = warp_sum(sum * exp_above<T>(most, warp_most));
+    if (lane == 0) shared_most[slot][warp] = warp_most, shared_sum[slot][warp] = warp_total;
+    __syncthreads();
+    const float other_most = lane < kWarps ? shared_most[slot][lane] : kLowest,
+                other_sum = lane < kWarps ? shared_sum[slot][lane] : 0.0f;
+    const float m = warp_max(other_most), total = warp_sum(other_sum * exp_above<T>(other_most, m));
+    if (target / kPiece % kBlockThreads == threadIdx.x)  // it alone may still read this logit
+      losses[row] = logf(total) + (m - to_float(from[target]));
+    if constexpr (kGradients) {
+      const float factor = scale / total;
+#pragma unroll 2
+      for (int c = first; c < padded; c += kStep) {
+        float v[kPiece] = {};
+        if (c < columns) {
+          load_some(from + c, v);
+#pragma unroll
+          for (int i = 0; i < kPiece; ++i) {
+            v[i] = exp_above<T>(v[i], m) * factor;
+            if (c + i == target) v[i] -= scale;
+            if (c + i >= columns) v[i] = 0;
+          }
+        }
+        store_some(x + c, v);
+      }
     }
   }
 }
@@ -689,7 +742,7 @@ __global__ void __launch_bounds__(kLossThreads)
 }
 
 // Shared memory that a block may have besides a kilobyte of its own.
-int64_t most_cached_bytes() {
+int64_t most_staged_bytes() {
   static const int64_t most = [] {
     int ordinal = 0, bytes = 0;
     check_cuda(cudaGetDevice(&ordinal), "asking for the device");
@@ -763,19 +816,23 @@ void layernorm_forward(const float* x, const float* gain, const float* bias, int
   check_launch("a LayerNorm");
 }
 
-void layernorm_backward(const float* dy, const float* x, const float* gain, const float* mean,
-                        const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
-                        void* dx_operand, float* gain_parts, float* bias_parts, cudaStream_t stream) {
-  with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
-    using Shape = NormShape<kVector, kWarps, kChunks>;
-    const auto launch = [&](auto kernel) {
-      kernel<<<grid(sum_blocks(N)), Shape::kBlockThreads, 0, stream>>>(
-          dy, x, gain, mean, rstd, N, C, dx_in, dx, static_cast<Bf16*>(dx_operand), gain_parts, bias_parts);
-    };
-    if (bias_parts)
-      launch(layernorm_backward_kernel<kVector, kWarps, kChunks, true>);
-    else
-      launch(layernorm_backward_kernel<kVector, kWarps, kChunks, false>);
+void layernorm_backward(const void* dy, TensorType dy_type, const float* x, const float* gain,
+                        const float* mean, const float* rstd, int64_t N, int64_t C, const float* dx_in,
+                        float* dx, void* dx_operand, float* gain_parts, float* bias_parts,
+                        cudaStream_t stream) {
+  with_type(dy_type, [&]<class T>() {
+    with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
+      using Shape = NormShape<kVector, kWarps, kChunks>;
+      const auto launch = [&](auto kernel) {
+        kernel<<<grid(sum_blocks(N)), Shape::kBlockThreads, 0, stream>>>(
+            static_cast<const T*>(dy), x, gain, mean, rstd, N, C, dx_in, dx, static_cast<Bf16*>(dx_operand),
+            gain_parts, bias_parts);
+      };
+      if (bias_parts)
+        launch(layernorm_backward_kernel<kVector, kWarps, kChunks, true, T>);
+      else
+        launch(layernorm_backward_kernel<kVector, kWarps, kChunks, false, T>);
+    });
   });
   check_launch("the gradient of a LayerNorm");
 }
@@ -849,20 +906,26 @@ void column_sums(const void* x, int64_t N, int64_t columns, TensorType type, flo
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
                    TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream) {
   with_type(type, [&]<class T>() {
-    const auto launch = [&](auto kernel, int64_t cache_bytes) {
-      check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(cache_bytes)),
-                 "asking for shared memory");
-      kernel<<<grid(N), kClassThreads, at(cache_bytes), stream>>>(static_cast<T*>(logits), targets, V, stride,
-                                                                  scale, losses);
+    const auto launch = [&]<bool kStaged, int kBlockThreads>() {
+      const auto kernel = gradients ? cross_entropy_kernel<T, true, kStaged, kBlockThreads>
+                                    : cross_entropy_kernel<T, false, kStaged, kBlockThreads>;
+      const size_t staged = kStaged ? at(2 * stride) * sizeof(T) : 0;
+      check_cuda(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(staged)),
+          "asking for shared memory");
+      int blocks = 0;  // of a multiprocessor
+      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kBlockThreads, staged),
+                 "asking for a grid's size");
+      kernel<<<grid(std::min<int64_t>(N, int64_t{blocks} * cuda_device().multiprocessors)), kBlockThreads,
+               staged, stream>>>(static_cast<T*>(logits), targets, N, V, stride, scale, losses);
     };
-    const int64_t row_bytes = stride * static_cast<int64_t>(sizeof(T));
-    if (!gradients)
-      launch(cross_entropy_kernel<T, false, false>, 0);
-    else if (row_bytes <= most_cached_bytes())
-      launch(cross_entropy_kernel<T, true, true>, row_bytes);
+    // Small rows: several blocks a multiprocessor, each with four pieces a thread or fewer.
+    if (2 * stride * static_cast<int64_t>(sizeof(T)) > most_staged_bytes())
+      launch.template operator()<false, 1024>();
+    else if (stride > 4 * 256 * kPiece)
+      launch.template operator()<true, 1024>();
     else
-      launch(cross_entropy_kernel<T, true, false>, 0);
+      launch.template operator()<true, 256>();
   });
   check_launch("the loss");
 }

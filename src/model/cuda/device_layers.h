@@ -52,10 +52,12 @@ void token_backward(const float* dx, const int32_t* places, const TokenRun* runs
 void layernorm_forward(const float* x, const float* gain, const float* bias, int64_t N, int64_t C,
                        TensorType type, void* y, float* mean, float* rstd, cudaStream_t stream);
 // dx = dx_in + the gradient (dx_in nullptr: 0; may be dx), and the same as an operand in bf16 (nullptr: not
-// wanted). gain_parts, bias_parts (nullptr: no bias): (sum_blocks(N), C). Reads 12 N C bytes, writes 6 N C.
-void layernorm_backward(const float* dy, const float* x, const float* gain, const float* mean,
-                        const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
-                        void* dx_operand, float* gain_parts, float* bias_parts, cudaStream_t stream);
+// wanted). gain_parts, bias_parts (nullptr: no bias): (sum_blocks(N), C). Reads 10 N C bytes (dy of bf16),
+// writes 6 N C.
+void layernorm_backward(const void* dy, TensorType dy_type, const float* x, const float* gain,
+                        const float* mean, const float* rstd, int64_t N, int64_t C, const float* dx_in,
+                        float* dx, void* dx_operand, float* gain_parts, float* bias_parts,
+                        cudaStream_t stream);
 
 // q and k of the packed qkv (N, 3, H, D), each head over its root mean square, times its gain (D): qk (N, 2, H,
 // D); rstd (N, 2, H).
@@ -83,7 +85,7 @@ void column_sums(const void* x, int64_t N, int64_t columns, TensorType type, flo
 
 // losses[n] = log sum exp(logits[n]) - logits[n][target]; logits (N, V), rows `stride` apart, a multiple of 8.
 // With gradients, a row becomes (softmax - onehot) scale, and zero from V to stride. Every logit is read once and
-// written once where a row fits into shared memory (115,000 of BF16 on Hopper), and read twice otherwise.
+// written once where two rows fit into shared memory (58,000 of BF16 each on Hopper), and read twice otherwise.
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
                    TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream);
 // mean = the mean of losses (N), summed in FP64 in a fixed order.

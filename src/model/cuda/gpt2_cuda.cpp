@@ -6,11 +6,11 @@
 //
 // Besides products and attention, a step of `gpt2` at 64 x 1024 tokens in BF16 moves, with N C = 50 M values:
 //   LayerNorm forward    25 x 6 N C bytes        7.5 GB
-//   LayerNorm backward   25 x 18 N C            22.6 GB
+//   LayerNorm backward   25 x 16 N C            20.1 GB
 //   cross-entropy        2 x 2 N V              13.2 GB
 //   embedding            5 x 4 N C               1.0 GB
 //   operands             6 P                     0.7 GB
-// 45 GB in all, 11 ms at 4.1 TB/s. GELU goes along with the products before and behind it; alone it would be
+// 43 GB in all, 11 ms at 4.0 TB/s. GELU goes along with the products before and behind it; alone it would be
 // 24 GB more.
 #include <algorithm>
 #include <cmath>
@@ -36,10 +36,9 @@ using device::TokenRun;
 constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-constexpr int kLeastMajor = 8;           // of the compute capability: products and attention on bf16
-constexpr int64_t kLargestHead = 128;    // attention's
-constexpr int64_t kVocabularyStep = 64;  // rows of logits start at multiples of 128 bytes
-constexpr size_t kAlignment = 256;       // of every array, in bytes
+constexpr int kLeastMajor = 8;         // of the compute capability: products and attention on bf16
+constexpr int64_t kLargestHead = 128;  // attention's
+constexpr size_t kAlignment = 256;     // of every array, in bytes
 
 // Memory of the host that the device reads and writes by itself.
 class PinnedMemory {
@@ -134,7 +133,8 @@ struct Activations {
   float* losses;       // (N)
   float* dx;           // (N, C): the gradient of the residual stream
   void* dx_operand;    // (N, C): the same in bf16; dx itself in fp32
-  float* wide;         // (N, C), (N, 4 C) where GELU is not fused: gradients in FP32 on their way
+  void* dnorm;         // (N, C): the gradient of what a LayerNorm gave
+  float* wide;         // (N, 4 C) where GELU is not fused, (N, C) with a gate: gradients in FP32 on their way
   void *d_o, *dgate;   // (N, C)
   void* dqkv;          // (N, 3 C)
   void* dhidden;       // (N, 4 C)
@@ -252,8 +252,6 @@ class Gpt2Cuda final : public Gpt2 {
   // --- Memory
   bool is_bf16() const { return config_.precision == LinearPrecision::bf16; }
   size_t element_bytes() const { return is_bf16() ? 2 : 4; }
-  // V of the products: with rows of zeros up to a whole step where the operand is a copy anyway.
-  int64_t product_vocabulary() const { return is_bf16() ? logits_stride_ : config_.vocabulary; }
   void read(const DeviceMemory& from, std::span<float> to) const;
   void write(std::span<const float> from, DeviceMemory& to);
   void copy_up(void* to, const void* from, size_t bytes) const {
@@ -269,15 +267,10 @@ class Gpt2Cuda final : public Gpt2 {
   const float* master(int64_t offset) const {
     return offset < 0 ? nullptr : parameters_.as<float>() + offset;
   }
-  // The same as an operand, in the type of activations. REQUIRES: a layer's.
+  // The same as an operand, in the type of activations.
   const void* operand(int64_t offset) const {
-    if (offset < 0) return nullptr;
-    if (!is_bf16()) return parameters_.as<float>() + offset;
-    return operands_.as<uint16_t>() + (offset - layers_begin_);
-  }
-  const void* head_operand() const {
-    if (!is_bf16()) return parameters_.as<float>() + head_;
-    return operands_.as<uint16_t>() + (layers_end_ - layers_begin_);
+    if (offset < 0 || !is_bf16()) return master(offset);
+    return operands_.as<uint16_t>() + offset;
   }
   float* gradient(int64_t offset) const { return offset < 0 ? nullptr : gradients_.as<float>() + offset; }
 
@@ -286,7 +279,7 @@ class Gpt2Cuda final : public Gpt2 {
   void linear_forward(const char* phase, const void* x, int64_t w, int64_t bias, int64_t in, int64_t out,
                       void* y, TensorType y_type, const float* residual);
   void linear_backward(const char* phase, const void* dy, int64_t w, int64_t in, int64_t out, void* dx,
-                       TensorType dx_type, const float* base);
+                       TensorType dx_type, const void* base = nullptr);
   void weight_backward(const char* phase, const void* dy, const void* x, int64_t w, int64_t in, int64_t out);
   void bias_backward(const void* dy, int64_t out, float* sums);
 
@@ -313,8 +306,8 @@ class Gpt2Cuda final : public Gpt2 {
     return static_cast<double>(at(N_ * columns) * element_bytes());
   }
 
-  const TensorType type_;        // of activations
-  const int64_t logits_stride_;  // V, padded
+  const TensorType type_;   // of activations
+  const int64_t padded_V_;  // of logits and of all products with the output layer
   const bool fused_gelu_;
   DeviceStream owned_stream_;
   const cudaStream_t stream_;
@@ -322,7 +315,7 @@ class Gpt2Cuda final : public Gpt2 {
   DeviceMemory parameters_, gradients_, operands_, arena_, attention_, facts_memory_;
   bool operands_fresh_ = false;
   std::vector<LayerOffsets> offsets_;
-  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_, layers_begin_, layers_end_;
+  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;
 
   // Of each B and T: where everything lies, and the table of sums over rows.
   struct Sized {
@@ -367,7 +360,7 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
     : Gpt2(config),
       type_((require_device(),
              config.precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32)),
-      logits_stride_(round_up(config.vocabulary, kVocabularyStep)),
+      padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
       fused_gelu_(is_bf16() && 4 * config.width % 8 == 0),
       stream_(static_cast<cudaStream_t>(owned_stream_.get())),
@@ -403,17 +396,12 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
   lnf_gain_ = find("ln_f.weight");
   lnf_bias_ = find("ln_f.bias");
   head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
-  layers_begin_ = offsets_[0].ln1_gain;
-  layers_end_ = lnf_gain_;
 
   std::vector<float> initial(at(table_.size()));
   initialise(config_, table_, seed, initial);
   write(initial, parameters_);
   zero_gradients();
-  if (is_bf16()) {
-    operands_ = DeviceMemory(at(layers_end_ - layers_begin_ + logits_stride_ * config_.width) * 2);
-    check_cuda(cudaMemsetAsync(operands_.data(), 0, operands_.bytes(), stream_), "clearing operands");
-  }
+  if (is_bf16()) operands_ = DeviceMemory(at(table_.size()) * sizeof(uint16_t));
   wait();
 }
 
@@ -435,11 +423,8 @@ void Gpt2Cuda::write(std::span<const float> from, DeviceMemory& to) {
 
 void Gpt2Cuda::refresh_operands() {
   if (is_bf16() && !operands_fresh_) {
-    const int64_t layers = layers_end_ - layers_begin_;
-    phase("operands", 0, 6.0 * static_cast<double>(layers + config_.vocabulary * config_.width));
-    device::round_to_bf16(master(layers_begin_), layers, operands_.data(), stream_);
-    device::round_to_bf16(master(head_), config_.vocabulary * config_.width,
-                          operands_.as<uint16_t>() + layers, stream_);
+    phase("operands", 0, 6.0 * static_cast<double>(table_.size()));
+    device::round_to_bf16(parameters_.as<float>(), table_.size(), operands_.data(), stream_);
   }
   operands_fresh_ = true;
 }
@@ -506,12 +491,13 @@ Activations Gpt2Cuda::carve(int64_t B, int64_t T, Carver& carver, std::vector<Bl
   a.lnf = activation(C);
   a.mean = stream(1), a.rstd = stream(1);
   a.lnf_gain_sums = sum(lnf_gain_, C), a.lnf_bias_sums = sum(lnf_bias_, C);
-  a.logits = carver.take_bytes(at(N * logits_stride_) * element_bytes());
-  a.last_logits = carver.take<float>(logits_stride_);
+  a.logits = activation(padded_V_);
+  a.last_logits = carver.take<float>(padded_V_);
   a.losses = stream(1);
   a.dx = stream(C);
   a.dx_operand = is_bf16() ? activation(C) : a.dx;
-  a.wide = stream(fused_gelu_ ? C : 4 * C);
+  a.dnorm = activation(C);
+  a.wide = stream(!fused_gelu_ ? 4 * C : config_.gated_attention ? C : 0);
   a.d_o = activation(C);
   if (config_.gated_attention) a.dgate = activation(C);
   a.dqkv = activation(3 * C);
@@ -612,7 +598,7 @@ void Gpt2Cuda::linear_forward(const char* name, const void* x, int64_t w, int64_
 }
 
 void Gpt2Cuda::linear_backward(const char* name, const void* dy, int64_t w, int64_t in, int64_t out, void* dx,
-                               TensorType dx_type, const float* base) {
+                               TensorType dx_type, const void* base) {
   DeviceProduct p{
       N_, in, out,    type_, DeviceMatrix::rows_of(dy, out), DeviceMatrix::transposed(operand(w), out),
       dx, in, dx_type};
@@ -747,11 +733,11 @@ void Gpt2Cuda::layer_forward(int64_t l, float* out, const CallKind& kind) {
 
 // Logits and losses; with gradients, dlogits in their place.
 void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
-  const int64_t C = config_.width, V = product_vocabulary();
-  multiply("logits", {N_, V, C, type_, DeviceMatrix::rows_of(a_->lnf, C),
-                      DeviceMatrix::transposed(head_operand(), C), a_->logits, logits_stride_, type_});
+  const int64_t C = config_.width;
+  multiply("logits", {N_, padded_V_, C, type_, DeviceMatrix::rows_of(a_->lnf, C),
+                      DeviceMatrix::transposed(operand(head_), C), a_->logits, padded_V_, type_});
   phase("cross-entropy", 0, (gradients ? 2 : 1) * activation_bytes(config_.vocabulary));
-  device::cross_entropy(a_->logits, a_->targets, N_, config_.vocabulary, logits_stride_, type_, gradients,
+  device::cross_entropy(a_->logits, a_->targets, N_, config_.vocabulary, padded_V_, type_, gradients,
                         gradient_scale, a_->losses, stream_);
   device::mean_loss(a_->losses, N_, facts_memory_.as<double>(), stream_);
 }
@@ -759,18 +745,18 @@ void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
 // --- Backward
 
 void Gpt2Cuda::backward(const CallKind& kind) {
-  const int64_t C = config_.width, V = config_.vocabulary;
+  const int64_t C = config_.width;
   // The loss is a mean over tokens, and so is the z-loss of keel.
   const float gradient_scale = kind.loss_scale / static_cast<float>(N_);
   classify(/*gradients=*/true, gradient_scale);
-  multiply("logits, input gradient",
-           {N_, C, product_vocabulary(), type_, DeviceMatrix::rows_of(a_->logits, logits_stride_),
-            DeviceMatrix::rows_of(head_operand(), C), a_->wide, C, TensorType::fp32});
-  DeviceProduct head{V,
+  multiply("logits, input gradient", {N_, C, padded_V_, type_, DeviceMatrix::rows_of(a_->logits, padded_V_),
+                                      DeviceMatrix::rows_of(operand(head_), C), a_->dnorm, C, type_});
+  // Columns of dlogits from V on are zero, and so are the rows behind the gradient of the output layer.
+  DeviceProduct head{padded_V_,
                      C,
                      N_,
                      type_,
-                     DeviceMatrix::transposed(a_->logits, logits_stride_),
+                     DeviceMatrix::transposed(a_->logits, padded_V_),
                      DeviceMatrix::rows_of(a_->lnf, C),
                      gradient(head_),
                      C,
@@ -778,9 +764,9 @@ void Gpt2Cuda::backward(const CallKind& kind) {
   head.base = head.c;
   multiply("logits, weight gradient", head);
   void* const dx_operand = is_bf16() ? a_->dx_operand : nullptr;
-  phase("layernorm backward", 0, 3 * stream_bytes() + activation_bytes(C));
-  device::layernorm_backward(a_->wide, a_->x, master(lnf_gain_), a_->mean, a_->rstd, N_, C, nullptr, a_->dx,
-                             dx_operand, a_->lnf_gain_sums, a_->lnf_bias_sums, stream_);
+  phase("layernorm backward", 0, 2 * stream_bytes() + 2 * activation_bytes(C));
+  device::layernorm_backward(a_->dnorm, type_, a_->x, master(lnf_gain_), a_->mean, a_->rstd, N_, C, nullptr,
+                             a_->dx, dx_operand, a_->lnf_gain_sums, a_->lnf_bias_sums, stream_);
   for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, kind, gradient_scale);
   phase("sums over rows");
   device::add_sums(at_hand_->sums.as<BlockSums>(), at_hand_->sum_count, at_hand_->most_columns, stream_);
@@ -810,28 +796,26 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
     p.aux = m.hidden;
     multiply("out, input gradient, gelu", p);
   } else {
-    linear_backward("out, input gradient", a_->dx_operand, w.out, 4 * C, C, a_->wide, TensorType::fp32,
-                    nullptr);
+    linear_backward("out, input gradient", a_->dx_operand, w.out, 4 * C, C, a_->wide, TensorType::fp32);
     phase("gelu backward", 0, 4 * stream_bytes() + 2 * activation_bytes(4 * C));
     device::gelu_backward(a_->wide, m.hidden, N_ * 4 * C, type_, a_->dhidden, stream_);
   }
   weight_backward("out, weight gradient", a_->dx_operand, m.activated, w.out, 4 * C, C);
   bias_backward(a_->dx_operand, C, m.sums.out_bias);
-  linear_backward("fc, input gradient", a_->dhidden, w.fc, C, 4 * C, a_->wide, TensorType::fp32, nullptr);
+  linear_backward("fc, input gradient", a_->dhidden, w.fc, C, 4 * C, a_->dnorm, type_);
   weight_backward("fc, weight gradient", a_->dhidden, m.ln2, w.fc, C, 4 * C);
   bias_backward(a_->dhidden, 4 * C, m.sums.fc_bias);
-  phase("layernorm backward", 0, 4 * stream_bytes() + activation_bytes(C));
-  device::layernorm_backward(a_->wide, m.middle, master(w.ln2_gain), m.mean2, m.rstd2, N_, C, a_->dx, a_->dx,
-                             dx_operand, m.sums.ln2_gain, m.sums.ln2_bias, stream_);
+  phase("layernorm backward", 0, 3 * stream_bytes() + 2 * activation_bytes(C));
+  device::layernorm_backward(a_->dnorm, type_, m.middle, master(w.ln2_gain), m.mean2, m.rstd2, N_, C, a_->dx,
+                             a_->dx, dx_operand, m.sums.ln2_gain, m.sums.ln2_bias, stream_);
 
   if (config_.gated_attention) {
-    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->wide, TensorType::fp32,
-                    nullptr);
+    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->wide, TensorType::fp32);
     weight_backward("proj, weight gradient", a_->dx_operand, m.gated, w.proj, C, C);
     phase("gate values", 0, stream_bytes() + 4 * activation_bytes(C));
     device::gate_backward(a_->wide, m.o, m.gate, N_ * C, type_, a_->d_o, a_->dgate, stream_);
   } else {
-    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->d_o, type_, nullptr);
+    linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->d_o, type_);
     weight_backward("proj, weight gradient", a_->dx_operand, m.o, w.proj, C, C);
   }
   bias_backward(a_->dx_operand, C, m.sums.proj_bias);
@@ -852,17 +836,17 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
     device::rms_norm_backward(a_->dqkv, m.qkv, master(w.q_gain), master(w.k_gain), m.qk_rstd, N_, H, D, type_,
                               m.sums.q_gain, m.sums.k_gain, stream_);
   }
-  linear_backward("qkv, input gradient", a_->dqkv, w.qkv, C, 3 * C, a_->wide, TensorType::fp32, nullptr);
+  linear_backward("qkv, input gradient", a_->dqkv, w.qkv, C, 3 * C, a_->dnorm, type_);
   weight_backward("qkv, weight gradient", a_->dqkv, m.ln1, w.qkv, C, 3 * C);
   bias_backward(a_->dqkv, 3 * C, m.sums.qkv_bias);
   if (config_.gated_attention) {
-    linear_backward("gate, input gradient", a_->dgate, w.gate, C, C, a_->wide, TensorType::fp32, a_->wide);
+    linear_backward("gate, input gradient", a_->dgate, w.gate, C, C, a_->dnorm, type_, a_->dnorm);
     weight_backward("gate, weight gradient", a_->dgate, m.ln1, w.gate, C, C);
     bias_backward(a_->dgate, C, m.sums.gate_bias);
   }
-  phase("layernorm backward", 0, 4 * stream_bytes() + activation_bytes(C));
-  device::layernorm_backward(a_->wide, m.x, master(w.ln1_gain), m.mean1, m.rstd1, N_, C, a_->dx, a_->dx,
-                             l > 0 ? dx_operand : nullptr, m.sums.ln1_gain, m.sums.ln1_bias, stream_);
+  phase("layernorm backward", 0, 3 * stream_bytes() + 2 * activation_bytes(C));
+  device::layernorm_backward(a_->dnorm, type_, m.x, master(w.ln1_gain), m.mean1, m.rstd1, N_, C, a_->dx,
+                             a_->dx, l > 0 ? dx_operand : nullptr, m.sums.ln1_gain, m.sums.ln1_bias, stream_);
 }
 
 // --- Facts
@@ -1030,8 +1014,8 @@ std::vector<float> Gpt2Cuda::logits(std::span<const int32_t> tokens) {
                       at(C) * element_bytes(), cudaMemcpyDeviceToDevice, stream_),
       "copying a row");
   multiply("last logits",
-           {1, V, C, type_, DeviceMatrix::rows_of(a_->d_o, C), DeviceMatrix::transposed(head_operand(), C),
-            a_->last_logits, logits_stride_, TensorType::fp32});
+           {1, V, C, type_, DeviceMatrix::rows_of(a_->d_o, C), DeviceMatrix::transposed(operand(head_), C),
+            a_->last_logits, padded_V_, TensorType::fp32});
   std::vector<float> out(at(V));
   copy_down(out.data(), a_->last_logits, out.size() * sizeof(float));
   wait();
