@@ -200,6 +200,13 @@ std::vector<Case> cases() {
       {"bf16_head_128", config_of(kBf16, 1, 128), "flash2", 2, 33},
       {"bf16_head_20", config_of(kBf16, 3, 20), "flash2"},
       {"bf16_one_token", plain16, "flash2", 1, 1},
+      // More rows than blocks at once, and every way of the cross-entropy: small rows, rows that fit into shared
+      // memory twice (9001), rows that do not.
+      {"bf16_many_rows", plain16, "flash2", 20, 150},
+      {"fp32_vocabulary_9001", changed(plain32, [](auto& c) { c.vocabulary = 9001; }), "fp32", 4, 100},
+      {"bf16_vocabulary_9001", changed(plain16, [](auto& c) { c.vocabulary = 9001; }), "flash2", 4, 100},
+      {"fp32_vocabulary_30001", changed(plain32, [](auto& c) { c.vocabulary = 30001; }), "fp32", 4, 100},
+      {"bf16_vocabulary_60001", changed(plain16, [](auto& c) { c.vocabulary = 60001; }), "flash2", 4, 100},
   };
 }
 

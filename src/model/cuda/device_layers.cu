@@ -634,8 +634,8 @@ __device__ __forceinline__ void wait_for_all_but_last() {
   asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-// exp(x - most). From BF16 logits: 2 units in the last place, and |most| 2^-24 of its own, which all terms of a
-// softmax share: far below BF16's 2^-9.
+// exp(x - most). From BF16 logits: off by 2 units in the last place, and by |most| 2^-24 of itself (the rounding of
+// most in powers of 2): far below BF16's 2^-9.
 template <class T>
 __device__ __forceinline__ float exp_above(float x, float most) {
   if constexpr (sizeof(T) == 2)
@@ -652,7 +652,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     cross_entropy_kernel(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride, float scale,
                          float* losses) {
   constexpr int kWarps = kBlockThreads / kWarp, kStep = kBlockThreads * kPiece;
-  constexpr float kLowest = -0x1p126f;  // of no logit at all; twice its size is finite, and so exp_above is
+  constexpr float kLowest = -0x1p126f;  // of no logits at all; log2(e) times that is finite
   extern __shared__ __align__(16) unsigned char stage_bytes[];
   T* const stage = reinterpret_cast<T*>(stage_bytes);
   __shared__ float shared_most[2][kWarps], shared_sum[2][kWarps];

@@ -1,5 +1,6 @@
 // GPT-2 on a GPU, as gpt2_cpu.cpp defines it. Reads top to bottom: memory, the forward pass, the backward pass in
-// reverse, what a call does around them.
+// reverse, what a call does around them. In the backward pass the product whose result a LayerNorm reads comes last
+// before it.
 //
 // A call copies its batch up, runs one recorded graph, and waits once, for the loss. The first call of its kind
 // (sizes, scale, facts, plan) is not recorded: there the products' algorithms are chosen. The second one records.
@@ -749,8 +750,6 @@ void Gpt2Cuda::backward(const CallKind& kind) {
   // The loss is a mean over tokens, and so is the z-loss of keel.
   const float gradient_scale = kind.loss_scale / static_cast<float>(N_);
   classify(/*gradients=*/true, gradient_scale);
-  multiply("logits, input gradient", {N_, C, padded_V_, type_, DeviceMatrix::rows_of(a_->logits, padded_V_),
-                                      DeviceMatrix::rows_of(operand(head_), C), a_->dnorm, C, type_});
   // Columns of dlogits from V on are zero, and so are the rows behind the gradient of the output layer.
   DeviceProduct head{padded_V_,
                      C,
@@ -763,6 +762,8 @@ void Gpt2Cuda::backward(const CallKind& kind) {
                      TensorType::fp32};
   head.base = head.c;
   multiply("logits, weight gradient", head);
+  multiply("logits, input gradient", {N_, C, padded_V_, type_, DeviceMatrix::rows_of(a_->logits, padded_V_),
+                                      DeviceMatrix::rows_of(operand(head_), C), a_->dnorm, C, type_});
   void* const dx_operand = is_bf16() ? a_->dx_operand : nullptr;
   phase("layernorm backward", 0, 2 * stream_bytes() + 2 * activation_bytes(C));
   device::layernorm_backward(a_->dnorm, type_, a_->x, master(lnf_gain_), a_->mean, a_->rstd, N_, C, nullptr,
@@ -802,9 +803,9 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
   }
   weight_backward("out, weight gradient", a_->dx_operand, m.activated, w.out, 4 * C, C);
   bias_backward(a_->dx_operand, C, m.sums.out_bias);
-  linear_backward("fc, input gradient", a_->dhidden, w.fc, C, 4 * C, a_->dnorm, type_);
   weight_backward("fc, weight gradient", a_->dhidden, m.ln2, w.fc, C, 4 * C);
   bias_backward(a_->dhidden, 4 * C, m.sums.fc_bias);
+  linear_backward("fc, input gradient", a_->dhidden, w.fc, C, 4 * C, a_->dnorm, type_);
   phase("layernorm backward", 0, 3 * stream_bytes() + 2 * activation_bytes(C));
   device::layernorm_backward(a_->dnorm, type_, m.middle, master(w.ln2_gain), m.mean2, m.rstd2, N_, C, a_->dx,
                              a_->dx, dx_operand, m.sums.ln2_gain, m.sums.ln2_bias, stream_);
@@ -836,13 +837,13 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
     device::rms_norm_backward(a_->dqkv, m.qkv, master(w.q_gain), master(w.k_gain), m.qk_rstd, N_, H, D, type_,
                               m.sums.q_gain, m.sums.k_gain, stream_);
   }
-  linear_backward("qkv, input gradient", a_->dqkv, w.qkv, C, 3 * C, a_->dnorm, type_);
   weight_backward("qkv, weight gradient", a_->dqkv, m.ln1, w.qkv, C, 3 * C);
   bias_backward(a_->dqkv, 3 * C, m.sums.qkv_bias);
+  linear_backward("qkv, input gradient", a_->dqkv, w.qkv, C, 3 * C, a_->dnorm, type_);
   if (config_.gated_attention) {
-    linear_backward("gate, input gradient", a_->dgate, w.gate, C, C, a_->dnorm, type_, a_->dnorm);
     weight_backward("gate, weight gradient", a_->dgate, m.ln1, w.gate, C, C);
     bias_backward(a_->dgate, C, m.sums.gate_bias);
+    linear_backward("gate, input gradient", a_->dgate, w.gate, C, C, a_->dnorm, type_, a_->dnorm);
   }
   phase("layernorm backward", 0, 3 * stream_bytes() + 2 * activation_bytes(C));
   device::layernorm_backward(a_->dnorm, type_, m.x, master(w.ln1_gain), m.mean1, m.rstd1, N_, C, a_->dx,
