@@ -147,6 +147,13 @@ struct Activations {
   int64_t qkv_stride, row_stride;  // from layer to layer, in elements: of qkv or qk, and of (B, H, T)
 };
 
+// The kernels name a random number by its sequence's place in the call. Parts of a step draw others by a step number of
+// their own (2^32 over the golden ratio apart). So here, other than on the CPU, the number of parts changes a stochastic
+// plan's draws.
+uint32_t random_step(const StepContext& context) {
+  return context.step + static_cast<uint32_t>(context.first_sequence) * 0x9E3779B1u;
+}
+
 // A recorded call.
 class Graph {
  public:
@@ -972,7 +979,7 @@ double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const St
       batch.B,      batch.T, true, loss_scale, context.score_facts, context.tie_facts, context.residual_facts,
       plan_version_};
   start(kind);
-  stage(batch, context.step);
+  stage(batch, random_step(context));
   refresh_operands();
   run(kind);
   token_backward(batch.tokens.data());
@@ -987,7 +994,7 @@ double Gpt2Cuda::loss(const Batch& batch, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
   const CallKind kind{batch.B, batch.T, false, 1, false, false, false, plan_version_};
   start(kind);
-  stage(batch, context.step);
+  stage(batch, random_step(context));
   refresh_operands();
   run(kind);
   wait();
