@@ -224,7 +224,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
   {
-    TrainLine line(config, trainer->next_step(), peak_flops(config.backend, device, config.model.precision));
+    std::optional<double> peak = peak_flops(config.backend, device, config.model.precision);
+    if (peak) *peak *= ranks->size();  // each rank has as much as this one
+    TrainLine line(config, trainer->next_step(), peak);
     bool stop = false;
     while (!trainer->done() && !stop) {
       const StepReport report = trainer->step(stop_asked);
