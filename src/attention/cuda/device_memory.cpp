@@ -13,6 +13,8 @@ DeviceMemory::~DeviceMemory() {
 void DeviceMemory::upload(const void* from, size_t bytes, size_t offset) {
   device_wait();
   check_cuda(cudaMemcpy(as<char>() + offset, from, bytes, cudaMemcpyHostToDevice), "copying to the device");
+  // What comes from pageable memory may still be on its way, and streams of ours do not wait for it.
+  device_wait();
 }
 void DeviceMemory::download(void* to, size_t bytes, size_t offset) const {
   device_wait();
