@@ -227,6 +227,8 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
   if (context.score_facts) {
     facts.largest_score = sums.largest_score;
     facts.largest_row_mean = sums.largest_row_mean;
+  }
+  if (context.score_facts || context.tie_facts || context.residual_facts) {
     facts.mean_lse = static_cast<float>(sums.lse / rows);
     facts.largest_lse = sums.largest_lse;
   }
@@ -265,6 +267,12 @@ const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {
           "[model] expected a layer below {} and a head below {}, got {} and {}", config_.layers,
           config_.heads, layer, head);
   return plans_[static_cast<size_t>(layer)][static_cast<size_t>(head)];
+}
+
+const LayerCapture& Gpt2::captured(int64_t) const {
+  throw DataError(
+      "captures are not on this backend yet: expected the backend cpu (--backend cpu replays there, with "
+      "other bits)");
 }
 
 void Gpt2::check_batch(const Batch& batch, bool with_targets) const {

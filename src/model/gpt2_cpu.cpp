@@ -69,6 +69,7 @@ class Gpt2Cpu final : public Gpt2 {
   double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
   double loss(const Batch& batch, const StepContext& context) override;
   std::vector<float> logits(std::span<const int32_t> tokens) override;
+  const LayerCapture& captured(int64_t layer) const override;
   int64_t apply_qk_clip() override {
     const int64_t clipped = clip_query_key(config_, table_, facts_, parameters_.data());
     if (clipped > 0) parameters_changed();
@@ -111,6 +112,9 @@ class Gpt2Cpu final : public Gpt2 {
   void add_facts(const StepContext& context);  // of the part at hand
   void add_score_facts(int64_t layer);
   void write_facts(const StepContext& context);
+  void start_captures(const Batch& batch, const StepContext& context);
+  // The part at hand, as far as it is wanted, between attention's passes.
+  void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
   static void copy(std::span<const float> from, std::span<float> to) {
     require(from.size() == to.size(), "[model] expected {} values, got {}", to.size(), from.size());
     std::copy(from.begin(), from.end(), to.begin());
@@ -129,6 +133,8 @@ class Gpt2Cpu final : public Gpt2 {
   Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
   float* dx_ = nullptr;                                // the part's rows of batch_dx_
   std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
+  std::vector<LayerCapture> captures_;                 // (L); empty tensors where not asked for
+  int64_t first_ = 0;                                  // the part's first sequence in the batch
 };
 
 Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
@@ -323,6 +329,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
   losses_.resize(at(rows));
   batch_dx_.assign(at(rows * C), 0.0f);
   fact_sums_.assign(facts_.size(), {});
+  if (context.capture_sequences > 0) start_captures(batch, context);
   // The loss is a mean over tokens, and so is the z-loss of keel.
   const float gradient_scale = loss_scale / static_cast<float>(rows);
   const int64_t part = sequences_of_part(batch.B, batch.T);
@@ -331,6 +338,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
     const int64_t first = b * T_;
     const StepContext part_context = of_part(context, b);
     dx_ = batch_dx_.data() + first * C;
+    first_ = b;
     forward(batch.tokens.data() + first, part_context);
     Classifier head = output_layer(batch.targets.data() + first, losses_.data() + first);
     head.gradient_scale = gradient_scale;
@@ -387,8 +395,10 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
     out.residual = per_row(m.residual);
     out.delta = per_row(m.delta);
   }
-  attention_backward(attention_config(l, context, keel_scale), attention_inputs(m), heads_of(do_.data(), C),
-                     attention_memory(m, false), out);
+  const AttentionConfig attention = attention_config(l, context, keel_scale);
+  if (context.capture_sequences > 0) capture(l, attention.plans);
+  attention_backward(attention, attention_inputs(m), heads_of(do_.data(), C), attention_memory(m, false),
+                     out);
   if (config_.qk_norm) {
     rms_norm_backward(dqkv_.data(), 3 * C, m.qkv.data(), 3 * C, master(w.q_gain), m.q_rstd.data(), N_, H, D,
                       dqkv_.data(), 3 * C, gradient(w.q_gain));
@@ -469,6 +479,52 @@ void Gpt2Cpu::add_score_facts(int64_t layer) {
     sums.largest_score = std::max(sums.largest_score, found[at(item)].score);
     sums.largest_row_mean = std::max(sums.largest_row_mean, found[at(item)].row_mean);
   }
+}
+
+// --- Captures
+
+void Gpt2Cpu::start_captures(const Batch& batch, const StepContext& context) {
+  const int64_t B = std::min(batch.B, context.capture_sequences), T = batch.T, H = config_.heads;
+  captures_.assign(at(config_.layers), {});
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    if (context.capture_layer >= 0 && l != context.capture_layer) continue;
+    LayerCapture& c = captures_[at(l)];
+    c.x = Tensor<float>({B, 1, T, config_.width});
+    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o})
+      *t = Tensor<float>({B, H, T, config_.head_size()});
+    c.lse = Tensor<float>({B, H, T, 1});
+  }
+}
+
+void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
+  LayerCapture& c = captures_[at(layer)];
+  const int64_t sequences = std::min(B_, c.x.shape()[0] - first_), C = config_.width;
+  if (sequences <= 0) return;
+  c.plans = plans;
+  LayerMemory& m = layers_[at(layer)];
+  const auto keep = [&](Tensor<float>& to, View<const float> from) {
+    const View<float> all = to.view();
+    for (int64_t b = 0; b < sequences; ++b)
+      for (int64_t h = 0; h < all.shape[1]; ++h)
+        for (int64_t t = 0; t < all.shape[2]; ++t)
+          std::copy_n(from.at(b, h, t), all.shape[3], all.at(first_ + b, h, t));
+  };
+  const AttentionInputs in = attention_inputs(m);
+  keep(c.x, contiguous_view(m.ln1.data(), {B_, 1, T_, C}));
+  keep(c.q, in.q);
+  keep(c.k, in.k);
+  keep(c.v, in.v);
+  keep(c.o, heads_of(m.o.data(), C));
+  keep(c.d_o, heads_of(do_.data(), C));
+  keep(c.lse, per_row(m.lse));
+}
+
+const LayerCapture& Gpt2Cpu::captured(int64_t layer) const {
+  require_data(
+      0 <= layer && layer < static_cast<int64_t>(captures_.size()) && !captures_[at(layer)].plans.empty(),
+      "layer {} was not captured: expected a step that was asked for it (StepContext::capture_sequences)",
+      layer);
+  return captures_[at(layer)];
 }
 
 }  // namespace

@@ -192,6 +192,7 @@ double Trainer::compute_gradients(const std::vector<int64_t>& offsets, const Ste
                     config_.model.context);
     StepContext of_part = context;
     of_part.first_sequence = part * static_cast<int64_t>(rows);
+    if (part > 0) of_part.capture_sequences = 0;  // captures are of the first part
     loss += model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part);
   }
   return loss / static_cast<double>(config_.accumulate);
@@ -219,9 +220,12 @@ StepReport Trainer::step() {
   context.step = static_cast<uint32_t>(next_step_);
   const bool facts = config_.facts_every > 0 && next_step_ % config_.facts_every == 0;
   context.score_facts = facts;
+  if (watcher_) watcher_->prepare(next_step_, context);
   const std::vector<int64_t> offsets = offsets_of(next_step_);
   batches_->append(offsets);
   report.loss = compute_gradients(offsets, context);
+  Json seen = Json::object();
+  if (watcher_) watcher_->see(next_step_, report.loss, *model_, seen);
   const StepNorms norms = optimizer_->step(*model_, report.lr);
   report.gradient_norm = norms.gradient;
   report.applied = norms.applied;
@@ -234,7 +238,7 @@ StepReport Trainer::step() {
   if (config_.validate_every > 0 && next_step_ % config_.validate_every == 0)
     report.validation_loss = validation_loss();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  record(report, facts);
+  record(report, facts, std::move(seen));
   if (finding_) {
     const Json found = {
         {"schema", kMetricsSchema},
@@ -247,13 +251,13 @@ StepReport Trainer::step() {
   return report;
 }
 
-void Trainer::record(const StepReport& report, bool facts) {
+void Trainer::record(const StepReport& report, bool facts, Json line) {
   const double rate = static_cast<double>(config_.sequences * config_.model.context) / report.seconds;
-  Json line = {{"step", report.step},
-               {"loss", report.loss},
-               {"gradient_norm", report.gradient_norm},
-               {"lr", report.lr},
-               {"tokens_per_second", rate}};
+  line["step"] = report.step;
+  line["loss"] = report.loss;
+  line["gradient_norm"] = report.gradient_norm;
+  line["lr"] = report.lr;
+  line["tokens_per_second"] = rate;
   if (report.step == 0) line["schema"] = kMetricsSchema;
   if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
   if (report.validation_loss) line["validation_loss"] = *report.validation_loss;

@@ -53,6 +53,17 @@ class DivergenceWatch {
   size_t seen_ = 0;
 };
 
+// Whoever watches a run from within. The trainer knows no more of it than this.
+class StepWatcher {
+ public:
+  virtual ~StepWatcher() = default;
+  // Before a step: what the model shall tell besides.
+  virtual void prepare(int64_t step, StepContext& context) = 0;
+  // Between the gradients and the update, so that weights, facts and captures belong to one another. What is added to
+  // `line` becomes part of the step's line in metrics.jsonl.
+  virtual void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) = 0;
+};
+
 class Trainer {
  public:
   // A new run in a folder that is not there or is empty; DataError where there is a run.
@@ -69,6 +80,9 @@ class Trainer {
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
 
+  // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
+  void set_watcher(StepWatcher* watcher) { watcher_ = watcher; }
+
   // One step: batch, gradients, update, records; a checkpoint where one is due.
   StepReport step();
   void save();  // a checkpoint of now, if there is none
@@ -79,7 +93,8 @@ class Trainer {
   std::vector<int64_t> offsets_of(int64_t step) const;
   double compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context);
   double validation_loss();
-  void record(const StepReport& report, bool facts);
+  // line: what the watcher had to say.
+  void record(const StepReport& report, bool facts, nlohmann::json line);
 
   const std::filesystem::path folder_;
   const RunConfig config_;
@@ -94,6 +109,7 @@ class Trainer {
   std::string plan_;  // in force
   bool backend_recorded_ = false;
   std::optional<Finding> finding_;
+  StepWatcher* watcher_ = nullptr;
   std::unique_ptr<JsonLinesWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;
   std::unique_ptr<BatchRecorder> batches_;
