@@ -140,11 +140,11 @@ double SpectralNorm::of(const Matrix& a, int64_t rows, int64_t columns) {
   const auto to_unit_length = [](std::vector<double>& x, double norm) {
     for (double& value : x) value /= norm;
   };
-  // The start: the last call's vector and a random one. Without it, a direction that has overtaken the old one would
-  // never be seen.
+  // The start: the last call's vector and a good part of a random one, another in every call. Without it, a direction
+  // that has overtaken the old one would be seen late or never.
   constexpr uint64_t kSeed = 1;
-  constexpr double kFresh = 0.1;
-  RandomStream draw({kSeed, 0, 0});
+  constexpr double kFresh = 0.5;
+  RandomStream draw({kSeed, calls_++, 0});
   std::vector<double> fresh(n);
   for (double& x : fresh) x = draw.normal();
   to_unit_length(fresh, length(fresh));

@@ -26,7 +26,7 @@ class SpectralNorm {
  public:
   // Stops where an iteration raises the estimate by less than this, relatively. The estimate is never above the norm;
   // where the first values lie close together the vector is a mixture of theirs, and the value is one between them.
-  static constexpr double kTolerance = 1e-5;
+  static constexpr double kTolerance = 1e-6;
   static constexpr int kMostIterations = 200;
 
   // a: (rows, columns). Starts from the last call's vector where the sizes are the same, and a little of a random one.
@@ -35,6 +35,7 @@ class SpectralNorm {
 
  private:
   std::vector<double> vector_;  // (columns), of length 1
+  uint32_t calls_ = 0;
   int iterations_ = 0;
 };
 
