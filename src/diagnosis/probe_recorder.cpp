@@ -75,6 +75,7 @@ ProbeRecorder::ProbeRecorder(int64_t every, const std::filesystem::path& metrics
 
 void ProbeRecorder::prepare(int64_t step, StepContext& context) {
   context.tie_facts = context.residual_facts = true;
+  context.fact_sequences = kFactSequences;
   if (!full(step)) return;
   if (captures_)
     context.capture_sequences = std::max(context.capture_sequences, kSequences);
@@ -88,6 +89,7 @@ void ProbeRecorder::see(int64_t step, double, Gpt2& model, Json& line) {
   const auto add = [&](const char* name, auto HeadFacts::*value) {
     line[name] = by_head(L, H, [&](size_t n) { return static_cast<double>(facts[n].*value); });
   };
+  line["fact_sequences"] = kFactSequences;
   add("mean_lse", &HeadFacts::mean_lse);
   add("largest_lse", &HeadFacts::largest_lse);
   add("tied_rows", &HeadFacts::tied_rows);

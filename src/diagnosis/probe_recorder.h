@@ -1,6 +1,7 @@
 // Probes while a run trains: into the lines of its metrics.jsonl, and out of them again.
-//   every step         mean_lse, largest_lse, tied_rows, residual_mean, residual_error, residual_rms, delta_rms:
-//                      (L, H) each, over all rows of the step (of its last part, where it is computed in parts)
+//   every step         mean_lse, largest_lse: over all rows of the step; tied_rows, residual_mean, residual_error,
+//                      residual_rms, delta_rms: over its first fact_sequences sequences (on a GPU: over all);
+//                      (L, H) each. Where a step is computed in parts, of the last one.
 //   every n-th step    probe: { sequences, rows, <the names of kProbeFields>: (L, H) each, norms: { <weight>: number } }
 //                      over the step's first `sequences` sequences: a batch is random, so any are as good
 // Numbers have five digits. Costs and what moves when: docs/experiments.md.
@@ -20,7 +21,8 @@ namespace evenkeel {
 
 class ProbeRecorder : public StepWatcher {
  public:
-  static constexpr int64_t kSequences = 1;  // that the full set looks at
+  static constexpr int64_t kSequences = 2;      // that the full set looks at
+  static constexpr int64_t kFactSequences = 1;  // that the cheap set's ties and residuals are of
 
   // every: steps between full sets. metrics: of the run that goes on at next_step, for the running sums; need not be
   // there. captures: whether the backend has them; without, a full set is the facts and the weights' norms.

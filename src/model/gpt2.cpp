@@ -232,13 +232,14 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
     facts.mean_lse = static_cast<float>(sums.lse / rows);
     facts.largest_lse = sums.largest_lse;
   }
-  if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
+  const double sampled = sums.sampled > 0 ? static_cast<double>(sums.sampled) : rows;
+  if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / sampled);
   if (context.residual_facts) {
-    const double mean = sums.residual / rows, square = sums.residual_squares / rows;
+    const double mean = sums.residual / sampled, square = sums.residual_squares / sampled;
     facts.residual_mean = mean;
-    facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
+    facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, sampled - 1));
     facts.residual_rms = std::sqrt(square);
-    facts.delta_rms = std::sqrt(sums.delta_squares / rows);
+    facts.delta_rms = std::sqrt(sums.delta_squares / sampled);
   }
   return facts;
 }

@@ -105,6 +105,8 @@ struct StepContext {
   bool score_facts = false;     // HeadFacts' scores; log-sum-exps come with any of the facts
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
+  // Ties and residuals, which cost time, need only be of the first so many sequences of the batch; 0: of all.
+  int64_t fact_sequences = 0;
   // Gpt2::captured, of the first so many sequences of the batch (or all of them); of all layers, or of one.
   int64_t capture_sequences = 0;
   int64_t capture_layer = -1;
@@ -138,6 +140,7 @@ extern const HeadFacts kNoFacts;  // all NaN
 struct FactSums {
   float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
   int64_t rows = 0, tied = 0;
+  int64_t sampled = 0;  // rows that ties and residuals are of; 0: all
   double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
 };
 HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for

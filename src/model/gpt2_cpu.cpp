@@ -27,6 +27,25 @@ double mean(const Array& x) {
   return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
 }
 
+// Sequences [first, first + count) of what attention reads and writes.
+template <class T>
+View<T> sequences_of(View<T> view, int64_t first, int64_t count) {
+  if (view.present()) view.data = view.at(first, 0, 0), view.shape[0] = count;
+  return view;
+}
+AttentionInputs sequences_of(const AttentionInputs& in, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(in.q), part(in.k), part(in.v)};
+}
+AttentionForward sequences_of(const AttentionForward& x, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(x.o), part(x.lse), part(x.o_for_delta), part(x.row_max), part(x.row_sum), part(x.ties)};
+}
+AttentionBackward sequences_of(const AttentionBackward& x, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(x.dq), part(x.dk), part(x.dv), part(x.delta), part(x.residual), part(x.residual_floor)};
+}
+
 // Offsets in the flat buffer; -1: no such tensor.
 struct LayerOffsets {
   int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
@@ -93,6 +112,18 @@ class Gpt2Cpu final : public Gpt2 {
   AttentionConfig attention_config(int64_t layer, const StepContext& context, float keel_scale) const;
   AttentionInputs attention_inputs(LayerMemory& m) const;
   AttentionForward attention_memory(LayerMemory& m, bool ties) const;
+  // Sequences of the part at hand whose ties and residuals are wanted: its first so many.
+  int64_t fact_sequences(const StepContext& context) const {
+    return context.fact_sequences == 0 ? B_ : std::clamp<int64_t>(context.fact_sequences - first_, 0, B_);
+  }
+  // attend(first sequence, how many, with facts?) for those with facts and for the others. Attention knows sequences by
+  // their numbers in the step, so that this changes no bit.
+  template <class Attend>
+  void with_facts(const StepContext& context, Attend attend) const {
+    const int64_t some = context.tie_facts || context.residual_facts ? fact_sequences(context) : 0;
+    if (some > 0) attend(0, some, true);
+    if (some < B_) attend(some, B_ - some, false);
+  }
 
   // Masters for vectors and lookups; the same, rounded, as operands of products.
   const float* master(int64_t offset) const { return offset < 0 ? nullptr : parameters_.data() + offset; }
@@ -266,8 +297,12 @@ void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
     round(m.qk);
   }
   if (context.tie_facts) m.ties.resize(at(N_ * H));
-  attention_forward(attention_config(l, context, 1), attention_inputs(m),
-                    attention_memory(m, context.tie_facts));
+  with_facts(context, [&](int64_t first, int64_t count, bool facts) {
+    AttentionConfig part = attention_config(l, context, 1);
+    part.first_sequence += first;
+    attention_forward(part, sequences_of(attention_inputs(m), first, count),
+                      sequences_of(attention_memory(m, facts && context.tie_facts), first, count));
+  });
   if (config_.gated_attention) {
     linear_forward(m.ln1.data(), operand(w.gate), master(w.gate_bias), nullptr, N_, C, C, m.gate.data());
     round(m.gate);
@@ -397,8 +432,15 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
   }
   const AttentionConfig attention = attention_config(l, context, keel_scale);
   if (context.capture_sequences > 0) capture(l, attention.plans);
-  attention_backward(attention, attention_inputs(m), heads_of(do_.data(), C), attention_memory(m, false),
-                     out);
+  with_facts(context, [&](int64_t first, int64_t count, bool facts) {
+    AttentionConfig part = attention;
+    part.first_sequence += first;
+    AttentionBackward to = sequences_of(out, first, count);
+    if (!facts) to.residual = {}, to.delta = {};
+    attention_backward(part, sequences_of(attention_inputs(m), first, count),
+                       sequences_of(heads_of(do_.data(), C), first, count),
+                       sequences_of(attention_memory(m, false), first, count), to);
+  });
   if (config_.qk_norm) {
     rms_norm_backward(dqkv_.data(), 3 * C, m.qkv.data(), 3 * C, master(w.q_gain), m.q_rstd.data(), N_, H, D,
                       dqkv_.data(), 3 * C, gradient(w.q_gain));
@@ -429,6 +471,8 @@ void Gpt2Cpu::add_facts(const StepContext& context) {
           ++sums.rows;
           sums.lse += m.lse[n];
           sums.largest_lse = std::max(sums.largest_lse, std::fabs(m.lse[n]));
+          if (b >= fact_sequences(context)) continue;
+          ++sums.sampled;
           if (context.tie_facts) sums.tied += m.ties[n] > 1;
           if (!context.residual_facts) continue;
           sums.residual += m.residual[n];
