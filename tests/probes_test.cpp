@@ -128,11 +128,13 @@ HeadProbe slow_probe(const Capture& c, int64_t h) {
       for (size_t m = 0; m < matrices[s].size(); ++m) product += matrices[s][m] * matrices[t][m];
       if (s != t) cosines += product / (norm(matrices[s]) * norm(matrices[t]));
     }
-    for (size_t m = 0; m < sum.size(); ++m) sum[m] += errors[s] * matrices[s][m];
-    sizes += std::fabs(errors[s]) * norm(matrices[s]);
+    const double rho = rows["residual"][s];
+    for (size_t m = 0; m < sum.size(); ++m) sum[m] += rho * matrices[s][m];
+    sizes += std::fabs(rho) * norm(matrices[s]);
   }
   p.similarity = n > 1 ? cosines / (n * (n - 1)) : kNotKnown;
   p.coherence = sizes == 0 ? 0 : norm(sum) / sizes;
+  p.leak_share = sizes == 0 ? 0 : a * norm(sum) / p.gradient_norm;
   std::vector<float> error_matrix(error.begin(), error.end());
   for (float& e : error_matrix) e = static_cast<float>(e * 1e6);
   const double first = singular_values(Matrix::rows_of(error_matrix.data(), C), D, C)[0] * 1e-6;
@@ -232,6 +234,13 @@ TEST(Probes, sums_that_are_kept_leave_nothing) {
   EXPECT_GT(p.gradient_share, 1e-2);
 }
 
+// With delta alone rounded, dQ is wrong by a rho (PK) in every row and by nothing else (the paper's equation 1).
+TEST(Probes, the_leak_is_all_of_the_error_where_delta_alone_is_wrong) {
+  const HeadProbe p = probe(random_capture({2, 1, 1, 40, 16, 8}, "fp32,delta=e8m2"))[0];
+  EXPECT_GT(p.gradient_share, 1e-3);
+  EXPECT_NEAR(p.leak_share, p.gradient_share, 1e-3 * p.gradient_share);
+}
+
 TEST(Probes, a_planted_head_is_the_worst_and_is_named) {
   Capture c = random_capture({2, 5, 5, 30, 8, 12}, "fp32");
   c.plans[3] = parse_plan("fp32,row_sum=e5m2");
@@ -240,6 +249,12 @@ TEST(Probes, a_planted_head_is_the_worst_and_is_named) {
   EXPECT_NE(in_words(probes[3], "head 3").find("do not sum to zero"), std::string::npos);
   EXPECT_NE(in_words(probes[2], "head 2").find("nothing leaks"), std::string::npos);
   EXPECT_EQ(worst_head({}), -1);
+  // A coarser rounding that keeps the sums errs as much, and leaks nothing.
+  c.plans[1] = parse_plan("fp32,row_sum=e5m1,stabiliser=zero_sum");
+  const std::vector<HeadProbe> kept = probe(c);
+  EXPECT_GT(kept[1].gradient_share, kept[3].gradient_share);
+  EXPECT_LT(kept[1].leak_share, 1e-4);
+  EXPECT_EQ(worst_head(kept), 3);
 }
 
 TEST(Probes, what_is_not_finite_is_a_finding_and_its_heads_alone) {

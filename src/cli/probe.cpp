@@ -201,6 +201,7 @@ constexpr Column kColumns[] = {
     {"QK entr.", &HeadProbe::score_entropy, "{:.2f}"},
     {"V sign", &HeadProbe::one_signed, "{:.2f}"},
     {"error %", &HeadProbe::gradient_share, "{:.2g}", 100},
+    {"leak %", &HeadProbe::leak_share, "{:.2g}", 100},
     {"rank 1 %", &HeadProbe::gradient_rank_1, "{:.0f}", 100},
     {"alike", &HeadProbe::similarity, "{:.2f}"},
     {"adds up", &HeadProbe::coherence, "{:.2f}"},
@@ -325,7 +326,7 @@ void print_history(const ProbeHistory& history, bool colour) {
   for (const auto& [title, value] : {std::pair{"|W_Q|", &HeadProbe::norm_q},
                                      {"offset", &HeadProbe::largest_row_mean},
                                      {"ties", &HeadProbe::tied_rows},
-                                     {"error / gradient", &HeadProbe::gradient_share}})
+                                     {"leak / gradient", &HeadProbe::leak_share}})
     for (int64_t l = 0; l < history.layers; ++l) line(fmt::format("layer {} {}", l, title), worst(value, l));
 }
 
@@ -450,8 +451,10 @@ int run_probe(int argc, char** argv) {
       "the rows' sum of dS\n"
       "(0 in exact arithmetic), in units of delta; z: its mean over its standard error. sum d-err: of delta "
       "less delta in FP64.\n"
-      "error %: of W_Q's gradient, rank 1 %: of that. alike: mean cosine of (PK)^T X between rows; adds up: "
-      "1 where all errors do.\n");
+      "error %: of W_Q's gradient; leak %: the part of it that rows make which do not sum to zero: that part "
+      "drifts.\n"
+      "rank 1 %: of the error. alike: mean cosine of (PK)^T X between rows; adds up: 1 where the leaks of "
+      "all rows do.\n");
   print_analysis(captures[chosen], analysis, colour);
   if (!pairs.empty()) {
     fmt::print(

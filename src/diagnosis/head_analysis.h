@@ -15,10 +15,10 @@ namespace evenkeel {
 // A sum along one row, and its rounding as if the sum ended at each key in turn (the paper's equation 5, Figs. 6b, 6c).
 // All keys in one tile, as there.
 struct SumTrace {
-  Site site = Site::pv;            // the sum whose rounding is looked at:
-                                   //   row_sum  l = sum Pb    pv  O-bar = sum Pb v    output_for_delta  O = sum P v
-  Rounding rounding;               // of it
-  int64_t feature = -1;            // of v; -1: of none
+  Site site = Site::pv;  // the sum whose rounding is looked at:
+                         //   row_sum  l = sum Pb    pv  O-bar = sum Pb v    output_for_delta  O = sum P v
+  Rounding rounding;     // of it
+  int64_t feature = -1;  // of v; -1: of none
   std::vector<float> probability;  // (keys): Pb as the sum meets it
   std::vector<float> factor;       // (keys): v; empty for row_sum
   std::vector<float> sum;          // (keys): up to and with the key, FP32

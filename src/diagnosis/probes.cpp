@@ -43,8 +43,9 @@ constexpr std::array kFields = {
     ProbeField{"gradient_error", &HeadProbe::gradient_error, "norm of its error"},
     ProbeField{"gradient_share", &HeadProbe::gradient_share, "error / gradient"},
     ProbeField{"gradient_rank_1", &HeadProbe::gradient_rank_1, "share of the error that is of rank 1"},
+    ProbeField{"leak_share", &HeadProbe::leak_share, "part of W_Q's gradient that broken sums made"},
     ProbeField{"similarity", &HeadProbe::similarity, "mean cosine of (PK)^T X across rows"},
-    ProbeField{"coherence", &HeadProbe::coherence, "how far errors of rows add up: 1 all of them"},
+    ProbeField{"coherence", &HeadProbe::coherence, "how far broken sums add up: 1 all of them"},
     ProbeField{"nonfinite", &HeadProbe::nonfinite, "numbers of q, k, v, dO that are not finite"},
 };
 
@@ -159,14 +160,12 @@ void probe_scores(const Head& head, HeadProbe& p) {
 
 // --- What the plan's roundings did
 
-// Errors of delta by row, (B T).
-std::vector<double> probe_roundings(const Head& head, const AttentionBuffers& ran,
-                                    const AttentionReference& exact, HeadProbe& p) {
+void probe_roundings(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
+                     HeadProbe& p) {
   const auto rows = static_cast<double>(head.B * head.T);
   const double z = head.capture.plans[at(head.h)].keel;
   double sum = 0, squares = 0, delta_squares = 0, error_sum = 0;
   int64_t tied = 0;
-  std::vector<double> errors;
   for (int64_t b = 0; b < head.B; ++b)
     for (int64_t i = 0; i < head.T; ++i) {
       const double rho = *ran.residual.view().at(b, head.h, i);
@@ -175,8 +174,7 @@ std::vector<double> probe_roundings(const Head& head, const AttentionBuffers& ra
       sum += rho;
       squares += rho * rho;
       delta_squares += delta * delta;
-      errors.push_back(delta - *exact.delta.view().at(b, head.h, i));
-      error_sum += errors.back();
+      error_sum += delta - *exact.delta.view().at(b, head.h, i);
       tied += *ran.ties.view().at(b, head.h, i) > 1;
     }
   p.tied_rows = static_cast<double>(tied) / rows;
@@ -188,7 +186,6 @@ std::vector<double> probe_roundings(const Head& head, const AttentionBuffers& ra
   p.delta_rms = std::sqrt(delta_squares / rows);
   p.residual_share = p.residual_rms == 0 ? 0 : p.residual_rms / p.delta_rms;
   p.delta_error_sum = error_sum;
-  return errors;
 }
 
 // to (rows, columns) += a b^T
@@ -202,10 +199,10 @@ void add_outer(std::vector<double>& to, const double* a, int64_t rows, const dou
 }
 
 void probe_gradient(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
-                    std::span<const double> delta_errors, SpectralNorm& error_norm, HeadProbe& p) {
+                    SpectralNorm& error_norm, HeadProbe& p) {
   const int64_t C = head.C(), D = head.D;
   const std::vector<double> pk = pk_rows(head.capture, head.h);
-  std::vector<double> gradient(at(D * C)), error(gradient), direction(gradient), errors_of_delta(gradient);
+  std::vector<double> gradient(at(D * C)), error(gradient), direction(gradient), leak(gradient);
   std::vector<double> x(at(C)), dq(at(D)), difference(at(D));
   double sizes = 0, counted = 0;
   for (int64_t b = 0; b < head.B; ++b)
@@ -219,12 +216,12 @@ void probe_gradient(const Head& head, const AttentionBuffers& ran, const Attenti
       add_outer(gradient, dq.data(), D, x.data(), C, 1);
       add_outer(error, difference.data(), D, x.data(), C, 1);
       const double* const pk_t = pk.data() + row * D;
-      const double size = norm({pk_t, at(D)}) * norm(x), e = delta_errors[at(row)];
+      const double size = norm({pk_t, at(D)}) * norm(x), rho = *ran.residual.view().at(b, head.h, t);
       if (!(size > 0)) continue;
       ++counted;
       add_outer(direction, pk_t, D, x.data(), C, 1 / size);
-      add_outer(errors_of_delta, pk_t, D, x.data(), C, e);
-      sizes += std::fabs(e) * size;
+      add_outer(leak, pk_t, D, x.data(), C, rho);
+      sizes += std::fabs(rho) * size;
     }
   p.gradient_norm = norm(gradient);
   p.gradient_error = norm(error);
@@ -232,7 +229,8 @@ void probe_gradient(const Head& head, const AttentionBuffers& ran, const Attenti
   // |sum of n matrices of length 1|^2 = n + the sum over ordered pairs of their cosines.
   const double n = counted, length = norm(direction);
   p.similarity = n < 2 ? kNotKnown : (length * length - n) / (n * (n - 1));
-  p.coherence = sizes == 0 ? 0 : norm(errors_of_delta) / sizes;
+  p.coherence = sizes == 0 ? 0 : norm(leak) / sizes;
+  p.leak_share = sizes == 0 ? 0 : head.scale * norm(leak) / p.gradient_norm;
   if (p.gradient_error > 0) {
     // In units of the error's own norm: float has room for it then.
     std::vector<float> scaled(error.size());
@@ -312,9 +310,9 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
     p.nonfinite = static_cast<double>(count_nonfinite(head));
     if (p.nonfinite > 0) return;  // nothing that is told of the rest would mean anything
     probe_scores(head, p);
-    const std::vector<double> errors = probe_roundings(head, ran, exact, p);
+    probe_roundings(head, ran, exact, p);
     probe_weights(head, norms[at(h)], p);
-    if (head.has_x()) probe_gradient(head, ran, exact, errors, norms[at(h)].gradient, p);
+    if (head.has_x()) probe_gradient(head, ran, exact, norms[at(h)].gradient, p);
   });
   return probes;
 }
@@ -357,7 +355,7 @@ double cosine(std::span<const double> a, std::span<const double> b) {
 
 int64_t worst_head(std::span<const HeadProbe> probes) {
   const auto badness = [](const HeadProbe& p) {
-    const double share = std::isnan(p.gradient_share) ? p.residual_share : p.gradient_share;
+    const double share = std::isnan(p.leak_share) ? p.residual_share : p.leak_share;
     return p.nonfinite > 0 || std::isnan(share) ? std::numeric_limits<double>::infinity() : share;
   };
   int64_t worst = -1;
@@ -379,11 +377,12 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
     return fmt::format(
         "{}: nothing leaks: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
         p.largest_row_mean > kDrifted ? common + ", from earlier steps or from training itself" : common);
-  const std::string share =
-      std::isnan(p.gradient_share)
-          ? ""
-          : fmt::format(" {:.2g} % of the gradient of its W_Q is rounding error, {:.0f} % of that of rank 1.",
-                        100 * p.gradient_share, 100 * p.gradient_rank_1);
+  const std::string share = std::isnan(p.leak_share)
+                                ? ""
+                                : fmt::format(
+                                      " That is {:.2g} % of the gradient of its W_Q, and {:.0f} % of the "
+                                      "gradient's error is of rank 1.",
+                                      100 * p.leak_share, 100 * p.gradient_rank_1);
   return fmt::format(
       "{}: the rows of dS do not sum to zero: {:.1e} of delta is left (mean {:+.1e}, z {:+.1f}).{} Nothing "
       "pulls back "

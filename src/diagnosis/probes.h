@@ -52,8 +52,10 @@ struct HeadProbe {
   double gradient_error = kNotKnown;   // of the difference
   double gradient_share = kNotKnown;   // gradient_error / gradient_norm
   double gradient_rank_1 = kNotKnown;  // share of the difference's squares in its largest singular value
-  // The matrices M_t = (PK)_t^T X_t of every row t: mean cosine of two of them; and |sum e M| / sum |e M| with e the
-  // error of delta: 1 where errors of all rows add up, about 1 / sqrt(rows) where they cancel as noise does.
+  // The matrices M_t = (PK)_t^T X_t of every row t: a rho M summed up is the part of the error that comes from rows that
+  // do not sum to zero, and drifts. Its norm over gradient_norm; the mean cosine of two M; and |sum rho M| / sum |rho M|:
+  // 1 where all rows add up, about 1 / sqrt(rows) where they cancel as noise does.
+  double leak_share = kNotKnown;
   double similarity = kNotKnown, coherence = kNotKnown;
   // --- what is NaN or infinite in q, k, v and dO: a finding
   double nonfinite = 0;  // how many numbers
@@ -81,8 +83,8 @@ std::vector<double> pk_rows(const Capture& capture, int64_t head);
 std::vector<double> common_direction(const Capture& capture, int64_t head);
 double cosine(std::span<const double> a, std::span<const double> b);  // NaN where one is zero
 
-// The head whose gradients suffer most: by gradient_share (residual_share where there is no x); one that is not finite
-// first. -1 for none.
+// The head that leaks most: by leak_share (residual_share where there is no x); one that is not finite first. An error of
+// the gradient that keeps the rows' sums is not counted: it was found harmless (docs/experiments.md). -1 for none.
 int64_t worst_head(std::span<const HeadProbe> probes);
 // One or two plain sentences about it. names: "layer 2 head 3".
 std::string in_words(const HeadProbe& probe, const std::string& name);
