@@ -200,8 +200,8 @@ constexpr Column kColumns[] = {
     {"|W_V|", &HeadProbe::norm_v, "{:.3g}"},
     {"QK entr.", &HeadProbe::score_entropy, "{:.2f}"},
     {"V sign", &HeadProbe::one_signed, "{:.2f}"},
-    {"error %", &HeadProbe::gradient_share, "{:.2g}", 100},
-    {"leak %", &HeadProbe::leak_share, "{:.2g}", 100},
+    {"error %", &HeadProbe::gradient_share, "{:.3g}", 100},
+    {"leak %", &HeadProbe::leak_share, "{:.3g}", 100},
     {"rank 1 %", &HeadProbe::gradient_rank_1, "{:.0f}", 100},
     {"alike", &HeadProbe::similarity, "{:.2f}"},
     {"adds up", &HeadProbe::coherence, "{:.2f}"},
@@ -334,7 +334,7 @@ void print_history(const ProbeHistory& history, bool colour) {
 
 int run_probe(int argc, char** argv) {
   std::vector<std::string> targets;
-  std::string backend;
+  std::string backend, site;
   int64_t layer = -1, head = -1, row = -1, sequences = 4, threads = 0;
   bool json = false;
   Options options(
@@ -350,6 +350,8 @@ int run_probe(int argc, char** argv) {
   options.value("--layer", "L", "of a run: only this layer, from 0 on (default: all)", layer, 0, 4095);
   options.value("--head", "H", "the head for the paper's analyses (default: the worst)", head, 0, 4095);
   options.value("--row", "T", "the row for them (default: where delta's error is largest)", row, 0, 1 << 24);
+  options.value("--site", "SITE",
+                "the sum to follow: row_sum, pv or output_for_delta (default: the first rounded)", site);
   options.value("--sequences", "N", "of a run: the step's first N sequences", sequences, 1, 1 << 20);
   options.value("--backend", "NAME", "of a run: replay on cpu or cuda (default: where it ran)", backend);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
@@ -400,7 +402,10 @@ int run_probe(int argc, char** argv) {
   std::tie(chosen, chosen_head) = places[static_cast<size_t>(worst)];
   require(row < captures[chosen].q.shape()[2], "--row: expected a row from 0 to {}, got {}",
           captures[chosen].q.shape()[2] - 1, row);
-  const HeadAnalysis analysis = analyse_head(captures[chosen], chosen_head, -1, row);
+  Look look;
+  look.row = row;
+  if (!site.empty()) look.site = parse_site(site);
+  const HeadAnalysis analysis = analyse_head(captures[chosen], chosen_head, look);
 
   // Across steps (or layers' captures of several files): the same head of the same layer.
   struct Pair {

@@ -64,16 +64,18 @@ Explanation explain_addition(const SumTrace& trace, int64_t key) {
   return explain(terms, options);
 }
 
-// The first of the three sums that the plan rounds, at one row.
+constexpr Site kSums[] = {Site::row_sum, Site::pv, Site::output_for_delta};
+
+// Of the sums that the plan rounds the one asked for, or the first, at one row.
 std::optional<SumTrace> trace_sum(const OneHead& head, int64_t b, int64_t row, bool causal,
-                                  std::span<const double> products) {
+                                  std::optional<Site> asked, std::span<const double> products) {
   const PrecisionPlan& plan = head.config.plans[0];
   SumTrace t;
-  const Site sites[] = {Site::row_sum, Site::pv, Site::output_for_delta};
-  const auto rounded = std::find_if(std::begin(sites), std::end(sites),
-                                    [&](Site site) { return !is_identity(plan.at(site)); });
-  if (rounded == std::end(sites)) return {};
-  t.site = *rounded;
+  const auto found = std::find_if(std::begin(kSums), std::end(kSums), [&](Site site) {
+    return !is_identity(plan.at(site)) && asked.value_or(site) == site;
+  });
+  if (found == std::end(kSums)) return {};
+  t.site = *found;
   t.rounding = plan.at(t.site);
 
   // That row alone, all keys in one tile.
@@ -138,11 +140,14 @@ std::vector<int64_t> spread_tokens(int64_t T, int64_t row, int64_t count) {
 
 }  // namespace
 
-HeadAnalysis analyse_head(const Capture& c, int64_t head, int64_t sequence, int64_t row, int64_t tokens) {
+HeadAnalysis analyse_head(const Capture& c, int64_t head, const Look& look) {
   const int64_t B = c.q.shape()[0], H = c.q.shape()[1], T = c.q.shape()[2], D = c.q.shape()[3];
   require(0 <= head && head < H, "[probe] expected one of {} heads, from 0 on, got {}", H, head);
+  const auto [sequence, row, tokens, site] = look;
   require(sequence < B, "[probe] expected one of {} sequences, from 0 on, got {}", B, sequence);
   require(row < T, "[probe] expected a row from 0 to {}, got {}", T - 1, row);
+  require(!look.site || std::find(std::begin(kSums), std::end(kSums), *look.site) != std::end(kSums),
+          "[probe] expected one of the sums row_sum, pv and output_for_delta, got {}", name(*look.site));
   const OneHead one(c, head);
   AttentionBuffers ran(one.in, /*with_facts=*/true);
   attention_forward(one.config, one.in, ran.forward());
@@ -208,7 +213,7 @@ HeadAnalysis analyse_head(const Capture& c, int64_t head, int64_t sequence, int6
       for (double& share : a.column_share) share /= all;
   }
   if (std::isfinite(*ran.lse.view().at(b, 0, a.row)) && largest >= 0)
-    a.trace = trace_sum(one, b, a.row, c.causal, a.product);
+    a.trace = trace_sum(one, b, a.row, c.causal, site, a.product);
   return a;
 }
 

@@ -51,10 +51,16 @@ struct HeadAnalysis {
   std::vector<int32_t> ties;  // (T): scores of the row that tie with its largest, itself included
 };
 
-// sequence and row, where given (>= 0), are looked at instead. tokens: how many. REQUIRES: head, sequence and row are
-// there; std::invalid_argument otherwise. A head with numbers that are not finite gives NaNs, and no trace.
-HeadAnalysis analyse_head(const Capture& capture, int64_t head, int64_t sequence = -1, int64_t row = -1,
-                          int64_t tokens = 8);
+// What is to be looked at; -1 and nothing: what is worst.
+struct Look {
+  int64_t sequence = -1, row = -1;
+  int64_t tokens = 8;  // rows of PK and X
+  std::optional<Site>
+      site;  // the sum to be traced: row_sum, pv or output_for_delta; the first that is rounded
+};
+// REQUIRES: head, sequence and row are there, and the site is one of the three; std::invalid_argument otherwise. A head
+// with numbers that are not finite gives NaNs, and no trace.
+HeadAnalysis analyse_head(const Capture& capture, int64_t head, const Look& look = {});
 
 // How alike the common directions of two captures of the same head are (two steps of a run, say): a cosine.
 double direction_similarity(const Capture& a, int64_t head_of_a, const Capture& b, int64_t head_of_b);

@@ -380,7 +380,7 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
   const std::string share = std::isnan(p.leak_share)
                                 ? ""
                                 : fmt::format(
-                                      " That is {:.2g} % of the gradient of its W_Q, and {:.0f} % of the "
+                                      " That is {:.3g} % of the gradient of its W_Q, and {:.0f} % of the "
                                       "gradient's error is of rank 1.",
                                       100 * p.leak_share, 100 * p.gradient_rank_1);
   return fmt::format(
