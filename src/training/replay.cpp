@@ -52,7 +52,8 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
   if (change) change(config);
   try {
     fs::create_directories(scratch_ / "checkpoints");
-    fs::copy_file(run / "batches.bin", scratch_ / "batches.bin");  // its steps before the checkpoint are needed
+    fs::copy_file(run / "batches.bin",
+                  scratch_ / "batches.bin");  // its steps before the checkpoint are needed
     write_whole_file(scratch_ / "config.toml", to_toml(to_toml_table(config)));
     const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
     const Checkpoint* newest = nullptr;
