@@ -52,7 +52,10 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"conform --json=yes", "'yes'", "takes no value"},
       {"bench sleep", "'sleep'", "attention"},
       {"bench round --gpu", "bench round", "bench attention"},
-      {"bench attention --quick", "--quick", "with --gpu"},
+      {"bench attention --quick", "--quick", "with bench attention --gpu"},
+      {"bench train --gpu --row 1", "--row", "with bench attention --gpu"},
+      {"train --preset micro --data x --out y --backend gpu", "'gpu'", "auto, cpu, cuda"},
+      {"train --preset micro --data x --out y --plan 'fp32; layer 3: keel=1'", "layer 3", "from 0 to 2"},
       {"bench attention --gpu --row 6", "--row 6", "from 1 to 5"},
       {"bench attention --gpu --plan bf17", "'bf17'", "flash2"},
       {"demo extra", "'extra'", "usage"},
@@ -106,7 +109,7 @@ TEST(Cli, InfoNamesTheKernels) {
   } else {
     const std::string why = json["gpu"]["why"];
     EXPECT_NE(run("info").text.find("GPU        none: " + why), std::string::npos);
-    for (const char* arguments : {"conform --gpu", "bench attention --gpu"}) {
+    for (const char* arguments : {"conform --gpu", "bench attention --gpu", "bench train --gpu"}) {
       const Outcome refused = run(arguments);
       EXPECT_EQ(refused.code, 3);
       EXPECT_NE(refused.text.find("no GPU: " + why), std::string::npos) << refused.text;

@@ -552,7 +552,7 @@ int significant_bits(double x) {
 
 // One token: a weight's gradient is one product of an input and a gradient. Two numbers of 8 bits make one of
 // 16, so where more are in use, one of them was not rounded. With heads of one feature, so are the score and
-// delta.
+// delta. The gradient of a LayerNorm's bias is what its backward pass reads: 8 bits.
 TEST(Gpt2, every_operand_of_a_bf16_product_is_rounded) {
   for (int form = 0; form < 8; ++form) {
     Gpt2Config config = tiny();
@@ -561,13 +561,14 @@ TEST(Gpt2, every_operand_of_a_bf16_product_is_rounded) {
     config.gated_attention = form & 2;
     config.precision = form & 4 ? LinearPrecision::fp32 : LinearPrecision::bf16;
     config.tied_embeddings = false;
+    config.norm_bias = true;
     const auto model = lively_model(config);
     const Tokens tokens(config, 1, 1);
-    const auto check = [&](const std::string& what, int bits) {
+    const auto check = [&](const std::string& what, int bits, int most = 16) {
       if (config.precision == LinearPrecision::bf16)
-        EXPECT_LE(bits, 16) << what << ", form " << form;
+        EXPECT_LE(bits, most) << what << ", form " << form;
       else
-        EXPECT_GT(bits, 16) << what << ", form " << form << ": the test does not see it";
+        EXPECT_GT(bits, most) << what << ", form " << form << ": the test does not see it";
     };
     StepContext context;
     context.score_facts = context.residual_facts = true;
@@ -584,11 +585,12 @@ TEST(Gpt2, every_operand_of_a_bf16_product_is_rounded) {
     model->set_plan(ScopedPlan::parse("fp32,stabiliser=dither,keel=0.3"));
     const Pass found = pass(*model, tokens.batch());
     for (const ParameterTensor& tensor : model->table().tensors()) {
-      if (!tensor.muon && tensor.name != "lm_head.weight") continue;
+      const bool norm_bias = tensor.name.ends_with(".bias");
+      if (!tensor.muon && tensor.name != "lm_head.weight" && !norm_bias) continue;
       int most = 0;
       for (int64_t n = 0; n < tensor.count(); ++n)
         most = std::max(most, significant_bits(found.gradients[at(tensor.offset + n)]));
-      check(tensor.name, most);
+      check(tensor.name, most, norm_bias ? 8 : 16);
     }
   }
 }
@@ -879,6 +881,16 @@ TEST(Gpt2, parameters_have_the_names_and_places_of_hugging_face) {
   }
   EXPECT_GE(table.size(), end);
   EXPECT_EQ(table.find("h.2.ln_1.weight"), nullptr);
+  // Behind wte there is room for whole rows, up to 64 of them.
+  EXPECT_EQ(config.padded_vocabulary(), 64);
+  EXPECT_EQ(table.find("wpe.weight")->offset, 64 * 12);
+  config.vocabulary = 50257;
+  EXPECT_EQ(config.padded_vocabulary(), 50304);
+  config.vocabulary = 8192;
+  EXPECT_EQ(config.padded_vocabulary(), 8192);
+  config.tied_embeddings = false;
+  const ParameterTable untied(config);
+  EXPECT_EQ(untied.size(), untied.find("lm_head.weight")->offset + 8192 * 12);
 }
 
 TEST(Gpt2, initial_weights_are_those_of_gpt2) {

@@ -24,7 +24,9 @@ struct DeviceMatrix {
   static DeviceMatrix transposed(const void* data, int64_t columns) { return {data, 1, columns}; }
 };
 
-// What happens to a sum before it is stored; in FP32.
+// What happens to a sum before it is stored; in FP32, but where c_type is bf16 cuBLASLt may round the sum to it
+// before a base or GELU' is applied (as it does on Hopper for some shapes: two roundings instead of one, both to
+// nearest).
 enum class ProductEnd {
   plain,
   gelu,        // aux = y, then C = GELU(y), both from the unrounded y (the tanh form)

@@ -53,6 +53,13 @@ void validate(const Gpt2Config& config) {
 
 // --- Parameters
 
+namespace {
+constexpr int64_t kAlignment = 64;  // floats: 256 bytes, as device memory likes it; rows: whole tiles of products
+constexpr int64_t aligned(int64_t count) { return (count + kAlignment - 1) / kAlignment * kAlignment; }
+}  // namespace
+
+int64_t Gpt2Config::padded_vocabulary() const { return aligned(vocabulary); }
+
 int64_t ParameterTensor::count() const {
   int64_t product = 1;
   for (int64_t size : shape) product *= size;
@@ -72,7 +79,11 @@ ParameterTable::ParameterTable(const Gpt2Config& config) {
     add(name + ".weight", {in, out}, init, true, parts);
     if (config.bias) add(name + ".bias", {out}, zero, false);
   };
-  add("wte.weight", {V, C}, normal, false);
+  const auto of_vocabulary = [&](const char* name) {
+    add(name, {V, C}, normal, false);
+    size_ = tensors_.back().offset + config.padded_vocabulary() * C;
+  };
+  of_vocabulary("wte.weight");
   add("wpe.weight", {config.context, C}, normal, false);
   for (int64_t l = 0; l < config.layers; ++l) {
     const std::string layer = fmt::format("h.{}.", l);
@@ -89,15 +100,14 @@ ParameterTable::ParameterTable(const Gpt2Config& config) {
     linear(layer + "mlp.c_proj", 4 * C, C, residual, 1);
   }
   norm("ln_f");
-  if (!config.tied_embeddings) add("lm_head.weight", {V, C}, normal, false);
+  if (!config.tied_embeddings) of_vocabulary("lm_head.weight");
 }
 
 void ParameterTable::add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon,
                          int64_t parts) {
-  constexpr int64_t kAlignment = 64;  // 256 bytes, as device memory likes it
   const bool matrix = shape.size() == 2;
   tensors_.push_back({std::move(name), std::move(shape), size_, matrix, muon, parts, init});
-  size_ += (tensors_.back().count() + kAlignment - 1) / kAlignment * kAlignment;
+  size_ += aligned(tensors_.back().count());
 }
 
 const ParameterTensor* ParameterTable::find(std::string_view name) const {

@@ -22,9 +22,10 @@ namespace evenkeel {
 // Of the linear layers: sums and master weights are FP32 in both.
 //   fp32  nothing is rounded
 //   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
-//         within a block (q, k, v, the gate, the input of GELU, and their gradients and O's), as in
-//         mixed-precision training. What is added to the residual stream, what LayerNorm's backward pass
-//         reads, and logits are FP32.
+//         within a block (q, k, v, the gate, the input of GELU, and the gradients of them, of O and of what
+//         a LayerNorm gives), as in mixed-precision training. What is added to the residual stream and the
+//         stream's own gradient are FP32. Logits are FP32 on the CPU; on the GPU they are BF16 as well, but
+//         for those that logits() returns.
 enum class LinearPrecision { fp32, bf16 };
 
 struct Gpt2Config {
@@ -40,6 +41,7 @@ struct Gpt2Config {
   LinearPrecision precision = LinearPrecision::bf16;
 
   int64_t head_size() const { return width / heads; }
+  int64_t padded_vocabulary() const;  // a multiple of 64: rows of wte and lm_head in the flat buffer
   friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
 };
 
@@ -67,7 +69,9 @@ struct ParameterTensor {
 };
 
 // Where every tensor lies in the one flat FP32 buffer that parameters, gradients and optimiser states share.
-// Tensors start at multiples of 64 floats; what lies between is zero and stays zero.
+// Tensors start at multiples of 64 floats; what lies between is zero and stays zero while gradients are finite.
+// Behind wte and lm_head (V, C) that is whole rows, up to padded_vocabulary(): a product may run over them too
+// (of V = 50257 rows a GPU's products are half as fast as of 50304).
 class ParameterTable {
  public:
   explicit ParameterTable(const Gpt2Config& config);

@@ -380,6 +380,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
     head.dx = dln_.data();
     head.dw = gradient(head_);
     classifier(head);
+    round(dln_);
     layernorm_backward(dln_.data(), x_.data(), master(lnf_gain_), mean_.data(), rstd_.data(), N_, C, dx_,
                        gradient(lnf_gain_), gradient(lnf_bias_));
     for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, part_context, gradient_scale);
@@ -409,6 +410,7 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
   round(dhidden_);
   linear_backward(dhidden_.data(), m.ln2.data(), operand(w.fc), N_, C, 4 * C, dln_.data(), gradient(w.fc),
                   gradient(w.fc_bias));
+  round(dln_);
   layernorm_backward(dln_.data(), m.middle.data(), master(w.ln2_gain), m.mean2.data(), m.rstd2.data(), N_, C,
                      dx_, gradient(w.ln2_gain), gradient(w.ln2_bias));
 
@@ -450,9 +452,12 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
   round(dqkv_);
   linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, 3 * C, dln_.data(), gradient(w.qkv),
                   gradient(w.qkv_bias));
-  if (config_.gated_attention)
+  round(dln_);
+  if (config_.gated_attention) {
     linear_backward(dgate_.data(), m.ln1.data(), operand(w.gate), N_, C, C, dln_.data(), gradient(w.gate),
                     gradient(w.gate_bias), /*add_dx=*/true);
+    round(dln_);
+  }
   layernorm_backward(dln_.data(), m.x.data(), master(w.ln1_gain), m.mean1.data(), m.rstd1.data(), N_, C, dx_,
                      gradient(w.ln1_gain), gradient(w.ln1_bias));
 }

@@ -132,17 +132,21 @@ void check(const Case& c) {
           sum += term, size += std::fabs(term);
         }
         const size_t place = at((n * c.rows + i) * c.columns + j);
-        double y = c.scale * sum;
+        double y = c.scale * sum, rounded_before = 0;
         if (c.base != Case::none) y += c.base_scale * static_cast<double>(base.values[place]);
         if (c.bias) y += static_cast<double>(bias.values[at(j)]);
         const double before_end = y;
         if (c.end == ProductEnd::gelu) y = gelu(y);
-        if (c.end == ProductEnd::gelu_slope) y *= gelu_slope(static_cast<double>(aux.values[place]));
+        if (c.base != Case::none) rounded_before = std::fabs(c.scale * sum);
+        if (c.end == ProductEnd::gelu_slope) {
+          y *= gelu_slope(static_cast<double>(aux.values[place]));
+          rounded_before = std::fabs(y);
+        }
         // FP32 sums lose at most depth units of the sum of sizes, and far fewer as a rule; the result's own
-        // rounding comes on top.
-        const double unit = std::fabs(y) * (c.c_type == TensorType::bf16 ? 0x1p-8 : 0x1p-23);
+        // rounding comes on top, and another before a base or a slope is applied (device_product.h).
+        const double unit = c.c_type == TensorType::bf16 ? 0x1p-8 : 0x1p-23;
         const double bound =
-            unit + 0x1p-20 * (size + std::fabs(before_end)) + 1e-5 * (c.end != ProductEnd::plain);
+            unit * (std::fabs(y) + rounded_before) + 0x1p-20 * (size + std::fabs(before_end)) + 1e-5 * (c.end != ProductEnd::plain);
         worst = std::max(worst, std::fabs(static_cast<double>(first[place]) - y) / bound);
         if (c.end == ProductEnd::gelu)
           worst_aux = std::max(worst_aux, std::fabs(static_cast<double>(aux_first[place]) - before_end) /

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -88,8 +89,8 @@ bool same_bits(const Floats& a, const Floats& b) {
 
 // Two models of the same parameters and plan.
 struct Pair {
-  explicit Pair(const Gpt2Config& config, const char* plan)
-      : cpu(make_gpt2_cpu(config, 11)), cuda(make_gpt2_cuda(config, 11)) {
+  explicit Pair(const Gpt2Config& config, const char* plan_text)
+      : cpu(make_gpt2_cpu(config, 11)), cuda(make_gpt2_cuda(config, 11)), plan(ScopedPlan::parse(plan_text)) {
     Floats initial_cpu(at(cpu->table().size())), initial_cuda(initial_cpu);
     cpu->read_parameters(initial_cpu);
     cuda->read_parameters(initial_cuda);
@@ -97,10 +98,11 @@ struct Pair {
     const Floats parameters = parameters_of(*cpu);
     for (Gpt2* model : {cpu.get(), cuda.get()}) {
       model->write_parameters(parameters);
-      model->set_plan(ScopedPlan::parse(plan));
+      model->set_plan(plan);
     }
   }
   std::unique_ptr<Gpt2> cpu, cuda;
+  const ScopedPlan plan;
 };
 
 // The distance between two gradients of one tensor, relative to its length; and its part along the gradient,
@@ -118,21 +120,43 @@ struct Distance {
   double relative, along;
 };
 
-// Of FP32: attention's split products leave a few units of 2^-21. Of BF16: roundings at 2^-9 that fall
-// differently where sums differ in their last bits, in some twenty places on the way; logits are BF16 on the
-// GPU.
+// Of FP32: attention's split products leave a few units of 2^-21, in some twenty places on the way. Of BF16:
+// roundings at 2^-9 that fall differently where sums differ in their last bits, in as many places; logits are BF16
+// on the GPU.
 struct Bounds {
   double loss, relative, along;
 };
 Bounds bounds_of(const Gpt2Config& config) {
   return config.precision == kFp32 ? Bounds{2e-6, 2e-5, 1e-5} : Bounds{2e-3, 2e-2, 5e-3};
 }
+// Where the terms of a gradient cancel (gains of qk_norm do: ten times as much as others), every rounding before it
+// counts for more. So the FP32 bound of a tensor is at least what its gradient moves on the CPU when every
+// parameter changes, at random, by a few 2^-21 times the root of twenty: 2^-17 of itself.
+constexpr double kChange = 0x1p-17;
 
-void compare_gradients(const Pair& pair, const Bounds& bounds) {
+// Returns the CPU's gradients at the changed parameters.
+Floats changed_gradients(const Pair& pair, const Tokens& tokens, float loss_scale) {
+  const auto model = make_gpt2_cpu(pair.cpu->config(), 11);
+  Floats parameters(at(model->table().size()));
+  pair.cpu->read_parameters(parameters);
+  RandomStream draw({9, 0, 1});
+  for (float& p : parameters) p *= static_cast<float>(1 + kChange * draw.normal());
+  model->write_parameters(parameters);
+  model->set_plan(pair.plan);
+  model->forward_backward(tokens.batch(), loss_scale, {});
+  return gradients_of(*model);
+}
+
+void compare_gradients(const Pair& pair, const Tokens& tokens, float loss_scale, const Bounds& bounds) {
   const Floats expected = gradients_of(*pair.cpu), found = gradients_of(*pair.cuda);
+  const bool fp32 = pair.cpu->config().precision == kFp32;
+  const Floats moved = fp32 ? changed_gradients(pair, tokens, loss_scale) : expected;
   for (const ParameterTensor& tensor : pair.cpu->table().tensors()) {
-    const Distance d(found.data() + tensor.offset, expected.data() + tensor.offset, tensor.count());
-    EXPECT_LE(d.relative, bounds.relative) << tensor.name;
+    const auto distance = [&](const Floats& gradients) {
+      return Distance(gradients.data() + tensor.offset, expected.data() + tensor.offset, tensor.count());
+    };
+    const Distance d = distance(found);
+    EXPECT_LE(d.relative, std::max(bounds.relative, distance(moved).relative)) << tensor.name;
     EXPECT_LE(std::fabs(d.along), bounds.along) << tensor.name << " (signed: " << d.along << ")";
   }
   // What lies between tensors stays zero.
@@ -186,10 +210,11 @@ TEST_P(AsTheCpu, LossAndEveryGradient) {
   Pair pair(c.config, c.plan);
   const Tokens tokens(c.config, c.B, c.T);
   const Bounds bounds = bounds_of(c.config);
-  const double expected = pair.cpu->forward_backward(tokens.batch(), 0.5f, {});
-  const double found = pair.cuda->forward_backward(tokens.batch(), 0.5f, {});
+  constexpr float kLossScale = 0.5f;
+  const double expected = pair.cpu->forward_backward(tokens.batch(), kLossScale, {});
+  const double found = pair.cuda->forward_backward(tokens.batch(), kLossScale, {});
   EXPECT_NEAR(found, expected, bounds.loss * expected);
-  compare_gradients(pair, bounds);
+  compare_gradients(pair, tokens, kLossScale, bounds);
   EXPECT_NEAR(pair.cuda->loss(tokens.batch()), pair.cpu->loss(tokens.batch()), bounds.loss * expected);
   const std::span<const int32_t> some(tokens.tokens.data(), at(c.T));
   const Floats logits = pair.cuda->logits(some), cpu_logits = pair.cpu->logits(some);
@@ -265,7 +290,13 @@ TEST(Gpt2Cuda, ClipsQueriesAndKeysAsTheCpuDoes) {
   const Tokens tokens(config, 2, 30);
   for (Gpt2* model : {pair.cpu.get(), pair.cuda.get()}) {
     model->forward_backward(tokens.batch(), 1, {.score_facts = true});
-    EXPECT_EQ(model->apply_qk_clip(), config.layers * config.heads);
+    // Where biases outweigh tokens, all scores of a head may be negative: then there is nothing to clip.
+    const auto above = std::count_if(model->facts().begin(), model->facts().end(), [&](const HeadFacts& f) {
+      return f.largest_score > config.qk_clip;
+    });
+    EXPECT_GT(above, 0);
+    EXPECT_LT(above, config.layers * config.heads) << "no head that is left alone";
+    EXPECT_EQ(model->apply_qk_clip(), above);
   }
   Floats expected(at(pair.cpu->table().size())), found(expected);
   pair.cpu->read_parameters(expected);

@@ -1,0 +1,156 @@
+"""Compares Evenkeel's GPT-2 with PyTorch's and Hugging Face's. tests/pytorch_test.cpp runs it.
+
+usage: check_model.py gradients FOLDER    loss and gradients, against PyTorch in FP64
+       check_model.py make FOLDER         a tiny random GPT2LMHeadModel of transformers, saved, with some of its logits
+       check_model.py load FOLDER         weights written by Evenkeel, read by transformers: the same logits?
+
+`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss). `make` writes
+model.safetensors, config.json and logits.json (tokens, logits of the token behind each prefix). `load` reads
+ours/model.safetensors and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
+there.
+"""
+
+import json
+import math
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+# Of FP32 sums in other orders: the largest ||ours - theirs|| / ||theirs|| of a tensor, and of the loss. A wrong factor or
+# a missing term is larger by orders of magnitude.
+GRADIENT_BOUND = 1e-5
+LOSS_BOUND = 1e-6
+LOGIT_BOUND = 1e-5  # of the largest logit
+
+
+def read_safetensors(path):
+    data = Path(path).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        assert entry["dtype"] == "F32", entry
+        values = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32)
+        tensors[name] = values.reshape(entry["shape"]).double()
+    return tensors
+
+
+def gpt2_loss(w, heads, tokens, targets):
+    """GPT-2 by its definition, plain operations on whole tensors. w: FP64 tensors by Hugging Face's names."""
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
+
+    def linear(x, name):  # (in, out), as Conv1D keeps it
+        y = x @ w[f"{name}.weight"]
+        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+    B, T = tokens.shape
+    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
+    hidden = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+    layer = 0
+    while f"h.{layer}.ln_1.weight" in w:
+        h = f"h.{layer}"
+        C = x.shape[-1]
+        q, k, v = (
+            t.reshape(B, T, heads, C // heads).transpose(1, 2)
+            for t in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, dim=2)
+        )
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(C // heads)).masked_fill(hidden, -math.inf)
+        o = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(B, T, C)
+        x = x + linear(o, f"{h}.attn.c_proj")
+        inner = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
+        x = x + linear(inner, f"{h}.mlp.c_proj")
+        layer += 1
+    logits = norm(x, "ln_f") @ w.get("lm_head.weight", w["wte.weight"]).T
+    return F.cross_entropy(logits.reshape(B * T, -1), targets.reshape(B * T))
+
+
+def check_gradients(folder):
+    batch = json.loads((folder / "batch.json").read_text())
+    weights = read_safetensors(folder / "model.safetensors")
+    ours = read_safetensors(folder / "gradients.safetensors")
+    for tensor in weights.values():
+        tensor.requires_grad_(True)
+    loss = gpt2_loss(weights, batch["heads"], torch.tensor(batch["tokens"]), torch.tensor(batch["targets"]))
+    loss.backward()
+    faults = []
+    error = abs(batch["loss"] - loss.item()) / loss.item()
+    if not error <= LOSS_BOUND:
+        faults.append(f"loss: expected {loss.item()}, found {batch['loss']}")
+    if set(weights) != set(ours):
+        faults.append(f"tensors: expected {sorted(weights)}, found {sorted(ours)}")
+    worst = 0.0
+    for name, tensor in weights.items():
+        difference = ((ours[name] - tensor.grad).norm() / tensor.grad.norm()).item()
+        worst = max(worst, difference)
+        if not difference <= GRADIENT_BOUND:
+            faults.append(f"{name}: ||ours - PyTorch's|| / ||PyTorch's|| is {difference:.3g}, above {GRADIENT_BOUND}")
+    print(f"loss within {error:.1e}, {len(weights)} gradients within {worst:.1e} (bounds {LOSS_BOUND}, {GRADIENT_BOUND})")
+    return faults
+
+
+def transformers_model(config_or_folder):
+    try:
+        from transformers import GPT2LMHeadModel
+    except ImportError as error:
+        print(f"skipped: {error}")
+        sys.exit(77)
+    if isinstance(config_or_folder, Path):
+        return GPT2LMHeadModel.from_pretrained(config_or_folder).float().eval()
+    return GPT2LMHeadModel(config_or_folder).float().eval()
+
+
+def last_logits(model, tokens):
+    """Logits (V) of the token behind each prefix of the tokens."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].tolist()
+
+
+def make(folder):
+    try:
+        from transformers import GPT2Config
+    except ImportError as error:
+        print(f"skipped: {error}")
+        sys.exit(77)
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=37, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    model = transformers_model(config)
+    with torch.no_grad():  # gains and biases too, and large enough to matter
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, safe_serialization=True)
+    tokens = torch.randint(0, 37, (16,)).tolist()
+    (folder / "logits.json").write_text(json.dumps({"tokens": tokens, "logits": last_logits(model, tokens)}))
+    return []
+
+
+def load(folder):
+    shutil.copy(folder / "config.json", folder / "ours" / "config.json")
+    kept = json.loads((folder / "logits.json").read_text())
+    model = transformers_model(folder / "ours")
+    found, expected = torch.tensor(last_logits(model, kept["tokens"])), torch.tensor(kept["logits"])
+    error = ((found - expected).abs().max() / expected.abs().max()).item()
+    print(f"logits within {error:.1e} (bound {LOGIT_BOUND})")
+    return [] if error <= LOGIT_BOUND else [f"logits: largest difference {error:.3g} of the largest, above {LOGIT_BOUND}"]
+
+
+verbs = {"gradients": check_gradients, "make": make, "load": load}
+if len(sys.argv) != 3 or sys.argv[1] not in verbs:
+    sys.exit(__doc__)
+found_faults = verbs[sys.argv[1]](Path(sys.argv[2]))
+for fault in found_faults:
+    print(fault)
+sys.exit(1 if found_faults else 0)

@@ -1,0 +1,151 @@
+// GPT-2 against PyTorch, and its files against Hugging Face's transformers (python/check_model.py). Skipped where a
+// python3 with the package is not at hand; EVENKEEL_PYTHON names another one.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/safetensors.h"
+#include "base/whole_file.h"
+#include "numerics/random.h"
+#include "training/checkpoint.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+constexpr int kNoPackage = 77, kNoPython = 127;
+constexpr size_t kLargest = 1 << 24;  // bytes of a file
+
+class PyTorchTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder = fs::temp_directory_path() / fmt::format("evenkeel-pytorch-{}-{}", getpid(), count++);
+    fs::create_directories(folder / "ours");
+  }
+  void TearDown() override { fs::remove_all(folder); }
+
+  // The script's exit code, by the first python3 that has what it needs; its words go to the test's output.
+  int check_model(const std::string& verb) const {
+    std::vector<std::string> candidates = {"python3", "/usr/bin/python3"};
+    if (const char* asked = std::getenv("EVENKEEL_PYTHON")) candidates = {asked};
+    // In the tree it was built from, or here.
+    fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / "check_model.py";
+    if (!fs::exists(script)) script = fs::absolute("python/check_model.py");
+    for (const std::string& python : candidates) {
+      const std::string command =
+          fmt::format("'{}' '{}' {} '{}' 2>&1", python, script.string(), verb, folder.string());
+      const int status = std::system(command.c_str());
+      const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+      if (code != kNoPackage && code != kNoPython) return code;
+    }
+    return kNoPackage;
+  }
+
+  fs::path folder;
+  static inline int count = 0;
+};
+
+// Weights far from their start, so that no gain is 1 and no bias 0.
+std::unique_ptr<Gpt2> lively_model(const Gpt2Config& config) {
+  auto model = make_gpt2_cpu(config, 5);
+  std::vector<float> w(static_cast<size_t>(model->table().size()));
+  model->read_parameters(w);
+  for (const ParameterTensor& t : model->table().tensors()) {
+    RandomStream draw({11, 0, static_cast<uint32_t>(t.offset)});
+    for (int64_t n = t.offset; n < t.offset + t.count(); ++n)
+      w[static_cast<size_t>(n)] += 0.1f * static_cast<float>(draw.normal());
+  }
+  model->write_parameters(w);
+  return model;
+}
+
+Gpt2Config small() {
+  Gpt2Config config = gpt2_preset("micro");
+  config.layers = 2, config.heads = 4, config.width = 36, config.context = 20, config.vocabulary = 41;
+  return config;
+}
+
+TEST_F(PyTorchTest, LossAndEveryGradient) {
+  for (const bool plain : {false, true}) {
+    Gpt2Config config = small();
+    config.bias = config.norm_bias = !plain;
+    config.tied_embeddings = !plain;
+    const auto model = lively_model(config);
+    constexpr int64_t B = 3, T = 19;
+    std::vector<int32_t> tokens, targets;
+    RandomStream draw({12, 0, 0});
+    for (int64_t n = 0; n < B * T; ++n) {
+      tokens.push_back(static_cast<int32_t>(draw.unit() * 41));
+      targets.push_back(static_cast<int32_t>(draw.unit() * 41));
+    }
+    model->zero_gradients();
+    const double loss = model->forward_backward({B, T, tokens, targets}, 1, {});
+    std::vector<float> gradients(static_cast<size_t>(model->table().size()));
+    model->read_gradients(gradients);
+
+    save_weights(folder / "model.safetensors", *model);
+    const auto write = [&](const std::vector<float>& values) {
+      std::vector<TensorHeader> headers;
+      for (const ParameterTensor& t : model->table().tensors())
+        headers.push_back({t.name, element_type("F32"), {t.shape.begin(), t.shape.end()}});
+      SafetensorsWriter writer(folder / "gradients.safetensors", headers);
+      for (const ParameterTensor& t : model->table().tensors())
+        writer.append(t.name, std::as_bytes(std::span(values).subspan(static_cast<size_t>(t.offset),
+                                                                      static_cast<size_t>(t.count()))));
+      writer.commit();
+    };
+    write(gradients);
+    const auto rows = [&](const std::vector<int32_t>& values) {
+      Json out = Json::array();
+      for (int64_t b = 0; b < B; ++b)
+        out.push_back(std::vector<int32_t>(values.begin() + b * T, values.begin() + (b + 1) * T));
+      return out;
+    };
+    std::ofstream(folder / "batch.json") << Json{
+        {"heads", config.heads}, {"tokens", rows(tokens)}, {"targets", rows(targets)}, {"loss", loss}};
+    const int code = check_model("gradients");
+    if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
+    EXPECT_EQ(code, 0);
+    // The judge is awake: one value in the last tensor is wrong by a ten-thousandth of the tensor's size.
+    const ParameterTensor& last = model->table().tensors().back();
+    double squares = 0;
+    for (int64_t n = last.offset; n < last.offset + last.count(); ++n)
+      squares += std::pow(gradients[static_cast<size_t>(n)], 2);
+    gradients[static_cast<size_t>(last.offset)] += 1e-4f * static_cast<float>(std::sqrt(squares));
+    write(gradients);
+    EXPECT_EQ(check_model("gradients"), 1);
+  }
+}
+
+TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
+  const int code = check_model("make");
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers";
+  ASSERT_EQ(code, 0);
+  Gpt2Config config = small();
+  config.heads = 3, config.width = 24, config.context = 16, config.vocabulary = 37;
+  config.bias = config.norm_bias = true;
+  const auto model = make_gpt2_cpu(config, 1);
+  load_weights(folder / "model.safetensors", *model);
+  const Json kept = Json::parse(read_whole_file(folder / "logits.json", kLargest));
+  const auto tokens = kept.at("tokens").get<std::vector<int32_t>>();
+  for (size_t length = 1; length <= tokens.size(); ++length) {
+    const auto expected = kept.at("logits").at(length - 1).get<std::vector<float>>();
+    const std::vector<float> found = model->logits(std::span(tokens).first(length));
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t n = 0; n < found.size(); ++n) ASSERT_NEAR(found[n], expected[n], 2e-5) << length << " " << n;
+  }
+  save_weights(folder / "ours" / "model.safetensors", *model);
+  EXPECT_EQ(check_model("load"), 0);
+}
+
+}  // namespace
+}  // namespace evenkeel
