@@ -763,6 +763,36 @@ TEST(Gpt2, ties_and_residuals_on_request) {
   EXPECT_FLOAT_EQ(model->facts()[0].tied_rows, 6.0f / 7);
 }
 
+TEST(Gpt2, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_bit) {
+  Gpt2Config config = tiny();
+  const Tokens tokens(config, 5, 7);
+  const auto model = lively_model(config);
+  model->set_plan(ScopedPlan::parse("bf16_all,row_sum=e5m2/stochastic"));
+  StepContext all, some;
+  all.tie_facts = all.residual_facts = some.tie_facts = some.residual_facts = true;
+  some.fact_sequences = 2;
+  const auto gradients = [&](const Batch& batch, float scale, const StepContext& context) {
+    model->zero_gradients();
+    model->forward_backward(batch, scale, context);
+    Floats found(at(model->table().size()));
+    model->read_gradients(found);
+    return found;
+  };
+  const Floats expected = gradients(tokens.batch(), 1, all);
+  const std::vector<HeadFacts> facts_of_all = model->facts();
+  EXPECT_EQ(gradients(tokens.batch(), 1, some), expected);
+  const std::vector<HeadFacts> found = model->facts();
+  Batch first = tokens.batch();
+  first.B = 2, first.tokens = first.tokens.first(2 * 7), first.targets = first.targets.first(2 * 7);
+  gradients(first, 2.0f / 5, all);  // so that each row's gradient has the same scale
+  for (size_t n = 0; n < found.size(); ++n) {
+    EXPECT_EQ(found[n].mean_lse, facts_of_all[n].mean_lse);
+    EXPECT_EQ(found[n].tied_rows, model->facts()[n].tied_rows);
+    EXPECT_NEAR(found[n].residual_rms, model->facts()[n].residual_rms, 1e-5 * found[n].residual_rms);
+    EXPECT_NEAR(found[n].delta_rms, model->facts()[n].delta_rms, 1e-5 * found[n].delta_rms);
+  }
+}
+
 TEST(Gpt2, qk_clip_brings_the_largest_score_to_its_limit) {
   for (const bool bias : {false, true}) {
     Gpt2Config config = tiny();

@@ -107,6 +107,7 @@ class RowTile {
   std::vector<float> dp_, operand_, softcap_;        // [key][row]: dP then dS; P for dV; softcap's derivative
   std::vector<float> dqt_, delta_, lse_;             // [D][row], [row], [row]
   std::vector<double> residual_, floor_, prob_sum_;  // [row]
+  bool floor_wanted_ = false;
 };
 
 template <class Body>

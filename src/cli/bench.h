@@ -10,6 +10,7 @@ namespace evenkeel::cli {
 
 int bench_round(bool check, bool json);
 int bench_attention(bool check, bool json);
+int bench_probes(bool check, bool json);
 int bench_train(bool check, bool json);
 int bench_train_gpu(bool check, bool json);
 

@@ -25,6 +25,8 @@ constexpr Command kCommands[] = {
     {"data", "text to tokens: prepare | synth | inspect", cli::run_data},
     {"train", "train GPT-2 with a precision plan per layer and head", cli::run_train},
     {"sample", "text from a checkpoint", cli::run_sample},
+    {"probe", "every head of a step under the microscope: a run's, or a capture's", cli::run_probe},
+    {"capture", "one layer's attention at one step of a run, into a file", cli::run_capture},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},
 };

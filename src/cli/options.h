@@ -47,11 +47,13 @@ bool use_colour();
 
 // One function per command; each returns the exit code. argv[0] is the command's name.
 int run_explain(int argc, char** argv);
+int run_capture(int argc, char** argv);
 int run_conform(int argc, char** argv);
 int run_bench(int argc, char** argv);
 int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
 int run_info(int argc, char** argv);
+int run_probe(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
 

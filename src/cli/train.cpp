@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "cli/options.h"
+#include "diagnosis/probe_recorder.h"
 #include "numerics/random.h"
 #include "training/tokenizer.h"
 #include "training/trainer.h"
@@ -111,7 +112,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
       backend;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
-          facts_every = -1, validate_every = -1, keel_ramp = -1, threads = 0;
+          facts_every = -1, validate_every = -1, probe_every = -1, keel_ramp = -1, threads = 0;
   bool shard_optimizer = false;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
@@ -149,6 +150,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   options.value("--checkpoint-every", "N", "steps; 0: only at the end", checkpoint_every, 0, kMany);
   options.value("--facts-every", "N", "steps between records of scores by head; 0: never", facts_every, 0,
                 kMany);
+  options.value("--probe-every", "N",
+                "steps between full sets of probes; the cheap ones are then of every step; 0: none",
+                probe_every, 0, kMany);
   options.value("--validate-every", "N", "steps; 0: never", validate_every, 0, kMany);
   options.values("--set", "'TABLE.KEY = VALUE'",
                  "any setting of config.toml, several allowed: 'optimizer.beta2 = 0.99'", settings);
@@ -191,6 +195,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     take(config.checkpoint_every, checkpoint_every, checkpoint_every >= 0);
     take(config.facts_every, facts_every, facts_every >= 0);
     take(config.validate_every, validate_every, validate_every >= 0);
+    take(config.probe_every, probe_every, probe_every >= 0);
     take(config.keel_ramp, keel_ramp, keel_ramp >= 0);
     if (!backend.empty()) config.backend = parse_backend(backend);
     take(config.shard_optimizer, true, shard_optimizer);
@@ -223,6 +228,12 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
                config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
+  std::optional<ProbeRecorder> probes;
+  if (config.probe_every > 0) {
+    probes.emplace(config.probe_every, std::filesystem::path(out) / "metrics.jsonl", trainer->next_step(),
+                   /*captures=*/config.backend == Backend::cpu);
+    trainer->set_watcher(&*probes);
+  }
   {
     std::optional<double> peak = peak_flops(config.backend, device, config.model.precision);
     if (peak) *peak *= ranks->size();  // each rank has as much as this one

@@ -238,16 +238,19 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
   if (context.score_facts) {
     facts.largest_score = sums.largest_score;
     facts.largest_row_mean = sums.largest_row_mean;
+  }
+  if (context.score_facts || context.tie_facts || context.residual_facts) {
     facts.mean_lse = static_cast<float>(sums.lse / rows);
     facts.largest_lse = sums.largest_lse;
   }
-  if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / rows);
+  const double sampled = sums.sampled > 0 ? static_cast<double>(sums.sampled) : rows;
+  if (context.tie_facts) facts.tied_rows = static_cast<float>(static_cast<double>(sums.tied) / sampled);
   if (context.residual_facts) {
-    const double mean = sums.residual / rows, square = sums.residual_squares / rows;
+    const double mean = sums.residual / sampled, square = sums.residual_squares / sampled;
     facts.residual_mean = mean;
-    facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, rows - 1));
+    facts.residual_error = std::sqrt(std::max(0.0, square - mean * mean) / std::max(1.0, sampled - 1));
     facts.residual_rms = std::sqrt(square);
-    facts.delta_rms = std::sqrt(sums.delta_squares / rows);
+    facts.delta_rms = std::sqrt(sums.delta_squares / sampled);
   }
   return facts;
 }
@@ -276,6 +279,12 @@ const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {
           "[model] expected a layer below {} and a head below {}, got {} and {}", config_.layers,
           config_.heads, layer, head);
   return plans_[static_cast<size_t>(layer)][static_cast<size_t>(head)];
+}
+
+const LayerCapture& Gpt2::captured(int64_t) const {
+  throw DataError(
+      "captures are not on this backend yet: expected the backend cpu (--backend cpu replays there, with "
+      "other bits)");
 }
 
 void Gpt2::check_batch(const Batch& batch, bool with_targets) const {

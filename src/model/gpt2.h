@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "attention/precision_plan.h"
+#include "base/tensor.h"
 
 namespace evenkeel {
 
@@ -106,9 +107,23 @@ struct Batch {
 struct StepContext {
   uint32_t step = 0;            // of the random numbers of stochastic sites
   int64_t first_sequence = 0;   // the same: the batch's first sequence is this one of the step
-  bool score_facts = false;     // HeadFacts' scores and log-sum-exps
+  bool score_facts = false;     // HeadFacts' scores; log-sum-exps come with any of the facts
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
+  // Ties and residuals, which cost time, need only be of the first so many sequences of the batch; 0: of all.
+  int64_t fact_sequences = 0;
+  // Gpt2::captured, of the first so many sequences of the batch (or all of them); of all layers, or of one.
+  int64_t capture_sequences = 0;
+  int64_t capture_layer = -1;
+};
+
+// What one layer's attention read and wrote in one forward_backward, in host memory.
+struct LayerCapture {
+  Tensor<float> x;        // (B, 1, T, C): what W_Q, W_K and W_V met
+  Tensor<float> q, k, v;  // (B, H, T, D): as attention read them, behind qk_norm
+  Tensor<float> o, d_o;   // (B, H, T, D): O as the next product or the gate read it, and its gradient
+  Tensor<float> lse;      // (B, H, T, 1)
+  std::vector<PrecisionPlan> plans;  // (H): as they ran, keel times the scale of the gradients
 };
 
 // One head of one layer in the last forward_backward. NaN where it was not asked for.
@@ -130,6 +145,7 @@ extern const HeadFacts kNoFacts;  // all NaN
 struct FactSums {
   float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
   int64_t rows = 0, tied = 0;
+  int64_t sampled = 0;  // rows that ties and residuals are of; 0: all
   double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
 };
 HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for
@@ -174,6 +190,9 @@ class Gpt2 {
   const std::vector<HeadFacts>& facts() const { return facts_; }  // (L, H)
   // Of a step in several parts: what facts() and apply_qk_clip go by until the next forward_backward.
   void set_facts(std::vector<HeadFacts> facts) { facts_ = std::move(facts); }
+  // Of the last forward_backward that was asked for captures, until the next one. DataError where this layer's was not
+  // asked for, or where the backend cannot do it yet.
+  virtual const LayerCapture& captured(int64_t layer) const;
   // To be called after the optimiser: a head whose largest score s was above config().qk_clip has its W_Q and
   // W_K (and biases) scaled by sqrt(qk_clip / s) each. REQUIRES: the last step had score_facts. Returns how
   // many heads.

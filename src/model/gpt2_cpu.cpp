@@ -27,6 +27,25 @@ double mean(const Array& x) {
   return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
 }
 
+// Sequences [first, first + count) of what attention reads and writes.
+template <class T>
+View<T> sequences_of(View<T> view, int64_t first, int64_t count) {
+  if (view.present()) view.data = view.at(first, 0, 0), view.shape[0] = count;
+  return view;
+}
+AttentionInputs sequences_of(const AttentionInputs& in, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(in.q), part(in.k), part(in.v)};
+}
+AttentionForward sequences_of(const AttentionForward& x, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(x.o), part(x.lse), part(x.o_for_delta), part(x.row_max), part(x.row_sum), part(x.ties)};
+}
+AttentionBackward sequences_of(const AttentionBackward& x, int64_t first, int64_t count) {
+  const auto part = [&](auto view) { return sequences_of(view, first, count); };
+  return {part(x.dq), part(x.dk), part(x.dv), part(x.delta), part(x.residual), part(x.residual_floor)};
+}
+
 // Offsets in the flat buffer; -1: no such tensor.
 struct LayerOffsets {
   int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
@@ -69,6 +88,7 @@ class Gpt2Cpu final : public Gpt2 {
   double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
   double loss(const Batch& batch, const StepContext& context) override;
   std::vector<float> logits(std::span<const int32_t> tokens) override;
+  const LayerCapture& captured(int64_t layer) const override;
   int64_t apply_qk_clip() override {
     const int64_t clipped = clip_query_key(config_, table_, facts_, parameters_.data());
     if (clipped > 0) parameters_changed();
@@ -92,6 +112,18 @@ class Gpt2Cpu final : public Gpt2 {
   AttentionConfig attention_config(int64_t layer, const StepContext& context, float keel_scale) const;
   AttentionInputs attention_inputs(LayerMemory& m) const;
   AttentionForward attention_memory(LayerMemory& m, bool ties) const;
+  // Sequences of the part at hand whose ties and residuals are wanted: its first so many.
+  int64_t fact_sequences(const StepContext& context) const {
+    return context.fact_sequences == 0 ? B_ : std::clamp<int64_t>(context.fact_sequences - first_, 0, B_);
+  }
+  // attend(first sequence, how many, with facts?) for those with facts and for the others. Attention knows sequences by
+  // their numbers in the step, so that this changes no bit.
+  template <class Attend>
+  void with_facts(const StepContext& context, Attend attend) const {
+    const int64_t some = context.tie_facts || context.residual_facts ? fact_sequences(context) : 0;
+    if (some > 0) attend(0, some, true);
+    if (some < B_) attend(some, B_ - some, false);
+  }
 
   // Masters for vectors and lookups; the same, rounded, as operands of products.
   const float* master(int64_t offset) const { return offset < 0 ? nullptr : parameters_.data() + offset; }
@@ -111,6 +143,9 @@ class Gpt2Cpu final : public Gpt2 {
   void add_facts(const StepContext& context);  // of the part at hand
   void add_score_facts(int64_t layer);
   void write_facts(const StepContext& context);
+  void start_captures(const Batch& batch, const StepContext& context);
+  // The part at hand, as far as it is wanted, between attention's passes.
+  void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
   static void copy(std::span<const float> from, std::span<float> to) {
     require(from.size() == to.size(), "[model] expected {} values, got {}", to.size(), from.size());
     std::copy(from.begin(), from.end(), to.begin());
@@ -129,6 +164,8 @@ class Gpt2Cpu final : public Gpt2 {
   Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
   float* dx_ = nullptr;                                // the part's rows of batch_dx_
   std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
+  std::vector<LayerCapture> captures_;                 // (L); empty tensors where not asked for
+  int64_t first_ = 0;                                  // the part's first sequence in the batch
 };
 
 Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
@@ -260,8 +297,12 @@ void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
     round(m.qk);
   }
   if (context.tie_facts) m.ties.resize(at(N_ * H));
-  attention_forward(attention_config(l, context, 1), attention_inputs(m),
-                    attention_memory(m, context.tie_facts));
+  with_facts(context, [&](int64_t first, int64_t count, bool facts) {
+    AttentionConfig part = attention_config(l, context, 1);
+    part.first_sequence += first;
+    attention_forward(part, sequences_of(attention_inputs(m), first, count),
+                      sequences_of(attention_memory(m, facts && context.tie_facts), first, count));
+  });
   if (config_.gated_attention) {
     linear_forward(m.ln1.data(), operand(w.gate), master(w.gate_bias), nullptr, N_, C, C, m.gate.data());
     round(m.gate);
@@ -323,6 +364,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
   losses_.resize(at(rows));
   batch_dx_.assign(at(rows * C), 0.0f);
   fact_sums_.assign(facts_.size(), {});
+  if (context.capture_sequences > 0) start_captures(batch, context);
   // The loss is a mean over tokens, and so is the z-loss of keel.
   const float gradient_scale = loss_scale / static_cast<float>(rows);
   const int64_t part = sequences_of_part(batch.B, batch.T);
@@ -331,6 +373,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
     const int64_t first = b * T_;
     const StepContext part_context = of_part(context, b);
     dx_ = batch_dx_.data() + first * C;
+    first_ = b;
     forward(batch.tokens.data() + first, part_context);
     Classifier head = output_layer(batch.targets.data() + first, losses_.data() + first);
     head.gradient_scale = gradient_scale;
@@ -389,8 +432,17 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
     out.residual = per_row(m.residual);
     out.delta = per_row(m.delta);
   }
-  attention_backward(attention_config(l, context, keel_scale), attention_inputs(m), heads_of(do_.data(), C),
-                     attention_memory(m, false), out);
+  const AttentionConfig attention = attention_config(l, context, keel_scale);
+  if (context.capture_sequences > 0) capture(l, attention.plans);
+  with_facts(context, [&](int64_t first, int64_t count, bool facts) {
+    AttentionConfig part = attention;
+    part.first_sequence += first;
+    AttentionBackward to = sequences_of(out, first, count);
+    if (!facts) to.residual = {}, to.delta = {};
+    attention_backward(part, sequences_of(attention_inputs(m), first, count),
+                       sequences_of(heads_of(do_.data(), C), first, count),
+                       sequences_of(attention_memory(m, false), first, count), to);
+  });
   if (config_.qk_norm) {
     rms_norm_backward(dqkv_.data(), 3 * C, m.qkv.data(), 3 * C, master(w.q_gain), m.q_rstd.data(), N_, H, D,
                       dqkv_.data(), 3 * C, gradient(w.q_gain));
@@ -424,6 +476,8 @@ void Gpt2Cpu::add_facts(const StepContext& context) {
           ++sums.rows;
           sums.lse += m.lse[n];
           sums.largest_lse = std::max(sums.largest_lse, std::fabs(m.lse[n]));
+          if (b >= fact_sequences(context)) continue;
+          ++sums.sampled;
           if (context.tie_facts) sums.tied += m.ties[n] > 1;
           if (!context.residual_facts) continue;
           sums.residual += m.residual[n];
@@ -474,6 +528,52 @@ void Gpt2Cpu::add_score_facts(int64_t layer) {
     sums.largest_score = std::max(sums.largest_score, found[at(item)].score);
     sums.largest_row_mean = std::max(sums.largest_row_mean, found[at(item)].row_mean);
   }
+}
+
+// --- Captures
+
+void Gpt2Cpu::start_captures(const Batch& batch, const StepContext& context) {
+  const int64_t B = std::min(batch.B, context.capture_sequences), T = batch.T, H = config_.heads;
+  captures_.assign(at(config_.layers), {});
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    if (context.capture_layer >= 0 && l != context.capture_layer) continue;
+    LayerCapture& c = captures_[at(l)];
+    c.x = Tensor<float>({B, 1, T, config_.width});
+    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o})
+      *t = Tensor<float>({B, H, T, config_.head_size()});
+    c.lse = Tensor<float>({B, H, T, 1});
+  }
+}
+
+void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
+  LayerCapture& c = captures_[at(layer)];
+  const int64_t sequences = std::min(B_, c.x.shape()[0] - first_), C = config_.width;
+  if (sequences <= 0) return;
+  c.plans = plans;
+  LayerMemory& m = layers_[at(layer)];
+  const auto keep = [&](Tensor<float>& to, View<const float> from) {
+    const View<float> all = to.view();
+    for (int64_t b = 0; b < sequences; ++b)
+      for (int64_t h = 0; h < all.shape[1]; ++h)
+        for (int64_t t = 0; t < all.shape[2]; ++t)
+          std::copy_n(from.at(b, h, t), all.shape[3], all.at(first_ + b, h, t));
+  };
+  const AttentionInputs in = attention_inputs(m);
+  keep(c.x, contiguous_view(m.ln1.data(), {B_, 1, T_, C}));
+  keep(c.q, in.q);
+  keep(c.k, in.k);
+  keep(c.v, in.v);
+  keep(c.o, heads_of(m.o.data(), C));
+  keep(c.d_o, heads_of(do_.data(), C));
+  keep(c.lse, per_row(m.lse));
+}
+
+const LayerCapture& Gpt2Cpu::captured(int64_t layer) const {
+  require_data(
+      0 <= layer && layer < static_cast<int64_t>(captures_.size()) && !captures_[at(layer)].plans.empty(),
+      "layer {} was not captured: expected a step that was asked for it (StepContext::capture_sequences)",
+      layer);
+  return captures_[at(layer)];
 }
 
 }  // namespace

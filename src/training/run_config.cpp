@@ -65,6 +65,7 @@ void walk(Walker& w, RunConfig& c) {
   w.key("validate_every", c.validate_every);
   w.key("validation_batches", c.validation_batches);
   w.key("facts_every", c.facts_every);
+  w.key("probe_every", c.probe_every);
   w.key("divergence", c.divergence);
   w.key("shard_optimizer", c.shard_optimizer);
 }
@@ -239,6 +240,8 @@ void validate(const RunConfig& c) {
           "({}) and "
           "facts ({})",
           c.checkpoint_every, c.keep_every, c.validate_every, c.facts_every);
+  require(c.probe_every >= 0, "[train] expected 0 (never) or more steps between probes, got {}",
+          c.probe_every);
   require(c.checkpoints_kept >= 1, "[train] expected to keep at least one checkpoint, got {}",
           c.checkpoints_kept);
   require(c.validation_batches >= 1, "[train] expected at least one batch for validation, got {}",

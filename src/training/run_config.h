@@ -42,9 +42,11 @@ struct RunConfig {
   int64_t keep_every = 0;          // checkpoints of these steps stay for good; 0: none
   int64_t validate_every = 0, validation_batches = 8;  // 0: never
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
-  Backend backend = Backend::automatic;                // in a run's folder: the one that it runs on
-  bool shard_optimizer = false;  // each rank holds its slice of the states alone (ZeRO-1)
-  double divergence = 3;         // a loss so far above its best (means of 20 steps) ends the run; 0: never
+  // The full set of probes (diagnosis/probes.h) at every so-manieth step, and the cheap ones at every step; 0: none.
+  int64_t probe_every = 0;
+  Backend backend = Backend::automatic;  // in a run's folder: the one that it runs on
+  bool shard_optimizer = false;          // each rank holds its slice of the states alone (ZeRO-1)
+  double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never
 
   // The plan of a step: `plan`, the clauses of every change up to it, and those of a keel on its way.
   std::string plan_at(int64_t step) const;

@@ -311,6 +311,10 @@ struct Rows {
   Batch batch{};
 };
 
+bool asks_for_facts(const StepContext& context) {
+  return context.score_facts || context.tie_facts || context.residual_facts;
+}
+
 }  // namespace
 
 // The gradients of parts [first, first + count), added by halves, in the model's buffer. told: what each part has to
@@ -323,10 +327,11 @@ void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& 
                     config_.model.context);
     StepContext of_part = context;
     of_part.first_sequence = first * static_cast<int64_t>(rows);
+    if (first > 0) of_part.capture_sequences = 0;  // captures are of the first part
     model_->zero_gradients();
     told.push_back(
         model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
-    if (context.score_facts)
+    if (asks_for_facts(context))
       for (const HeadFacts& facts : model_->facts())
         for (double number : numbers_of(facts)) told.push_back(number);
     return;
@@ -362,7 +367,7 @@ void Trainer::compute_gradients(const std::vector<int64_t>& offsets, const StepC
     }
   }
   report.loss = loss / static_cast<double>(parts);
-  if (context.score_facts && parts > 1) {
+  if (asks_for_facts(context) && parts > 1) {
     std::vector<HeadFacts> facts;
     for (const double*& numbers : of_parts) ++numbers;  // behind the loss
     while (facts.size() < model_->facts().size()) {
@@ -407,9 +412,12 @@ StepReport Trainer::step(bool stop_asked) {
   context.step = static_cast<uint32_t>(next_step_);
   const bool facts = config_.facts_every > 0 && next_step_ % config_.facts_every == 0;
   context.score_facts = facts;
+  if (watcher_) watcher_->prepare(next_step_, context);
   const std::vector<int64_t> offsets = offsets_of(next_step_);
   if (batches_) batches_->append(offsets);
   compute_gradients(offsets, context, report);
+  Json seen = Json::object();
+  if (watcher_ && ranks_->first()) watcher_->see(next_step_, report.loss, *model_, seen);
   const StepNorms norms = optimizer_->step(*model_, report.lr);
   if (config_.shard_optimizer && norms.applied && ranks_->size() > 1) {
     ranks_->share_slices(memory(), model_->parameters(), model_->table().size());
@@ -426,7 +434,7 @@ StepReport Trainer::step(bool stop_asked) {
   if (config_.validate_every > 0 && next_step_ % config_.validate_every == 0)
     report.validation_loss = validation_loss();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  if (ranks_->first()) record(report, facts);
+  if (ranks_->first()) record(report, facts, std::move(seen));
   if (finding_ && ranks_->first()) {
     const Json found = {
         {"schema", kMetricsSchema},
@@ -439,13 +447,13 @@ StepReport Trainer::step(bool stop_asked) {
   return report;
 }
 
-void Trainer::record(const StepReport& report, bool facts) {
+void Trainer::record(const StepReport& report, bool facts, Json line) {
   const double rate = static_cast<double>(config_.sequences * config_.model.context) / report.seconds;
-  Json line = {{"step", report.step},
-               {"loss", report.loss},
-               {"gradient_norm", report.gradient_norm},
-               {"lr", report.lr},
-               {"tokens_per_second", rate}};
+  line["step"] = report.step;
+  line["loss"] = report.loss;
+  line["gradient_norm"] = report.gradient_norm;
+  line["lr"] = report.lr;
+  line["tokens_per_second"] = rate;
   if (report.step == 0) line["schema"] = kMetricsSchema;
   if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
   if (report.validation_loss) line["validation_loss"] = *report.validation_loss;

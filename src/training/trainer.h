@@ -59,6 +59,17 @@ class DivergenceWatch {
   size_t seen_ = 0;
 };
 
+// Whoever watches a run from within. The trainer knows no more of it than this.
+class StepWatcher {
+ public:
+  virtual ~StepWatcher() = default;
+  // Before a step: what the model shall tell besides.
+  virtual void prepare(int64_t step, StepContext& context) = 0;
+  // On rank 0, between the gradients and the update, so that weights, facts and captures belong to one another. What is
+  // added to `line` becomes part of the step's line in metrics.jsonl.
+  virtual void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) = 0;
+};
+
 class Trainer {
  public:
   // A new run in a folder that is not there or is empty; DataError where there is a run. Fewer parts than ranks
@@ -80,6 +91,9 @@ class Trainer {
   const std::optional<Finding>& finding() const { return finding_; }
   const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
 
+  // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
+  void set_watcher(StepWatcher* watcher) { watcher_ = watcher; }
+
   // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
   // ranks where one of them was asked.
   StepReport step(bool stop_asked = false);
@@ -98,7 +112,8 @@ class Trainer {
   void add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
                  int64_t count, std::vector<double>& told);
   double validation_loss();
-  void record(const StepReport& report, bool facts);
+  // line: what the watcher had to say.
+  void record(const StepReport& report, bool facts, nlohmann::json line);
 
   const std::shared_ptr<Ranks> ranks_;
   const std::filesystem::path folder_;
@@ -120,6 +135,7 @@ class Trainer {
       waiting_;  // sums of parts, one for each level of the tree: (table.size())
   // Rank 0's alone.
   uint64_t kept_metrics_ = 0;  // bytes, where a run goes on
+  StepWatcher* watcher_ = nullptr;
   std::unique_ptr<JsonLinesWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;
   std::unique_ptr<BatchRecorder> batches_;

@@ -1,0 +1,60 @@
+// Probes while a run trains: into the lines of its metrics.jsonl, and out of them again.
+//   every step         mean_lse, largest_lse: over all rows of the step; tied_rows, residual_mean, residual_error,
+//                      residual_rms, delta_rms: over its first fact_sequences sequences (on a GPU: over all);
+//                      (L, H) each. Where a step is computed in parts, of the last one.
+//   every n-th step    probe: { sequences, rows, <the names of kProbeFields>: (L, H) each, norms: { <weight>: number } }
+//                      over the step's first `sequences` sequences: a batch is random, so any are as good
+// Numbers have five digits. Costs and what moves when: docs/experiments.md.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "diagnosis/probes.h"
+#include "training/trainer.h"
+
+namespace evenkeel {
+
+class ProbeRecorder : public StepWatcher {
+ public:
+  static constexpr int64_t kSequences = 2;      // that the full set looks at
+  static constexpr int64_t kFactSequences = 1;  // that the cheap set's ties and residuals are of
+
+  // every: steps between full sets. metrics: of the run that goes on at next_step, for the running sums; need not be
+  // there. captures: whether the backend has them; without, a full set is the facts and the weights' norms.
+  ProbeRecorder(int64_t every, const std::filesystem::path& metrics, int64_t next_step, bool captures);
+
+  void prepare(int64_t step, StepContext& context) override;
+  void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
+  // The last full set, (L, H), and the step it is of; none: -1.
+  const std::vector<HeadProbe>& probes() const { return probes_; }
+  int64_t probed_step() const { return probed_step_; }
+
+ private:
+  bool full(int64_t step) const { return step % every_ == 0; }
+
+  const int64_t every_;
+  const bool captures_;
+  int64_t probed_step_ = -1;
+  std::vector<HeadProbe> probes_;                     // (L, H)
+  std::vector<HeadNorms> norms_;                      // (L, H)
+  std::map<std::string, SpectralNorm> matrix_norms_;  // by the weight's name
+  std::vector<double> delta_error_running_;           // (L, H)
+};
+
+// What a run's probes say over its steps.
+struct ProbeHistory {
+  std::vector<int64_t> steps;                        // probed ones
+  std::vector<double> loss;                          // of these
+  std::vector<std::vector<HeadProbe>> probes;        // (steps, L H)
+  int64_t layers = 0, heads = 0;                     // L, H
+  std::map<std::string, std::vector<double>> norms;  // by weight, (steps)
+};
+// Lines without probes, or with ones of another shape, are passed over. DataError where the file cannot be read.
+ProbeHistory read_probe_history(const std::filesystem::path& metrics);
+
+}  // namespace evenkeel

@@ -1,0 +1,393 @@
+#include "diagnosis/probes.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "base/error.h"
+#include "base/threads.h"
+
+namespace evenkeel {
+namespace {
+
+constexpr std::array kFields = {
+    ProbeField{"largest_score", &HeadProbe::largest_score, "largest score"},
+    ProbeField{"row_mean", &HeadProbe::row_mean, "mean of the scores: the common mode"},
+    ProbeField{"largest_row_mean", &HeadProbe::largest_row_mean, "largest |mean score of a row|"},
+    ProbeField{"row_spread", &HeadProbe::row_spread, "standard deviation of a row's scores"},
+    ProbeField{"largest_row_spread", &HeadProbe::largest_row_spread, "largest |score - its row's mean|"},
+    ProbeField{"mean_lse", &HeadProbe::mean_lse, "mean log-sum-exp"},
+    ProbeField{"largest_lse", &HeadProbe::largest_lse, "largest |log-sum-exp|"},
+    ProbeField{"entropy", &HeadProbe::entropy, "entropy of a row's probabilities, nats"},
+    ProbeField{"sink_mass", &HeadProbe::sink_mass, "probability on the first key"},
+    ProbeField{"heaviest_mass", &HeadProbe::heaviest_mass, "largest probability of a row"},
+    ProbeField{"tied_rows", &HeadProbe::tied_rows, "share of rows with tied largest scores"},
+    ProbeField{"residual_mean", &HeadProbe::residual_mean, "zero-sum residual: mean"},
+    ProbeField{"residual_error", &HeadProbe::residual_error, "standard error of that mean"},
+    ProbeField{"residual_z", &HeadProbe::residual_z, "mean / standard error"},
+    ProbeField{"residual_rms", &HeadProbe::residual_rms, "root mean square of the residual"},
+    ProbeField{"delta_rms", &HeadProbe::delta_rms, "root mean square of delta"},
+    ProbeField{"residual_share", &HeadProbe::residual_share, "residual / delta, root mean squares"},
+    ProbeField{"delta_error_sum", &HeadProbe::delta_error_sum, "sum of delta's errors"},
+    ProbeField{"delta_error_running", &HeadProbe::delta_error_running, "the same over all probed steps"},
+    ProbeField{"norm_q", &HeadProbe::norm_q, "spectral norm of W_Q"},
+    ProbeField{"norm_k", &HeadProbe::norm_k, "spectral norm of W_K"},
+    ProbeField{"norm_v", &HeadProbe::norm_v, "spectral norm of W_V"},
+    ProbeField{"weight_entropy", &HeadProbe::weight_entropy, "spectral entropy of W_Q W_K^T, nats"},
+    ProbeField{"score_entropy", &HeadProbe::score_entropy, "spectral entropy of Q K^T, nats"},
+    ProbeField{"one_signed", &HeadProbe::one_signed, "one-signedness of V, mean over features"},
+    ProbeField{"largest_one_signed", &HeadProbe::largest_one_signed, "the same, largest"},
+    ProbeField{"sign_purity", &HeadProbe::sign_purity, "share of V's commoner sign, mean over features"},
+    ProbeField{"gradient_norm", &HeadProbe::gradient_norm, "norm of W_Q's gradient"},
+    ProbeField{"gradient_error", &HeadProbe::gradient_error, "norm of its error"},
+    ProbeField{"gradient_share", &HeadProbe::gradient_share, "error / gradient"},
+    ProbeField{"gradient_rank_1", &HeadProbe::gradient_rank_1, "share of the error that is of rank 1"},
+    ProbeField{"leak_share", &HeadProbe::leak_share, "part of W_Q's gradient that broken sums made"},
+    ProbeField{"similarity", &HeadProbe::similarity, "mean cosine of (PK)^T X across rows"},
+    ProbeField{"coherence", &HeadProbe::coherence, "how far broken sums add up: 1 all of them"},
+    ProbeField{"nonfinite", &HeadProbe::nonfinite, "numbers of q, k, v, dO that are not finite"},
+};
+
+size_t at(int64_t n) { return static_cast<size_t>(n); }
+
+double dot(const double* x, const double* y, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+double norm(std::span<const double> x) {
+  return std::sqrt(dot(x.data(), x.data(), static_cast<int64_t>(x.size())));
+}
+
+// One head of a capture: sizes, and its rows in FP64 where a sum needs them.
+struct Head {
+  const Capture& capture;
+  const int64_t h, g, B, T, D;
+  const double scale;
+
+  Head(const Capture& c, int64_t head)
+      : capture(c),
+        h(head),
+        g(c.group_of(head)),
+        B(c.q.shape()[0]),
+        T(c.q.shape()[2]),
+        D(c.q.shape()[3]),
+        scale(AttentionShape(c.attention_config(), c.inputs()).scale) {}
+
+  const float* q(int64_t b, int64_t t) const { return capture.q.view().at(b, h, t); }
+  const float* k(int64_t b, int64_t t) const { return capture.k.view().at(b, g, t); }
+  const float* v(int64_t b, int64_t t) const { return capture.v.view().at(b, g, t); }
+  const float* d_o(int64_t b, int64_t t) const { return capture.d_o.view().at(b, h, t); }
+  const float* x(int64_t b, int64_t t) const { return capture.x.view().at(b, 0, t); }
+  bool has_x() const { return !capture.x.values().empty(); }
+  int64_t C() const { return capture.x.shape()[3]; }
+  int64_t keys_of(int64_t row) const { return capture.causal ? row + 1 : T; }
+
+  // S of a row, FP64: (keys)
+  void scores(int64_t b, int64_t row, std::vector<double>& s) const {
+    const double c = capture.softcap;
+    s.resize(at(keys_of(row)));
+    for (int64_t j = 0; j < keys_of(row); ++j) {
+      double sum = 0;
+      const float *qi = q(b, row), *kj = k(b, j);
+      for (int64_t d = 0; d < D; ++d) sum += double{qi[d]} * kj[d];
+      sum *= scale;
+      s[at(j)] = c > 0 ? c * std::tanh(sum / c) : sum;
+    }
+  }
+};
+
+// L of a row of scores, which become its probabilities.
+double softmax(std::vector<double>& s) {
+  const double m = *std::max_element(s.begin(), s.end());
+  double l = 0;
+  for (double& x : s) l += x = std::exp(x - m);
+  for (double& x : s) x /= l;
+  return m + std::log(l);
+}
+
+int64_t count_nonfinite(const Head& head) {
+  int64_t count = 0;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t t = 0; t < head.T; ++t)
+      for (const float* row : {head.q(b, t), head.k(b, t), head.v(b, t), head.d_o(b, t)})
+        count += std::count_if(row, row + head.D, [](float x) { return !std::isfinite(x); });
+  return count;
+}
+
+// --- Scores and probabilities
+
+void probe_scores(const Head& head, HeadProbe& p) {
+  const auto rows = static_cast<double>(head.B * head.T);
+  double largest = -std::numeric_limits<double>::infinity(), sum_mean = 0, largest_mean = 0, sum_spread = 0,
+         largest_spread = 0, sum_lse = 0, largest_lse = 0, sum_entropy = 0, sum_sink = 0, sum_heaviest = 0;
+  std::vector<double> s;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t i = 0; i < head.T; ++i) {
+      head.scores(b, i, s);
+      const auto keys = static_cast<double>(s.size());
+      double mean = 0, squares = 0;
+      for (double x : s) mean += x / keys;
+      for (double x : s) {
+        largest = std::max(largest, x);
+        largest_spread = std::max(largest_spread, std::fabs(x - mean));
+        squares += (x - mean) * (x - mean) / keys;
+      }
+      sum_mean += mean;
+      largest_mean = std::max(largest_mean, std::fabs(mean));
+      sum_spread += std::sqrt(squares);
+      const double L = softmax(s);
+      sum_lse += L;
+      largest_lse = std::max(largest_lse, std::fabs(L));
+      for (double P : s)
+        if (P > 0) sum_entropy -= P * std::log(P);
+      sum_sink += s[0];
+      sum_heaviest += *std::max_element(s.begin(), s.end());
+    }
+  p.largest_score = largest;
+  p.row_mean = sum_mean / rows;
+  p.largest_row_mean = largest_mean;
+  p.row_spread = sum_spread / rows;
+  p.largest_row_spread = largest_spread;
+  p.mean_lse = sum_lse / rows;
+  p.largest_lse = largest_lse;
+  p.entropy = sum_entropy / rows;
+  p.sink_mass = sum_sink / rows;
+  p.heaviest_mass = sum_heaviest / rows;
+}
+
+// --- What the plan's roundings did
+
+void probe_roundings(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
+                     HeadProbe& p) {
+  const auto rows = static_cast<double>(head.B * head.T);
+  const double z = head.capture.plans[at(head.h)].keel;
+  double sum = 0, squares = 0, delta_squares = 0, error_sum = 0;
+  int64_t tied = 0;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t i = 0; i < head.T; ++i) {
+      const double rho = *ran.residual.view().at(b, head.h, i);
+      // delta as it was used has keel's part in it: delta - 2 z L.
+      const double delta = *ran.delta.view().at(b, head.h, i) + 2 * z * *ran.lse.view().at(b, head.h, i);
+      sum += rho;
+      squares += rho * rho;
+      delta_squares += delta * delta;
+      error_sum += delta - *exact.delta.view().at(b, head.h, i);
+      tied += *ran.ties.view().at(b, head.h, i) > 1;
+    }
+  p.tied_rows = static_cast<double>(tied) / rows;
+  p.residual_mean = sum / rows;
+  p.residual_rms = std::sqrt(squares / rows);
+  const double variance = squares / rows - p.residual_mean * p.residual_mean;
+  p.residual_error = std::sqrt(std::max(0.0, variance) / std::max(1.0, rows - 1));
+  p.residual_z = p.residual_mean == 0 ? 0 : p.residual_mean / p.residual_error;
+  p.delta_rms = std::sqrt(delta_squares / rows);
+  p.residual_share = p.residual_rms == 0 ? 0 : p.residual_rms / p.delta_rms;
+  p.delta_error_sum = error_sum;
+}
+
+// to (rows, columns) += a b^T
+void add_outer(std::vector<double>& to, const double* a, int64_t rows, const double* b, int64_t columns,
+               double factor) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const double f = factor * a[i];
+    double* const row = to.data() + i * columns;
+    for (int64_t j = 0; j < columns; ++j) row[j] += f * b[j];
+  }
+}
+
+void probe_gradient(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
+                    SpectralNorm& error_norm, HeadProbe& p) {
+  const int64_t C = head.C(), D = head.D;
+  const std::vector<double> pk = pk_rows(head.capture, head.h);
+  std::vector<double> gradient(at(D * C)), error(gradient), direction(gradient), leak(gradient);
+  std::vector<double> x(at(C)), dq(at(D)), difference(at(D));
+  double sizes = 0, counted = 0;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t t = 0; t < head.T; ++t) {
+      const int64_t row = b * head.T + t;
+      std::copy_n(head.x(b, t), C, x.begin());
+      for (int64_t d = 0; d < D; ++d) {
+        dq[at(d)] = *exact.dq.view().at(b, head.h, t, d);
+        difference[at(d)] = *ran.dq.view().at(b, head.h, t, d) - dq[at(d)];
+      }
+      add_outer(gradient, dq.data(), D, x.data(), C, 1);
+      add_outer(error, difference.data(), D, x.data(), C, 1);
+      const double* const pk_t = pk.data() + row * D;
+      const double size = norm({pk_t, at(D)}) * norm(x), rho = *ran.residual.view().at(b, head.h, t);
+      if (!(size > 0)) continue;
+      ++counted;
+      add_outer(direction, pk_t, D, x.data(), C, 1 / size);
+      add_outer(leak, pk_t, D, x.data(), C, rho);
+      sizes += std::fabs(rho) * size;
+    }
+  p.gradient_norm = norm(gradient);
+  p.gradient_error = norm(error);
+  p.gradient_share = p.gradient_error == 0 ? 0 : p.gradient_error / p.gradient_norm;
+  // |sum of n matrices of length 1|^2 = n + the sum over ordered pairs of their cosines.
+  const double n = counted, length = norm(direction);
+  p.similarity = n < 2 ? kNotKnown : (length * length - n) / (n * (n - 1));
+  p.coherence = sizes == 0 ? 0 : norm(leak) / sizes;
+  p.leak_share = sizes == 0 ? 0 : head.scale * norm(leak) / p.gradient_norm;
+  if (p.gradient_error > 0) {
+    // In units of the error's own norm: float has room for it then.
+    std::vector<float> scaled(error.size());
+    std::transform(error.begin(), error.end(), scaled.begin(),
+                   [&](double v) { return static_cast<float>(v / p.gradient_error); });
+    const double largest = error_norm.of(Matrix::rows_of(scaled.data(), C), D, C);
+    p.gradient_rank_1 = largest * largest;
+  }
+}
+
+// --- Weights and V
+
+void probe_weights(const Head& head, HeadNorms& norms, HeadProbe& p) {
+  const Capture& c = head.capture;
+  if (c.has_weights()) {
+    const int64_t C = c.w_q.shape()[2], D = head.D;
+    const Matrix q = Matrix::rows_of(c.w_q.view().at(0, head.h, 0), D),
+                 k = Matrix::rows_of(c.w_k.view().at(0, head.g, 0), D),
+                 v = Matrix::rows_of(c.w_v.view().at(0, head.g, 0), D);
+    p.norm_q = norms.q.of(q, C, D);
+    p.norm_k = norms.k.of(k, C, D);
+    p.norm_v = norms.v.of(v, C, D);
+    p.weight_entropy = spectral_entropy(product_singular_values(q, C, k, C, D));
+  }
+  double entropy = 0;
+  for (int64_t b = 0; b < head.B; ++b)
+    entropy +=
+        spectral_entropy(product_singular_values(Matrix::rows_of(head.q(b, 0), head.D), head.T,
+                                                 Matrix::rows_of(head.k(b, 0), head.D), head.T, head.D));
+  p.score_entropy = entropy / static_cast<double>(head.B);
+
+  double sum_share = 0, largest = 0, sum_purity = 0;
+  for (int64_t d = 0; d < head.D; ++d) {
+    double sum = 0, sizes = 0, positive = 0, negative = 0;
+    for (int64_t b = 0; b < head.B; ++b)
+      for (int64_t t = 0; t < head.T; ++t) {
+        const double value = head.v(b, t)[d];
+        sum += value;
+        sizes += std::fabs(value);
+        positive += value > 0;
+        negative += value < 0;
+      }
+    const double share = sizes == 0 ? 0 : std::fabs(sum) / sizes;
+    sum_share += share;
+    largest = std::max(largest, share);
+    if (positive + negative > 0) sum_purity += std::max(positive, negative) / (positive + negative);
+  }
+  p.one_signed = sum_share / static_cast<double>(head.D);
+  p.largest_one_signed = largest;
+  p.sign_purity = sum_purity / static_cast<double>(head.D);
+}
+
+}  // namespace
+
+const std::span<const ProbeField> kProbeFields = kFields;
+
+std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms) {
+  const int64_t H = capture.q.shape()[1];
+  std::vector<HeadNorms> own;
+  if (norms.empty()) {
+    own.resize(at(H));
+    norms = own;
+  }
+  require(static_cast<int64_t>(norms.size()) == H, "[probe] expected norms of {} heads, got {}", H,
+          norms.size());
+  const AttentionConfig config = capture.attention_config();
+  const AttentionInputs in = capture.inputs();
+  const View<const float> d_o = capture.d_o.view();
+  AttentionBuffers ran(in, /*with_facts=*/true);
+  attention_forward(config, in, ran.forward());
+  attention_backward(config, in, d_o, ran.forward(), ran.backward());
+  const AttentionReference exact = attention_reference(config, in, d_o);
+  std::vector<HeadProbe> probes(at(H));
+  parallel_for(H, [&](int64_t h, int) {
+    const Head head(capture, h);
+    HeadProbe& p = probes[at(h)];
+    p.nonfinite = static_cast<double>(count_nonfinite(head));
+    if (p.nonfinite > 0) return;  // nothing that is told of the rest would mean anything
+    probe_scores(head, p);
+    probe_roundings(head, ran, exact, p);
+    probe_weights(head, norms[at(h)], p);
+    if (head.has_x()) probe_gradient(head, ran, exact, norms[at(h)].gradient, p);
+  });
+  return probes;
+}
+
+std::vector<double> pk_rows(const Capture& capture, int64_t head_number) {
+  const Head head(capture, head_number);
+  std::vector<double> pk(at(head.B * head.T * head.D)), s;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t i = 0; i < head.T; ++i) {
+      head.scores(b, i, s);
+      if (!std::isfinite(softmax(s))) continue;
+      double* const row = pk.data() + (b * head.T + i) * head.D;
+      for (int64_t j = 0; j < head.keys_of(i); ++j)
+        for (int64_t d = 0; d < head.D; ++d) row[d] += s[at(j)] * head.k(b, j)[d];
+    }
+  return pk;
+}
+
+std::vector<double> common_direction(const Capture& capture, int64_t head_number) {
+  const Head head(capture, head_number);
+  require(head.has_x(), "[probe] expected a capture with x, got one without");
+  const std::vector<double> pk = pk_rows(capture, head_number);
+  std::vector<double> direction(at(head.D * head.C())), x(at(head.C()));
+  const auto rows = static_cast<double>(head.B * head.T);
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t t = 0; t < head.T; ++t) {
+      std::copy_n(head.x(b, t), head.C(), x.begin());
+      const double* const pk_t = pk.data() + (b * head.T + t) * head.D;
+      const double size = norm({pk_t, at(head.D)}) * norm(x);
+      if (size > 0) add_outer(direction, pk_t, head.D, x.data(), head.C(), 1 / (size * rows));
+    }
+  return direction;
+}
+
+double cosine(std::span<const double> a, std::span<const double> b) {
+  return dot(a.data(), b.data(), static_cast<int64_t>(std::min(a.size(), b.size()))) / (norm(a) * norm(b));
+}
+
+// --- Words
+
+int64_t worst_head(std::span<const HeadProbe> probes) {
+  const auto badness = [](const HeadProbe& p) {
+    const double share = std::isnan(p.leak_share) ? p.residual_share : p.leak_share;
+    return p.nonfinite > 0 || std::isnan(share) ? std::numeric_limits<double>::infinity() : share;
+  };
+  int64_t worst = -1;
+  for (size_t n = 0; n < probes.size(); ++n)
+    if (worst < 0 || badness(probes[n]) > badness(probes[at(worst)])) worst = static_cast<int64_t>(n);
+  return worst;
+}
+
+std::string in_words(const HeadProbe& p, const std::string& name) {
+  if (p.nonfinite > 0)
+    return fmt::format("{}: {:.0f} of its numbers are not finite; the failure lies before this step.", name,
+                       p.nonfinite);
+  // What FP32 leaves by itself is some 1e-6 of delta; BF16's one rounding of O some 1e-3.
+  constexpr double kLeak = 1e-4, kDrifted = 100;
+  const std::string common =
+      fmt::format("the scores of a row share a part of up to {:.3g} (they spread by {:.3g})",
+                  p.largest_row_mean, p.row_spread);
+  if (p.residual_share < kLeak)
+    return fmt::format(
+        "{}: nothing leaks: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
+        p.largest_row_mean > kDrifted ? common + ", from earlier steps or from training itself" : common);
+  const std::string share = std::isnan(p.leak_share)
+                                ? ""
+                                : fmt::format(
+                                      " That is {:.3g} % of the gradient of its W_Q, and {:.0f} % of the "
+                                      "gradient's error is of rank 1.",
+                                      100 * p.leak_share, 100 * p.gradient_rank_1);
+  return fmt::format(
+      "{}: the rows of dS do not sum to zero: {:.1e} of delta is left (mean {:+.1e}, z {:+.1f}).{} Nothing "
+      "pulls back "
+      "what this adds to the common part of the scores: {}.",
+      name, p.residual_share, p.residual_mean, p.residual_z, share, common);
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,88 @@
+#include "training/replay.h"
+
+#include <unistd.h>
+
+#include <atomic>
+
+#include "base/error.h"
+#include "base/whole_file.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path scratch_folder() {
+  static std::atomic<int> count = 0;
+  return fs::temp_directory_path() / fmt::format("evenkeel-replay-{}-{}", getpid(), count++);
+}
+
+RunConfig config_of(const fs::path& run) {
+  const fs::path file = run / "config.toml";
+  std::error_code error;
+  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
+               run.string());
+  RunConfig config;
+  read_run_config(file, config);
+  return config;
+}
+
+// Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. That
+// the data is still the same is another matter.
+void check_batches(const fs::path& run, const RunConfig& config, int64_t step) {
+  const BatchRecord record(run / "batches.bin");
+  require_data(step < record.steps(), "{}: expected a step below {}, which is how far the run came, got {}",
+               run.string(), record.steps(), step);
+  if (!config.batches.empty()) return;
+  const int64_t tokens = TokenSource::open(config.data).size();
+  require_data(tokens == record.shape().source_size,
+               "{}: expected the {} tokens that the run recorded, found {}", config.data,
+               record.shape().source_size, tokens);
+}
+
+}  // namespace
+
+Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend,
+               const std::function<void(RunConfig&)>& change)
+    : scratch_(scratch_folder()) {
+  RunConfig config = config_of(run);
+  check_batches(run, config, step);
+  config.checkpoint_every = config.validate_every = config.probe_every = 0;
+  config.divergence = 0;  // a replay goes where the run went
+  if (change) change(config);
+  try {
+    fs::create_directories(scratch_ / "checkpoints");
+    fs::copy_file(run / "batches.bin",
+                  scratch_ / "batches.bin");  // its steps before the checkpoint are needed
+    write_whole_file(scratch_ / "config.toml", to_toml(to_toml_table(config)));
+    const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
+    const Checkpoint* newest = nullptr;
+    for (const Checkpoint& c : checkpoints)
+      if (c.step <= step) newest = &c;
+    if (newest)
+      fs::create_directory_symlink(fs::absolute(newest->folder),
+                                   scratch_ / "checkpoints" / newest->folder.filename());
+    trainer_ = Trainer::resume(scratch_, backend);
+  } catch (...) {
+    std::error_code error;
+    fs::remove_all(scratch_, error);
+    throw;
+  }
+}
+
+Replay::~Replay() {
+  trainer_.reset();
+  std::error_code error;
+  fs::remove_all(scratch_, error);  // links are removed, not what they point to
+}
+
+void Replay::run_to(int64_t step, const std::function<void()>& done) {
+  while (trainer_->next_step() < step) {
+    require_data(!trainer_->done(), "expected a run that goes on to step {}, it ended at step {}{}", step,
+                 trainer_->next_step(), trainer_->finding() ? ": " + trainer_->finding()->words : "");
+    trainer_->step();
+    if (done) done();
+  }
+}
+
+}  // namespace evenkeel

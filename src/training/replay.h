@@ -1,0 +1,34 @@
+// A run again: some of its steps, from one of its checkpoints, to the same bits. A replay is a run of its own, in a
+// scratch folder that goes when it goes; the original's folder is only read.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "training/trainer.h"
+
+namespace evenkeel {
+
+class Replay {
+ public:
+  // Stands before a step at or before `step`: where the newest checkpoint that is early enough ends, or at the
+  // beginning. `change` may alter the run's configuration (its plan, say). DataError where the folder is no run, where
+  // the run never came to that step, or where its data no longer gives the batches that it recorded.
+  Replay(const std::filesystem::path& run, int64_t step, std::optional<Backend> backend = {},
+         const std::function<void(RunConfig&)>& change = {});
+  ~Replay();
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+
+  Trainer& trainer() { return *trainer_; }
+  // Runs every step before `step`; `done` is called behind each. DataError where the run ends before.
+  void run_to(int64_t step, const std::function<void()>& done = {});
+
+ private:
+  std::filesystem::path scratch_;
+  std::unique_ptr<Trainer> trainer_;
+};
+
+}  // namespace evenkeel

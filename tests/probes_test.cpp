@@ -1,0 +1,293 @@
+// Every probe against its definition, written out once more and slowly; planted heads; odd inputs.
+#include "diagnosis/probes.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+
+#include "capture_cases.h"
+
+namespace evenkeel {
+namespace {
+
+using Doubles = std::vector<double>;
+
+size_t at(int64_t n) { return static_cast<size_t>(n); }
+
+double element(const Tensor<float>& t, int64_t b, int64_t h, int64_t i, int64_t d) {
+  return *t.view().at(b, h, i, d);
+}
+
+// One head by the definitions of probes.h, nothing shared with them: rows, then sums over them.
+HeadProbe slow_probe(const Capture& c, int64_t h) {
+  const int64_t B = c.q.shape()[0], H = c.q.shape()[1], G = c.k.shape()[1], T = c.q.shape()[2],
+                D = c.q.shape()[3], C = c.x.shape()[3], g = h / (H / G);
+  const double a = c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
+  AttentionBuffers ran(c.inputs(), true);
+  attention_forward(c.attention_config(), c.inputs(), ran.forward());
+  attention_backward(c.attention_config(), c.inputs(), c.d_o.view(), ran.forward(), ran.backward());
+
+  std::map<std::string, Doubles> rows;
+  std::vector<Doubles> matrices;  // M_t, (D C) each
+  Doubles errors, gradient(at(D * C)), error(at(D * C));
+  double largest = -1e300, largest_mean = 0, largest_spread = 0, largest_lse = 0;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t i = 0; i < T; ++i) {
+      const int64_t keys = c.causal ? i + 1 : T;
+      Doubles s, slope;
+      for (int64_t j = 0; j < keys; ++j) {
+        double score = 0;
+        for (int64_t d = 0; d < D; ++d) score += element(c.q, b, h, i, d) * element(c.k, b, g, j, d);
+        score *= a;
+        const double bent = c.softcap > 0 ? std::tanh(score / c.softcap) : 0;
+        s.push_back(c.softcap > 0 ? c.softcap * bent : score);
+        slope.push_back(1 - bent * bent);
+        largest = std::max(largest, s.back());
+      }
+      double mean = 0, variance = 0, top = -1e300;
+      for (double x : s) mean += x, top = std::max(top, x);
+      mean /= static_cast<double>(keys);
+      for (double x : s) {
+        variance += (x - mean) * (x - mean);
+        largest_spread = std::max(largest_spread, std::fabs(x - mean));
+      }
+      rows["row_mean"].push_back(mean);
+      rows["row_spread"].push_back(std::sqrt(variance / static_cast<double>(keys)));
+      largest_mean = std::max(largest_mean, std::fabs(mean));
+      double l = 0;
+      for (double x : s) l += std::exp(x - top);
+      const double L = top + std::log(l);
+      largest_lse = std::max(largest_lse, std::fabs(L));
+      rows["mean_lse"].push_back(L);
+      double entropy = 0, heaviest = 0, delta = 0;
+      Doubles P, pk(at(D)), dP, dq(at(D));
+      for (int64_t j = 0; j < keys; ++j) {
+        P.push_back(std::exp(s[at(j)] - L));
+        if (P.back() > 0) entropy -= P.back() * std::log(P.back());
+        heaviest = std::max(heaviest, P.back());
+        dP.push_back(0);
+        for (int64_t d = 0; d < D; ++d) {
+          dP.back() += element(c.d_o, b, h, i, d) * element(c.v, b, g, j, d);
+          pk[at(d)] += P.back() * element(c.k, b, g, j, d);
+        }
+        delta += P.back() * dP.back();
+      }
+      rows["entropy"].push_back(entropy);
+      rows["sink_mass"].push_back(P[0]);
+      rows["heaviest_mass"].push_back(heaviest);
+      const double z = c.plans[at(h)].keel;
+      for (int64_t j = 0; j < keys; ++j)
+        for (int64_t d = 0; d < D; ++d)
+          dq[at(d)] +=
+              a * slope[at(j)] * P[at(j)] * (dP[at(j)] - delta + 2 * z * L) * element(c.k, b, g, j, d);
+      errors.push_back(*ran.delta.view().at(b, h, i) + 2 * z * *ran.lse.view().at(b, h, i) - delta);
+      rows["tied_rows"].push_back(*ran.ties.view().at(b, h, i) > 1);
+      rows["residual"].push_back(*ran.residual.view().at(b, h, i));
+      rows["delta"].push_back(delta + errors.back());
+      matrices.emplace_back();
+      for (int64_t d = 0; d < D; ++d)
+        for (int64_t f = 0; f < C; ++f) {
+          matrices.back().push_back(pk[at(d)] * element(c.x, b, 0, i, f));
+          gradient[at(d * C + f)] += dq[at(d)] * element(c.x, b, 0, i, f);
+          error[at(d * C + f)] += (*ran.dq.view().at(b, h, i, d) - dq[at(d)]) * element(c.x, b, 0, i, f);
+        }
+    }
+  const auto mean = [](const Doubles& x) {
+    double sum = 0;
+    for (double v : x) sum += v;
+    return sum / static_cast<double>(x.size());
+  };
+  const auto rms = [](const Doubles& x) {
+    double sum = 0;
+    for (double v : x) sum += v * v;
+    return std::sqrt(sum / static_cast<double>(x.size()));
+  };
+  const auto norm = [&](const Doubles& x) { return rms(x) * std::sqrt(static_cast<double>(x.size())); };
+  HeadProbe p;
+  p.largest_score = largest, p.largest_row_mean = largest_mean, p.largest_row_spread = largest_spread;
+  p.largest_lse = largest_lse;
+  p.row_mean = mean(rows["row_mean"]), p.row_spread = mean(rows["row_spread"]),
+  p.mean_lse = mean(rows["mean_lse"]);
+  p.entropy = mean(rows["entropy"]), p.sink_mass = mean(rows["sink_mass"]);
+  p.heaviest_mass = mean(rows["heaviest_mass"]), p.tied_rows = mean(rows["tied_rows"]);
+  p.residual_mean = mean(rows["residual"]), p.residual_rms = rms(rows["residual"]),
+  p.delta_rms = rms(rows["delta"]);
+  double spread = 0;
+  for (double r : rows["residual"]) spread += (r - p.residual_mean) * (r - p.residual_mean);
+  const auto n = static_cast<double>(errors.size());
+  p.residual_error = std::sqrt(spread / n / std::max(1.0, n - 1));
+  p.delta_error_sum = mean(errors) * n;
+  p.gradient_norm = norm(gradient), p.gradient_error = norm(error);
+  double cosines = 0;
+  Doubles sum(at(D * C));
+  double sizes = 0;
+  for (size_t s = 0; s < matrices.size(); ++s) {
+    for (size_t t = 0; t < matrices.size(); ++t) {
+      double product = 0;
+      for (size_t m = 0; m < matrices[s].size(); ++m) product += matrices[s][m] * matrices[t][m];
+      if (s != t) cosines += product / (norm(matrices[s]) * norm(matrices[t]));
+    }
+    const double rho = rows["residual"][s];
+    for (size_t m = 0; m < sum.size(); ++m) sum[m] += rho * matrices[s][m];
+    sizes += std::fabs(rho) * norm(matrices[s]);
+  }
+  p.similarity = n > 1 ? cosines / (n * (n - 1)) : kNotKnown;
+  p.coherence = sizes == 0 ? 0 : norm(sum) / sizes;
+  p.leak_share = sizes == 0 ? 0 : a * norm(sum) / p.gradient_norm;
+  std::vector<float> error_matrix(error.begin(), error.end());
+  for (float& e : error_matrix) e = static_cast<float>(e * 1e6);
+  const double first = singular_values(Matrix::rows_of(error_matrix.data(), C), D, C)[0] * 1e-6;
+  p.gradient_rank_1 = first * first / (p.gradient_error * p.gradient_error);
+  p.norm_q = singular_values(Matrix::rows_of(c.w_q.view().at(0, h, 0), D), C, D)[0];
+  p.norm_k = singular_values(Matrix::rows_of(c.w_k.view().at(0, g, 0), D), C, D)[0];
+  p.norm_v = singular_values(Matrix::rows_of(c.w_v.view().at(0, g, 0), D), C, D)[0];
+  Doubles shares, purities;
+  for (int64_t d = 0; d < D; ++d) {
+    double total = 0, size = 0, up = 0;
+    for (int64_t b = 0; b < B; ++b)
+      for (int64_t t = 0; t < T; ++t) {
+        const double v = element(c.v, b, g, t, d);
+        total += v, size += std::fabs(v), up += v > 0;
+      }
+    shares.push_back(std::fabs(total) / size);
+    purities.push_back(std::max(up, static_cast<double>(B * T) - up) / static_cast<double>(B * T));
+  }
+  p.one_signed = mean(shares), p.largest_one_signed = *std::max_element(shares.begin(), shares.end());
+  p.sign_purity = mean(purities);
+  return p;
+}
+
+void expect_alike(const Capture& c, const std::string& what) {
+  const std::vector<HeadProbe> found = probe(c);
+  ASSERT_EQ(found.size(), c.heads.size());
+  for (size_t h = 0; h < found.size(); ++h) {
+    const HeadProbe expected = slow_probe(c, static_cast<int64_t>(h));
+    for (const ProbeField& field : kProbeFields) {
+      const double want = expected.*field.value, got = found[h].*field.value;
+      if (field.name == "nonfinite") {
+        EXPECT_EQ(got, 0);
+      }
+      if (std::isnan(want) && field.name != "similarity") continue;  // not defined over there
+      const bool iterated = field.name.starts_with("norm_") || field.name == "gradient_rank_1";
+      // Differences of nearly equal numbers (an error where nothing is rounded) are of the size of FP64's own.
+      const double floor =
+          field.name.starts_with("gradient_err") || field.name.starts_with("delta_err") ? 1e-15 : 1e-12;
+      if (std::isnan(want)) {
+        EXPECT_TRUE(std::isnan(got)) << what << " " << field.name;
+        continue;
+      }
+      EXPECT_NEAR(got, want, (iterated ? 2e-3 : 1e-7) * std::fabs(want) + floor) << what << " " << field.name;
+    }
+  }
+}
+
+TEST(Probes, as_their_definitions_say) {
+  expect_alike(random_capture({}, "fp32,row_sum=e5m2"), "one of everything");
+  expect_alike(random_capture({1, 1, 1, 2, 1, 3}, "bf16_all"), "two tokens");
+  expect_alike(random_capture({2, 3, 3, 17, 5, 7}, "bf16_all", 2), "odd sizes");
+  expect_alike(random_capture({2, 4, 2, 9, 8, 6}, "flash2", 3, 5), "two heads of queries to one of keys");
+  expect_alike(random_capture({1, 2, 2, 70, 16, 24}, "fp32,row_sum=e5m2", 4, 3), "more than a tile");
+  Capture c = random_capture({2, 2, 2, 11, 4, 6}, "fp32,output=e8m2", 5);
+  c.causal = false;
+  expect_alike(c, "no mask");
+  c.softcap = 2;
+  c.scale = 0.5f;
+  expect_alike(c, "softcap and scale");
+  for (PrecisionPlan& plan : c.plans) plan.keel = 1e-4f;
+  c.softcap = 0;
+  expect_alike(c, "keel");
+}
+
+TEST(Probes, all_scores_tie) {
+  Capture c = random_capture({2, 1, 1, 9, 4, 5}, "bf16_all");
+  std::fill(c.q.values().begin(), c.q.values().end(), 0.0f);
+  const HeadProbe p = probe(c)[0];
+  EXPECT_DOUBLE_EQ(p.tied_rows, 8.0 / 9);  // the first row sees one key
+  EXPECT_EQ(p.largest_score, 0);
+  EXPECT_EQ(p.row_spread, 0);
+  EXPECT_EQ(p.score_entropy, 0);
+  double entropy = 0;
+  for (int n = 1; n <= 9; ++n) entropy += std::log(n) / 9;
+  EXPECT_NEAR(p.entropy, entropy, 1e-12);
+}
+
+TEST(Probes, one_sign_and_one_direction) {
+  Capture c = random_capture({1, 1, 1, 12, 4, 5}, "fp32,row_sum=e5m2");
+  for (float& v : c.v.values()) v = -std::fabs(v);
+  for (int64_t t = 1; t < 12; ++t) {  // every token alike: every M_t has one direction
+    std::copy_n(c.x.view().at(0, 0, 0), 5, c.x.view().at(0, 0, t));
+    std::copy_n(c.k.view().at(0, 0, 0), 4, c.k.view().at(0, 0, t));
+  }
+  const HeadProbe p = probe(c)[0];
+  EXPECT_NEAR(p.one_signed, 1, 1e-12);
+  EXPECT_EQ(p.sign_purity, 1);
+  EXPECT_NEAR(p.similarity, 1, 1e-12);
+  EXPECT_LE(p.coherence, 1 + 1e-12);
+}
+
+TEST(Probes, sums_that_are_kept_leave_nothing) {
+  for (const char* plan : {"fp32", "fp32,row_sum=e5m2,stabiliser=zero_sum"})
+    EXPECT_LT(probe(random_capture({2, 1, 1, 40, 16, 8}, plan))[0].residual_share, 1e-5) << plan;
+  const HeadProbe p = probe(random_capture({2, 1, 1, 40, 16, 8}, "fp32,row_sum=e5m2"))[0];
+  EXPECT_GT(p.residual_share, 1e-2);
+  EXPECT_GT(p.gradient_share, 1e-2);
+}
+
+// With delta alone rounded, dQ is wrong by a rho (PK) in every row and by nothing else (the paper's equation 1).
+TEST(Probes, the_leak_is_all_of_the_error_where_delta_alone_is_wrong) {
+  const HeadProbe p = probe(random_capture({2, 1, 1, 40, 16, 8}, "fp32,delta=e8m2"))[0];
+  EXPECT_GT(p.gradient_share, 1e-3);
+  EXPECT_NEAR(p.leak_share, p.gradient_share, 1e-3 * p.gradient_share);
+}
+
+TEST(Probes, a_planted_head_is_the_worst_and_is_named) {
+  Capture c = random_capture({2, 5, 5, 30, 8, 12}, "fp32");
+  c.plans[3] = parse_plan("fp32,row_sum=e5m2");
+  const std::vector<HeadProbe> probes = probe(c);
+  EXPECT_EQ(worst_head(probes), 3);
+  EXPECT_NE(in_words(probes[3], "head 3").find("do not sum to zero"), std::string::npos);
+  EXPECT_NE(in_words(probes[2], "head 2").find("nothing leaks"), std::string::npos);
+  EXPECT_EQ(worst_head({}), -1);
+  // A coarser rounding that keeps the sums errs as much, and leaks nothing.
+  c.plans[1] = parse_plan("fp32,row_sum=e5m1,stabiliser=zero_sum");
+  const std::vector<HeadProbe> kept = probe(c);
+  EXPECT_GT(kept[1].gradient_share, kept[3].gradient_share);
+  EXPECT_LT(kept[1].leak_share, 1e-4);
+  EXPECT_EQ(worst_head(kept), 3);
+}
+
+TEST(Probes, what_is_not_finite_is_a_finding_and_its_heads_alone) {
+  Capture c = random_capture({1, 3, 3, 6, 4, 5}, "bf16_all");
+  *c.q.view().at(0, 1, 2, 3) = std::numeric_limits<float>::quiet_NaN();
+  *c.d_o.view().at(0, 1, 0, 0) = std::numeric_limits<float>::infinity();
+  const std::vector<HeadProbe> probes = probe(c);
+  EXPECT_EQ(probes[1].nonfinite, 2);
+  EXPECT_TRUE(std::isnan(probes[1].largest_score));
+  for (const size_t h : {0u, 2u}) {
+    EXPECT_EQ(probes[h].nonfinite, 0);
+    EXPECT_TRUE(std::isfinite(probes[h].gradient_share));
+  }
+  EXPECT_EQ(worst_head(probes), 1);
+  EXPECT_NE(in_words(probes[1], "head 1").find("not finite"), std::string::npos);
+}
+
+TEST(Probes, without_x_and_weights_the_rest_is_there) {
+  Capture c = random_capture({1, 2, 2, 6, 4, 5}, "fp32,row_sum=e5m2");
+  const std::vector<HeadProbe> whole = probe(c);
+  c.x = c.w_q = c.w_k = c.w_v = Tensor<float>();
+  const std::vector<HeadProbe> part = probe(c);
+  EXPECT_EQ(part[1].residual_share, whole[1].residual_share);
+  EXPECT_TRUE(std::isnan(part[1].gradient_share) && std::isnan(part[1].norm_q));
+  EXPECT_GE(worst_head(part), 0);
+}
+
+TEST(Probes, names_are_unique_and_cover_every_number) {
+  std::map<std::string_view, int> names;
+  for (const ProbeField& field : kProbeFields) ++names[field.name];
+  EXPECT_EQ(names.size(), kProbeFields.size());
+  EXPECT_EQ(sizeof(HeadProbe), kProbeFields.size() * sizeof(double));
+}
+
+}  // namespace
+}  // namespace evenkeel
