@@ -11,6 +11,7 @@
 #include "base/threads.h"
 #include "capture_cases.h"
 #include "diagnosis/probe_recorder.h"
+#include "run_folder.h"
 #include "training/replay.h"
 #include "training/synth.h"
 
@@ -19,35 +20,16 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class CaptureTest : public ::testing::Test {
+class CaptureTest : public RunFolderTest {
  protected:
-  void SetUp() override {
-    folder = fs::temp_directory_path() / fmt::format("evenkeel-capture-{}-{}", getpid(), count++);
-    fs::create_directories(folder);
-  }
-  void TearDown() override { fs::remove_all(folder); }
-
   RunConfig tiny() const {
-    RunConfig c;
-    c.model = gpt2_preset("micro");
+    RunConfig c = RunFolderTest::tiny();
     c.model.layers = 2;
-    c.model.heads = 2;
-    c.model.width = 16;
-    c.model.context = 12;
-    c.data = (folder / "text.txt").string();
-    if (!fs::exists(c.data)) write_whole_file(c.data, synthetic_text(/*seed=*/1, /*bytes=*/4000));
-    c.sequences = 4;
     c.plan = "fp32,row_sum=e5m2/stochastic";
-    c.schedule.peak = 1e-2;
-    c.schedule.steps = 12;
-    c.checkpoint_every = 4;
+    c.facts_every = 10;
     return c;
   }
-
-  fs::path folder;
-  static int count;
 };
-int CaptureTest::count = 0;
 
 // Compared as bits, so that NaN equals NaN.
 bool same_bits(const Tensor<float>& a, const Tensor<float>& b) {

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "numerics/random.h"
 #include "rank_cases.h"
+#include "run_folder.h"
 #include "training/trainer.h"
 
 namespace evenkeel {
@@ -284,29 +285,15 @@ TEST(Ranks, of_another_version_or_number_are_refused) {
 
 // --- training ---------------------------------------------------------------------------------------------------
 
-class RanksTraining : public ::testing::Test {
+class RanksTraining : public RunFolderTest {
  protected:
-  void SetUp() override {
-    folder = fs::temp_directory_path() / fmt::format("evenkeel-ranks-{}-{}", getpid(), count++);
-    fs::create_directories(folder);
-    std::ofstream text(folder / "text.txt");
-    for (int n = 0; n < 400; ++n)
-      text << "the " << (n % 7 == 0 ? "keel" : "sail") << " is " << n % 10 << ".\n";
-  }
-  void TearDown() override { fs::remove_all(folder); }
-
   RunConfig tiny() const {
-    RunConfig c;
-    c.model = gpt2_preset("micro");
-    c.model.layers = 1;
-    c.model.heads = 2;
+    RunConfig c = RunFolderTest::tiny();
     c.model.width = 48;  // five slices
-    c.model.context = 12;
-    c.data = c.validation = (folder / "text.txt").string();
+    c.validation = c.data;
     c.sequences = 8;
     c.accumulate = 4;
     c.plan = "fp32,row_sum=e5m2/stochastic";
-    c.schedule.peak = 1e-2;
     c.schedule.steps = 5;
     c.checkpoint_every = 2;
     c.facts_every = 2;
@@ -358,9 +345,6 @@ class RanksTraining : public ::testing::Test {
     EXPECT_EQ(found.metrics, expected.metrics) << what;
     EXPECT_TRUE(found.checkpoint == expected.checkpoint) << what;
   }
-
-  fs::path folder;
-  static inline int count = 0;
 };
 
 TEST_F(RanksTraining, no_number_of_ranks_changes_a_bit) {

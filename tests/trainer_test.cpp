@@ -12,39 +12,15 @@
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "run_folder.h"
 
 namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
 
-class TrainerTest : public ::testing::Test {
+class TrainerTest : public RunFolderTest {
  protected:
-  void SetUp() override {
-    folder = fs::temp_directory_path() / fmt::format("evenkeel-trainer-{}-{}", getpid(), count++);
-    fs::create_directories(folder);
-    std::ofstream text(folder / "text.txt");
-    for (int n = 0; n < 400; ++n)
-      text << "the " << (n % 7 == 0 ? "keel" : "sail") << " is " << n % 10 << ".\n";
-  }
-  void TearDown() override { fs::remove_all(folder); }
-
-  RunConfig tiny() const {
-    RunConfig c;
-    c.model = gpt2_preset("micro");
-    c.model.layers = 1;
-    c.model.heads = 2;
-    c.model.width = 16;
-    c.model.context = 12;
-    c.data = (folder / "text.txt").string();
-    c.sequences = 4;
-    c.plan = "fp32";
-    c.schedule.peak = 1e-2;
-    c.schedule.steps = 12;
-    c.checkpoint_every = 4;
-    c.facts_every = 3;
-    return c;
-  }
   std::vector<float> run_to_end(const fs::path& run, const RunConfig& c) const {
     const auto trainer = Trainer::start(run, c);
     while (!trainer->done()) trainer->step();
@@ -62,9 +38,6 @@ class TrainerTest : public ::testing::Test {
     EXPECT_EQ(result.fault_count, 0u);
     return lines;
   }
-
-  fs::path folder;
-  static inline int count = 0;
 };
 
 TEST_F(TrainerTest, learns_and_records_every_step) {

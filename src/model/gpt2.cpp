@@ -257,6 +257,25 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
 
 Gpt2::Gpt2(const Gpt2Config& config) : config_(config), table_(config) {
   facts_.assign(static_cast<size_t>(config.layers * config.heads), kNoFacts);
+  const auto find = [&](const std::string& name) {
+    const ParameterTensor* tensor = table_.find(name);
+    return tensor ? tensor->offset : -1;
+  };
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
+    offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
+                        in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
+                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
+                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
+                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
+                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
+                        in_layer("mlp.c_proj.bias")});
+  }
+  wte_ = find("wte.weight");
+  wpe_ = find("wpe.weight");
+  lnf_gain_ = find("ln_f.weight");
+  lnf_bias_ = find("ln_f.bias");
+  head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
   set_plan(ScopedPlan(parse_plan("fp32")));
 }
 

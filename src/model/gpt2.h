@@ -150,6 +150,12 @@ struct FactSums {
 };
 HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for
 
+// Where a layer's tensors lie in the flat buffer; -1: no such tensor.
+struct LayerOffsets {
+  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
+      ln2_bias, fc, fc_bias, out, out_bias;
+};
+
 class Gpt2 {
  public:
   explicit Gpt2(const Gpt2Config& config);
@@ -206,8 +212,10 @@ class Gpt2 {
 
   const Gpt2Config config_;
   const ParameterTable table_;
-  std::vector<HeadFacts> facts_;  // (L, H)
-  uint64_t plan_version_ = 0;     // counts set_plan
+  std::vector<LayerOffsets> offsets_;               // (L)
+  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;  // the same of the rest; head_ is wte_ where it is tied
+  std::vector<HeadFacts> facts_;                    // (L, H)
+  uint64_t plan_version_ = 0;                       // counts set_plan
 
  private:
   std::vector<std::vector<PrecisionPlan>> plans_;  // (L, H)

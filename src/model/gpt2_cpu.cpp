@@ -46,12 +46,6 @@ AttentionBackward sequences_of(const AttentionBackward& x, int64_t first, int64_
   return {part(x.dq), part(x.dk), part(x.dv), part(x.delta), part(x.residual), part(x.residual_floor)};
 }
 
-// Offsets in the flat buffer; -1: no such tensor.
-struct LayerOffsets {
-  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
-      ln2_bias, fc, fc_bias, out, out_bias;
-};
-
 // What a layer's forward pass keeps for its backward pass.
 struct LayerMemory {
   Array x;                       // (N, C): the residual stream as it comes in
@@ -154,8 +148,6 @@ class Gpt2Cpu final : public Gpt2 {
   const Rounding rounding_;  // of operands
   Array parameters_, gradients_, operands_;
   bool operands_fresh_ = false;
-  std::vector<LayerOffsets> offsets_;
-  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;
 
   int64_t B_ = 0, T_ = 0, N_ = 0;  // of the part at hand
   std::vector<LayerMemory> layers_;
@@ -175,25 +167,6 @@ Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
       gradients_(at(table_.size())),
       layers_(at(config.layers)) {
   initialise(config_, table_, seed, parameters_);
-  const auto find = [&](const std::string& name) {
-    const ParameterTensor* tensor = table_.find(name);
-    return tensor ? tensor->offset : -1;
-  };
-  for (int64_t l = 0; l < config_.layers; ++l) {
-    const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
-    offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
-                        in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
-                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
-                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
-                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
-                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
-                        in_layer("mlp.c_proj.bias")});
-  }
-  wte_ = find("wte.weight");
-  wpe_ = find("wpe.weight");
-  lnf_gain_ = find("ln_f.weight");
-  lnf_bias_ = find("ln_f.bias");
-  head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
 }
 
 // --- Sizes and views

@@ -1,31 +1,14 @@
 #include "model/cuda/device_facts.h"
 
-#include <cuda_bf16.h>
-
 #include "attention/cuda/kernels.h"
 #include "attention/cuda/mma.cuh"
+#include "model/cuda/warp.cuh"
 
 namespace evenkeel::device {
 namespace {
 
-constexpr int kWarp = 32;
-using Bf16 = __nv_bfloat16;
-
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks); }
 void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-  return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
-  return x;
-}
 
 // A maximum by atomics is the same in any order. fmaxf passes over NaN, so none gets here.
 __device__ __forceinline__ void raise(float* target, float value) {

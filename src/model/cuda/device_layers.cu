@@ -1,26 +1,20 @@
 #include "model/cuda/device_layers.h"
 
-#include <cuda_bf16.h>
-
 #include <algorithm>
 
 #include "attention/cuda/kernels.h"
+#include "model/cuda/warp.cuh"
 
 namespace evenkeel::device {
 namespace {
 
 constexpr float kLayerNormEpsilon = 1e-5f;  // GPT-2's, and Hugging Face's
-constexpr int kWarp = 32;
 
 constexpr int64_t divide_up(int64_t value, int64_t step) { return (value + step - 1) / step; }
 constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks); }
 void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
 
-using Bf16 = __nv_bfloat16;
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ void store(float* p, float x) { *p = x; }
 __device__ __forceinline__ void store(Bf16* p, float x) { *p = __float2bfloat16_rn(x); }
 
@@ -85,17 +79,6 @@ __device__ __forceinline__ void store_some(Bf16* p, const float (&v)[kCount]) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) store(p + n, v[n]);
   }
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-  return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
-  return x;
 }
 
 // Calls launch.operator()<T>() with the element type that `type` names.

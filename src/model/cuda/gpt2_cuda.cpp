@@ -89,12 +89,6 @@ class Carver {
   size_t used_ = 0;
 };
 
-// Offsets in the flat buffer; -1: no such tensor.
-struct LayerOffsets {
-  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
-      ln2_bias, fc, fc_bias, out, out_bias;
-};
-
 // Of one sum over rows: its parts by blocks, until the end of the step.
 struct LayerSums {
   float *ln1_gain, *ln1_bias, *qkv_bias, *q_gain, *k_gain, *gate_bias, *proj_bias, *ln2_gain, *ln2_bias,
@@ -322,8 +316,6 @@ class Gpt2Cuda final : public Gpt2 {
   DeviceProducts products_;
   DeviceMemory parameters_, gradients_, operands_, arena_, attention_, facts_memory_;
   bool operands_fresh_ = false;
-  std::vector<LayerOffsets> offsets_;
-  int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;
 
   // Of each B and T: where everything lies, and the table of sums over rows.
   struct Sized {
@@ -385,25 +377,6 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
   require(config_.tile_keys == 64 || config_.tile_keys == 0,
           "[model] expected tile_keys of 64 on the GPU, or 0 for all keys in one tile, got {}",
           config_.tile_keys);
-  const auto find = [&](const std::string& name) {
-    const ParameterTensor* tensor = table_.find(name);
-    return tensor ? tensor->offset : -1;
-  };
-  for (int64_t l = 0; l < config_.layers; ++l) {
-    const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
-    offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
-                        in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
-                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
-                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
-                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
-                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
-                        in_layer("mlp.c_proj.bias")});
-  }
-  wte_ = find("wte.weight");
-  wpe_ = find("wpe.weight");
-  lnf_gain_ = find("ln_f.weight");
-  lnf_bias_ = find("ln_f.bias");
-  head_ = config_.tied_embeddings ? wte_ : find("lm_head.weight");
 
   std::vector<float> initial(at(table_.size()));
   initialise(config_, table_, seed, initial);
