@@ -231,7 +231,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   std::optional<ProbeRecorder> probes;
   if (config.probe_every > 0) {
     probes.emplace(config.probe_every, std::filesystem::path(out) / "metrics.jsonl", trainer->next_step(),
-                   /*captures=*/config.backend == Backend::cpu);
+                   /*captures=*/true);
     trainer->set_watcher(&*probes);
   }
   {

@@ -300,10 +300,26 @@ const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {
   return plans_[static_cast<size_t>(layer)][static_cast<size_t>(head)];
 }
 
-const LayerCapture& Gpt2::captured(int64_t) const {
-  throw DataError(
-      "captures are not on this backend yet: expected the backend cpu (--backend cpu replays there, with "
-      "other bits)");
+void Gpt2::start_captures(const Batch& batch, const StepContext& context) {
+  const int64_t B = std::min(batch.B, context.capture_sequences), T = batch.T, H = config_.heads;
+  captures_.assign(static_cast<size_t>(config_.layers), {});
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    if (context.capture_layer >= 0 && l != context.capture_layer) continue;
+    LayerCapture& c = captures_[static_cast<size_t>(l)];
+    c.x = Tensor<float>({B, 1, T, config_.width});
+    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o})
+      *t = Tensor<float>({B, H, T, config_.head_size()});
+    c.lse = Tensor<float>({B, H, T, 1});
+  }
+}
+
+const LayerCapture& Gpt2::captured(int64_t layer) const {
+  const auto at = static_cast<size_t>(layer);
+  require_data(
+      0 <= layer && at < captures_.size() && !captures_[at].plans.empty(),
+      "layer {} was not captured: expected a step that was asked for it (StepContext::capture_sequences)",
+      layer);
+  return captures_[at];
 }
 
 void Gpt2::check_batch(const Batch& batch, bool with_targets) const {

@@ -197,8 +197,8 @@ class Gpt2 {
   // Of a step in several parts: what facts() and apply_qk_clip go by until the next forward_backward.
   void set_facts(std::vector<HeadFacts> facts) { facts_ = std::move(facts); }
   // Of the last forward_backward that was asked for captures, until the next one. DataError where this layer's was not
-  // asked for, or where the backend cannot do it yet.
-  virtual const LayerCapture& captured(int64_t layer) const;
+  // asked for.
+  const LayerCapture& captured(int64_t layer) const;
   // To be called after the optimiser: a head whose largest score s was above config().qk_clip has its W_Q and
   // W_K (and biases) scaled by sqrt(qk_clip / s) each. REQUIRES: the last step had score_facts. Returns how
   // many heads.
@@ -206,6 +206,8 @@ class Gpt2 {
 
  protected:
   void check_batch(const Batch& batch, bool with_targets) const;
+  // Room in captures_ for what the context asks for.
+  void start_captures(const Batch& batch, const StepContext& context);
   const std::vector<PrecisionPlan>& plans_of(int64_t layer) const {
     return plans_[static_cast<size_t>(layer)];
   }
@@ -215,6 +217,7 @@ class Gpt2 {
   std::vector<LayerOffsets> offsets_;               // (L)
   int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;  // the same of the rest; head_ is wte_ where it is tied
   std::vector<HeadFacts> facts_;                    // (L, H)
+  std::vector<LayerCapture> captures_;              // (L); empty tensors where not asked for
   uint64_t plan_version_ = 0;                       // counts set_plan
 
  private:

@@ -82,7 +82,6 @@ class Gpt2Cpu final : public Gpt2 {
   double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
   double loss(const Batch& batch, const StepContext& context) override;
   std::vector<float> logits(std::span<const int32_t> tokens) override;
-  const LayerCapture& captured(int64_t layer) const override;
   int64_t apply_qk_clip() override {
     const int64_t clipped = clip_query_key(config_, table_, facts_, parameters_.data());
     if (clipped > 0) parameters_changed();
@@ -137,7 +136,6 @@ class Gpt2Cpu final : public Gpt2 {
   void add_facts(const StepContext& context);  // of the part at hand
   void add_score_facts(int64_t layer);
   void write_facts(const StepContext& context);
-  void start_captures(const Batch& batch, const StepContext& context);
   // The part at hand, as far as it is wanted, between attention's passes.
   void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
   static void copy(std::span<const float> from, std::span<float> to) {
@@ -156,7 +154,6 @@ class Gpt2Cpu final : public Gpt2 {
   Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
   float* dx_ = nullptr;                                // the part's rows of batch_dx_
   std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
-  std::vector<LayerCapture> captures_;                 // (L); empty tensors where not asked for
   int64_t first_ = 0;                                  // the part's first sequence in the batch
 };
 
@@ -505,19 +502,6 @@ void Gpt2Cpu::add_score_facts(int64_t layer) {
 
 // --- Captures
 
-void Gpt2Cpu::start_captures(const Batch& batch, const StepContext& context) {
-  const int64_t B = std::min(batch.B, context.capture_sequences), T = batch.T, H = config_.heads;
-  captures_.assign(at(config_.layers), {});
-  for (int64_t l = 0; l < config_.layers; ++l) {
-    if (context.capture_layer >= 0 && l != context.capture_layer) continue;
-    LayerCapture& c = captures_[at(l)];
-    c.x = Tensor<float>({B, 1, T, config_.width});
-    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o})
-      *t = Tensor<float>({B, H, T, config_.head_size()});
-    c.lse = Tensor<float>({B, H, T, 1});
-  }
-}
-
 void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   LayerCapture& c = captures_[at(layer)];
   const int64_t sequences = std::min(B_, c.x.shape()[0] - first_), C = config_.width;
@@ -539,14 +523,6 @@ void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   keep(c.o, heads_of(m.o.data(), C));
   keep(c.d_o, heads_of(do_.data(), C));
   keep(c.lse, per_row(m.lse));
-}
-
-const LayerCapture& Gpt2Cpu::captured(int64_t layer) const {
-  require_data(
-      0 <= layer && layer < static_cast<int64_t>(captures_.size()) && !captures_[at(layer)].plans.empty(),
-      "layer {} was not captured: expected a step that was asked for it (StepContext::capture_sequences)",
-      layer);
-  return captures_[at(layer)];
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <functional>
 
 #include "attention/device_memory.h"
+#include "base/error.h"
 #include "model/device_product.h"
 #include "model/gpt2.h"
 #include "numerics/random.h"
@@ -287,6 +288,41 @@ TEST(Gpt2Cuda, FactsAsTheCpuHasThem) {
   compare_facts(
       {"qk_norm", changed(config_of(kBf16, 2, 64), [](auto& c) { c.qk_norm = true; }), "flash2", 2, 40});
   compare_facts({"softcap", changed(config_of(kFp32, 2, 32), [](auto& c) { c.softcap = 2; }), "fp32", 2, 40});
+}
+
+// Of some sequences of all layers, then of one layer; behind a recorded call, too.
+TEST(Gpt2Cuda, SmallCapturesAsTheCpuHasThem) {
+  for (bool qk_norm : {false, true}) {
+    Gpt2Config config = config_of(kFp32, 2, 32);
+    config.qk_norm = qk_norm;
+    const auto cpu = make_gpt2_cpu(config, 1), cuda = make_gpt2_cuda(config, 1);
+    const Tokens tokens(config, 3, 37);
+    for (int64_t layer : {int64_t{-1}, config.layers - 1}) {
+      const StepContext context{.capture_sequences = 2, .capture_layer = layer};
+      for (int call = 0; call < 3; ++call) cuda->forward_backward(tokens.batch(), 1, {});
+      for (const auto& model : {&cpu, &cuda}) (*model)->forward_backward(tokens.batch(), 1, context);
+      for (int64_t l = 0; l < config.layers; ++l) {
+        if (layer >= 0 && l != layer) {
+          EXPECT_THROW(cuda->captured(l), DataError);
+          continue;
+        }
+        const LayerCapture &expected = cpu->captured(l), &found = cuda->captured(l);
+        EXPECT_EQ(found.plans.size(), expected.plans.size());
+        for (auto tensor : {&LayerCapture::x, &LayerCapture::q, &LayerCapture::k, &LayerCapture::v,
+                            &LayerCapture::o, &LayerCapture::d_o, &LayerCapture::lse}) {
+          const std::vector<float>&a = (expected.*tensor).values(), &b = (found.*tensor).values();
+          ASSERT_EQ(a.size(), b.size());
+          ASSERT_FALSE(a.empty());
+          double error = 0, size = 0;
+          for (size_t n = 0; n < a.size(); ++n) {
+            error += std::pow(static_cast<double>(a[n]) - b[n], 2);
+            size += std::pow(static_cast<double>(a[n]), 2);
+          }
+          EXPECT_LE(std::sqrt(error / size), 1e-5);
+        }
+      }
+    }
+  }
 }
 
 TEST(Gpt2Cuda, ClipsQueriesAndKeysAsTheCpuDoes) {

@@ -14,6 +14,7 @@
 // 43 GB in all, 11 ms at 4.0 TB/s. GELU goes along with the products before and behind it; alone it would be
 // 24 GB more.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -296,6 +297,8 @@ class Gpt2Cuda final : public Gpt2 {
   void backward(const CallKind& kind);
   void layer_backward(int64_t l, const CallKind& kind, float keel_scale);
   void write_facts(const CallKind& kind);
+  // What this layer's attention read and wrote, to the host. REQUIRES: its d_o is there.
+  void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
   void enqueue(const CallKind& kind);
   void run(const CallKind& kind);
   void token_backward(const int32_t* tokens);
@@ -339,6 +342,7 @@ class Gpt2Cuda final : public Gpt2 {
   Sized* at_hand_ = nullptr;
   Activations* a_ = nullptr;
   size_t saved_bytes_ = 0;
+  bool captures_now_ = false;
 };
 
 constexpr int64_t kInputHeader = kAlignment / sizeof(int32_t);  // of input: the step, alone
@@ -809,8 +813,10 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
     out.delta = m.delta;
   }
   phase("attention backward", 10.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
-  attention_backward_cuda(attention_problem(l, kind, keel_scale), attention_inputs(m),
-                          heads_of(a_->d_o, 0, C), attention_memory(l, m, false), out, with_facts,
+  const CudaAttention problem = attention_problem(l, kind, keel_scale);
+  if (captures_now_) capture(l, problem.plans);
+  attention_backward_cuda(problem, attention_inputs(m), heads_of(a_->d_o, 0, C),
+                          attention_memory(l, m, false), out, with_facts,
                           attention_.as<char>() + at(config_.layers) * saved_bytes_, stream_);
   if (config_.qk_norm) {
     phase("qk_norm", 0, 3 * activation_bytes(2 * C));
@@ -876,9 +882,53 @@ void Gpt2Cuda::enqueue(const CallKind& kind) {
               facts_.size() * sizeof(FactSums));
 }
 
+void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
+  LayerCapture& c = captures_[at(layer)];
+  if (c.x.values().empty()) return;
+  c.plans = plans;
+  const LayerMemory& m = a_->layers[at(layer)];
+  const int64_t rows = c.x.shape()[0] * T_, C = config_.width;
+  // The first rows of (N, columns), in FP32.
+  const auto download = [&](const void* from, int64_t columns) {
+    std::vector<float> values(at(rows * columns));
+    if (is_bf16()) {
+      std::vector<uint16_t> narrow(values.size());
+      copy_down(narrow.data(), from, narrow.size() * sizeof(uint16_t));
+      wait();
+      std::transform(narrow.begin(), narrow.end(), values.begin(),
+                     [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); });
+    } else {
+      copy_down(values.data(), from, values.size() * sizeof(float));
+      wait();
+    }
+    return values;
+  };
+  // Columns [first, first + H D) of such rows, by head.
+  const auto keep = [&](Tensor<float>& to, const std::vector<float>& from, int64_t columns, int64_t first) {
+    const View<float> all = to.view();
+    const auto [B, H, T, D] = all.shape;
+    for (int64_t b = 0; b < B; ++b)
+      for (int64_t h = 0; h < H; ++h)
+        for (int64_t t = 0; t < T; ++t)
+          std::copy_n(from.begin() + (b * T + t) * columns + first + h * D, D, all.at(b, h, t));
+  };
+  const std::vector<float> qkv = download(m.qkv, 3 * C);
+  const int64_t qk_columns = (config_.qk_norm ? 2 : 3) * C;
+  const std::vector<float> qk = config_.qk_norm ? download(m.qk, qk_columns) : qkv;
+  keep(c.x, download(m.ln1, C), C, 0);
+  keep(c.q, qk, qk_columns, 0);
+  keep(c.k, qk, qk_columns, C);
+  keep(c.v, qkv, 3 * C, 2 * C);
+  keep(c.o, download(m.o, C), C, 0);
+  keep(c.d_o, download(a_->d_o, C), C, 0);
+  std::vector<float>& lse = c.lse.values();  // (B, H, T), as it lies there
+  copy_down(lse.data(), m.lse, lse.size() * sizeof(float));
+  wait();
+}
+
 void Gpt2Cuda::run(const CallKind& kind) {
   Recorded& recorded = recorded_.at(kind);
-  if (clock_ || !recorded.done_before) {
+  if (clock_ || captures_now_ || !recorded.done_before) {
     enqueue(kind);
     recorded.done_before = true;
     return;
@@ -954,7 +1004,10 @@ double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const St
   start(kind);
   stage(batch, random_step(context));
   refresh_operands();
+  captures_now_ = context.capture_sequences > 0;
+  if (captures_now_) start_captures(batch, context);
   run(kind);
+  captures_now_ = false;
   token_backward(batch.tokens.data());
   if (clock_) clock_->end();
   wait();
