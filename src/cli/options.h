@@ -53,8 +53,10 @@ int run_bench(int argc, char** argv);
 int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
 int run_info(int argc, char** argv);
+int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
+int run_verdict(int argc, char** argv);
 
 }  // namespace evenkeel::cli
