@@ -63,22 +63,22 @@ class Search {
     if (e_.symptom.kind == Symptom::Kind::none) return;
     tell("symptom: " + e_.symptom.words);
     const std::vector<Window> windows = candidates();
+    Window grown;  // where FP32 goes furthest, for the learning rate's trial
+    double furthest = -std::numeric_limits<double>::infinity();
     for (size_t n = 0; n < std::min(windows.size(), kWindowsTried); ++n) {
       look_at(windows[n]);
-      if (e_.not_repeated || e_.measure != Evidence::Measure::none) break;
+      if (e_.not_repeated) return;
+      if (n == 0 && !e_.symptom.spikes.empty() && from_data(e_.data.emplace(look_at_data()))) return;
+      if (e_.measure != Evidence::Measure::none && !e_.chaotic) break;
+      if (!(e_.growth(*e_.control) <= furthest)) grown = windows[n], furthest = e_.growth(*e_.control);
     }
-    if (e_.not_repeated) return;
-    if (e_.measure == Evidence::Measure::none && windows.size() > 1 && !(e_.window == windows[0]))
-      look_at(windows[0]);  // kept trials: no replay
-    if (!e_.symptom.spikes.empty() || e_.measure != Evidence::Measure::offset) e_.data = look_at_data();
-    if (e_.data && e_.data->steps_with * 2 > e_.data->looked_at) return;
-    if (e_.measure == Evidence::Measure::none) {
-      e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
-      return;
+    if (e_.measure == Evidence::Measure::none || e_.chaotic) look_at(grown);  // kept trials: no replay
+    if (e_.measure != Evidence::Measure::none && !e_.chaotic) {
+      find_heads();
+      find_sites();
+      if (!e_.chaotic) return try_predictions();
     }
-    find_heads();
-    find_sites();
-    try_predictions();
+    e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
   }
 
   // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. By
@@ -134,7 +134,10 @@ class Search {
   // The stretch as recorded and in FP32: does it repeat, and does rounding make the difference?
   void look_at(const Window& window) {
     e_.window = window;
-    e_.control = nullptr;
+    e_.control = e_.placebo = e_.control_placebo = nullptr;
+    e_.measure = Evidence::Measure::none;
+    e_.chaotic = false;
+    e_.begin_offset = recorded_offset(window.begin);
     e_.recorded = &trial("as recorded", "");
     tell(fmt::format("steps {} to {} as recorded: offset {:.4g}, loss {:.4f}", window.begin, window.end,
                      e_.recorded->health.offset, e_.recorded->health.loss));
@@ -153,30 +156,45 @@ class Search {
     e_.loss_tolerance = std::max(0.01 * std::fabs(e_.control->health.loss),
                                  kDeviations * loss_noise(record_.loss) * std::sqrt(2 / steps));
     const Health &bad = e_.recorded->health, &good = e_.control->health;
-    if (bad.offset > kDriftedOffset && std::log(bad.offset / good.offset) > kLeastContrast)
+    if (bad.offset > kDriftedOffset && std::log(bad.offset / good.offset) > kLeastContrast &&
+        e_.growth(*e_.control) < e_.growth(*e_.recorded) / 2)
       e_.measure = Evidence::Measure::offset;
     else if (bad.loss > good.loss + e_.loss_tolerance)
       e_.measure = Evidence::Measure::loss;
+    if (e_.measure == Evidence::Measure::none) return;
+    const bool wide = is_identity(plan_of(0).at(Site::dv));
+    e_.placebo = &trial("placebo: another format of dv", wide ? "dv=bf16" : "dv=fp32");
+    e_.control_placebo = &trial("placebo: the control, another format of dv", "fp32; dv=bf16");
+    for (const Trial* course : {e_.recorded, e_.placebo}) e_.chaotic |= e_.heals(*course);
+    for (const Trial* course : {e_.control, e_.control_placebo}) e_.chaotic |= !e_.heals(*course);
+    if (e_.chaotic) tell("placebo: a change that cannot matter does: the stretch is chaotic");
+  }
+
+  // The largest over heads at or before a step.
+  double recorded_offset(int64_t step) const {
+    const auto next = std::upper_bound(record_.fact_steps.begin(), record_.fact_steps.end(), step);
+    if (next == record_.fact_steps.begin()) return 0;
+    const std::vector<double>& heads =
+        record_.offset[static_cast<size_t>(next - record_.fact_steps.begin() - 1)];
+    return *std::max_element(heads.begin(), heads.end());
   }
 
   // --- Data
 
   BadSequences look_at_data() const {
     BadSequences bad;
-    if (e_.symptom.spikes.empty()) return bad;
-    const std::vector<double>& loss = record_.loss;
     // The steps that jump most, and as many that do not jump at all, evenly spread.
-    std::vector<int64_t> worst = e_.symptom.spikes, ordinary;
-    std::stable_sort(worst.begin(), worst.end(), [&](int64_t a, int64_t b) {
-      return loss[static_cast<size_t>(a)] > loss[static_cast<size_t>(b)];
-    });
-    worst.resize(std::min(worst.size(), kStepsOfData));
-    const auto steps = static_cast<int64_t>(loss.size());
+    const std::vector<int64_t>& spikes = e_.symptom.spikes;
+    std::vector<size_t> order(spikes.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return e_.symptom.heights[a] > e_.symptom.heights[b]; });
+    std::vector<int64_t> worst, ordinary;
+    for (size_t n = 0; n < std::min(order.size(), kStepsOfData); ++n) worst.push_back(spikes[order[n]]);
+    const auto steps = static_cast<int64_t>(record_.loss.size());
     for (size_t n = 0; n < kStepsOfData; ++n) {
       int64_t step = steps * static_cast<int64_t>(n) / static_cast<int64_t>(kStepsOfData);
-      while (step < steps &&
-             std::find(e_.symptom.spikes.begin(), e_.symptom.spikes.end(), step) != e_.symptom.spikes.end())
-        ++step;
+      while (step < steps && std::binary_search(spikes.begin(), spikes.end(), step)) ++step;
       if (step < steps) ordinary.push_back(step);
     }
     const std::unique_ptr<Replay> replay = replays_.at(e_.window.begin);
@@ -200,8 +218,12 @@ class Search {
     if (usual.empty()) return bad;
     std::sort(usual.begin(), usual.end());
     bad.ordinary_loss = usual[usual.size() / 2];
-    // Beyond the hardest ordinary one by as much as that is beyond the median: not just the tail of the same text.
-    const double limit = 2 * usual.back() - bad.ordinary_loss;
+    // Robustly: some of the ordinary steps may hold a little of what is looked for.
+    std::vector<double> deviations;
+    for (const double value : usual) deviations.push_back(std::fabs(value - bad.ordinary_loss));
+    std::sort(deviations.begin(), deviations.end());
+    constexpr double kNormal = 1.4826;  // deviation of normal numbers over the median of their sizes
+    const double limit = bad.ordinary_loss + kDeviations * kNormal * deviations[deviations.size() / 2];
     bad.looked_at = static_cast<int64_t>(worst.size());
     bad.first_token = source.size();
     for (const int64_t step : worst) {
@@ -325,6 +347,9 @@ class Search {
       for (const Site site : rounded)
         if (heals_with({site})) e_.alone.push_back(site);
     }
+    // One site is to blame, or two that only work together; not most of them.
+    e_.chaotic = rounded.size() > 3 && 2 * e_.alone.size() > rounded.size();
+    if (e_.chaotic) return;
     if (!e_.alone.empty()) {
       e_.sites = {*std::min_element(e_.alone.begin(), e_.alone.end(),
                                     [&](Site a, Site b) { return offset_with(a) < offset_with(b); })};

@@ -1,7 +1,5 @@
 #include "diagnosis/verdict.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -17,7 +15,7 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-constexpr size_t kNeighbours = 20;  // steps before, that a step's loss is compared with
+constexpr size_t kNeighbours = 20;  // steps on either side, that a step's loss is compared with
 // Deviations of a step's loss that count as a jump: of normal noise, one in three million.
 constexpr double kJump = 5;
 constexpr size_t kFewestSpikes = 3;
@@ -46,12 +44,16 @@ std::vector<double> by_head(const Json& line, const char* field, RunRecord& reco
   return values;
 }
 
-// What each step's loss is above the median of the steps before it; NaN for the first few.
+// What each step's loss is above the median of its neighbours on both sides, so that a loss that falls is no jump; NaN for
+// the first few, where it falls too fast.
 std::vector<double> jumps(const std::vector<double>& loss) {
   std::vector<double> above(loss.size(), kUnknown);
-  for (size_t n = kNeighbours; n < loss.size(); ++n)
-    above[n] = loss[n] - median({loss.begin() + static_cast<std::ptrdiff_t>(n - kNeighbours),
-                                 loss.begin() + static_cast<std::ptrdiff_t>(n)});
+  for (size_t n = kNeighbours; n < loss.size(); ++n) {
+    const auto at = [&](size_t m) { return loss.begin() + static_cast<std::ptrdiff_t>(m); };
+    std::vector<double> neighbours(at(n - kNeighbours), at(n));
+    neighbours.insert(neighbours.end(), at(n + 1), at(std::min(n + 1 + kNeighbours, loss.size())));
+    above[n] = loss[n] - median(std::move(neighbours));
+  }
   return above;
 }
 
@@ -169,22 +171,32 @@ Symptom find_symptom(const RunRecord& record) {
   const std::vector<double> above = jumps(loss);
   for (size_t n = 0; n < above.size(); ++n)
     if (above[n] > kJump * noise && above[n] > kSmallestRise * loss[n])
-      symptom.spikes.push_back(static_cast<int64_t>(n));
+      symptom.spikes.push_back(static_cast<int64_t>(n)), symptom.heights.push_back(above[n]);
   if (symptom.spikes.size() >= kFewestSpikes) {
     symptom.kind = Symptom::Kind::spikes;
     symptom.since = symptom.spikes.front();
     symptom.words = fmt::format(
-        "the loss of {} single steps is more than {:.2f} ({} deviations) above their neighbours', first at "
+        "the loss of {} single steps is more than {:.2f} ({:.0f} deviations) above their neighbours', first "
+        "at "
         "step {}",
         symptom.spikes.size(), kJump * noise, kJump, symptom.since);
   }
   return symptom;
 }
 
+double Evidence::growth(const Trial& trial) const {
+  return log_of(std::max(trial.health.offset, kScoreUnit)) - log_of(std::max(begin_offset, kScoreUnit));
+}
+
 bool Evidence::heals(const Trial& trial) const {
   const bool by_offset = measure == Measure::offset;
   const auto value = [&](const Trial& t) { return by_offset ? log_of(t.health.offset) : t.health.loss; };
-  const double bad = value(*recorded), good = value(*control), this_one = value(trial);
+  // Each course twice, where there are placebos: half the chance in it.
+  const auto level = [&](const Trial* one, const Trial* other) {
+    return other ? (value(*one) + value(*other)) / 2 : value(*one);
+  };
+  const double bad = level(recorded, placebo), good = level(control, control_placebo),
+               this_one = value(trial);
   if (!std::isfinite(bad)) return std::isfinite(this_one) && this_one < good + std::max(1.0, std::fabs(good));
   return this_one < (bad + good) / 2;
 }
@@ -192,21 +204,29 @@ bool Evidence::heals(const Trial& trial) const {
 std::string heads_in_words(const std::vector<int64_t>& heads, int64_t H) {
   std::string text;
   for (size_t n = 0; n < heads.size();) {
-    std::vector<int64_t> of_layer;
     const int64_t layer = heads[n] / H;
-    for (; n < heads.size() && heads[n] / H == layer; ++n) of_layer.push_back(heads[n] % H);
-    text += fmt::format("{}layer {} head{} {}", text.empty() ? "" : " and ", layer,
-                        of_layer.size() > 1 ? "s" : "", fmt::join(of_layer, ", "));
+    std::string list;
+    size_t count = 0;
+    for (; n < heads.size() && heads[n] / H == layer; ++n, ++count)
+      list += (list.empty() ? "" : ", ") + std::to_string(heads[n] % H);
+    text +=
+        fmt::format("{}layer {} head{} {}", text.empty() ? "" : " and ", layer, count > 1 ? "s" : "", list);
   }
   return text;
 }
 
 namespace {
 
+std::string joined(const std::vector<std::string>& words, const char* between) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
+  return text;
+}
+
 std::string sites_in_words(const std::vector<Site>& sites) {
-  std::vector<std::string_view> names;
-  for (const Site site : sites) names.push_back(name(site));
-  return fmt::format("{}", fmt::join(names, " and "));
+  std::vector<std::string> names;
+  for (const Site site : sites) names.emplace_back(name(site));
+  return joined(names, " and ");
 }
 
 std::string figures(const Trial& t) {
@@ -230,8 +250,8 @@ void add_trials(const Evidence& e, std::vector<std::string>& chain) {
   add(e.wide_output, "equivalent: wide_output (O for delta in FP32)", "heals", "does not heal");
   add(e.consistent, "equivalent: consistent", "heals", "does not heal");
   add(e.wide_pv, "equivalent: the product PV in FP32", "heals", "does not heal");
-  add(e.unbiased, "the same site rounded stochastically, without bias", "stays healthy: the bias is needed",
-      "derails too: noise is enough");
+  add(e.unbiased, "the same site rounded stochastically, without bias",
+      "does not, within the window: bias takes part", "derails too: noise is enough");
 }
 
 Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
@@ -280,20 +300,24 @@ Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
   for (const Site site : e.sites) formats.push_back(to_string(of_head.at(site)));
   const std::string site = sites_in_words(e.sites);
   v.evidence.push_back(
-      fmt::format("smallest set of sites whose FP32 heals: {} (now {}){}", site, fmt::join(formats, ", "),
+      fmt::format("smallest set of sites whose FP32 heals: {} (now {}){}", site, joined(formats, ", "),
                   e.alone.size() > 1 ? fmt::format("; each by itself: {}", sites_in_words(e.alone)) : ""));
+  if (e.placebo)
+    v.evidence.push_back(fmt::format(
+        "placebo, another format of dv: offset {:.3g} as recorded, {:.3g} in FP32: each stays on its side",
+        e.placebo->health.offset, e.control_placebo->health.offset));
   add_trials(e, v.evidence);
   if (v.cause == Cause::common_mode_drift)
     v.words = fmt::format(
         "Common-mode drift: rounding {} ({}) in {} breaks the zero sum of dS{}, and nothing pulls the "
         "scores' common "
         "part back.{}",
-        site, fmt::join(formats, ", "), where,
-        e.unbiased ? (e.heals(*e.unbiased) ? ", by its bias" : ", by noise as much as by bias") : "",
+        site, joined(formats, ", "), where,
+        e.unbiased ? (e.heals(*e.unbiased) ? ", with its bias" : ", by noise as much as by bias") : "",
         e.zero_sum ? " stabiliser=zero_sum on these heads heals it." : "");
   else
     v.words = fmt::format(
-        "Rounding {} ({}) in {} derails this run, {}.", site, fmt::join(formats, ", "), where,
+        "Rounding {} ({}) in {} derails this run, {}.", site, joined(formats, ", "), where,
         drift ? "but not through the zero sum of dS" : "and the scores' common part plays no part in it");
   const bool both = e.cured && e.heals(*e.cured) && e.alone_guilty && !e.heals(*e.alone_guilty);
   v.certainty = both ? "sure: to leave it out heals, and to leave only it in derails"
@@ -336,7 +360,7 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
     v.certainty = "sure that it does not repeat; not what did it";
     return with_symptom(v);
   }
-  if (e.data && e.data->steps_with * 2 > e.data->looked_at) {
+  if (e.data && from_data(*e.data)) {
     const BadSequences& d = *e.data;
     v.cause = Cause::data;
     v.words = fmt::format(
@@ -351,18 +375,21 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
     v.certainty = "fairly sure: hard text is not always bad text; look at it";
     return with_symptom(v);
   }
-  if (e.measure != Evidence::Measure::none) return with_symptom(judge_rounding(e, config));
+  if (e.measure != Evidence::Measure::none && !e.chaotic) return with_symptom(judge_rounding(e, config));
+  if (e.chaotic)
+    v.evidence.push_back(
+        "placebo: changes that cannot matter alter the outcome as much as FP32 does: this stretch is "
+        "chaotic");
   if (e.control) {
     v.evidence.push_back(
         fmt::format("steps {} to {} as recorded: {}", e.window.begin, e.window.end, figures(*e.recorded)));
-    v.evidence.push_back(
-        fmt::format("control, all in FP32 on the same batches: {}: no better", figures(*e.control)));
+    v.evidence.push_back(fmt::format("control, all in FP32 on the same batches: {}", figures(*e.control)));
   }
   if (e.slower) {
-    const bool offset = e.symptom.kind == Symptom::Kind::offset;
     v.evidence.push_back(fmt::format("FP32 at a quarter of the learning rate: {}", figures(*e.slower)));
-    const bool healed = offset ? e.slower->health.offset < e.control->health.offset / 2
-                               : e.slower->health.loss < e.control->health.loss - e.loss_tolerance;
+    const bool healed = e.symptom.kind == Symptom::Kind::offset
+                            ? e.growth(*e.slower) < e.growth(*e.control) / 2
+                            : e.slower->health.loss < e.control->health.loss - e.loss_tolerance;
     if (healed) {
       v.cause = Cause::learning_rate;
       v.words =
@@ -373,10 +400,12 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
       return with_symptom(v);
     }
   }
-  v.words = e.control ? "Not established: all-FP32 attention does no better here, so rounding in attention "
-                        "is not shown to be "
-                        "the cause; nor is anything else."
-                      : "Not established: the budget of replays was spent.";
+  v.words =
+      !e.control ? "Not established: the budget of replays was spent."
+      : e.chaotic
+          ? "Not established: where the run could be replayed, anything changes its course."
+          : "Not established: all-FP32 attention does no better, so rounding in attention is not shown to "
+            "be the cause; nor is anything else.";
   v.certainty = "not sure";
   return with_symptom(v);
 }

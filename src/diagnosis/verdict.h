@@ -26,7 +26,7 @@ struct RunRecord {
 };
 RunRecord read_run_record(const std::filesystem::path& run);
 
-// Spread of a step's loss around the median of the steps before, robustly (from the median of deviations).
+// Spread of a step's loss around the median of its neighbours, robustly (from the median of deviations).
 double loss_noise(const std::vector<double>& loss);
 
 struct Symptom {
@@ -40,6 +40,7 @@ struct Symptom {
   int64_t since = 0;              // the step from which it holds; spikes: the first
   int64_t layer = -1, head = -1;  // offset: where it is largest
   std::vector<int64_t> spikes;    // steps
+  std::vector<double> heights;    // (spikes): of the loss above its neighbours'
   std::string words;
 };
 Symptom find_symptom(const RunRecord& record);
@@ -67,6 +68,9 @@ struct BadSequences {
   double loss = 0, ordinary_loss = 0;      // medians
 };
 
+// Most of the steps that jump have such a sequence.
+inline bool from_data(const BadSequences& bad) { return 2 * bad.steps_with > bad.looked_at; }
+
 // Everything that isolate found; a trial that was not made is not there.
 struct Evidence {
   Symptom symptom;
@@ -74,6 +78,11 @@ struct Evidence {
   const Trial *recorded = nullptr, *control = nullptr;  // as recorded; all in FP32
   std::optional<int64_t> not_repeated;                  // the first step whose loss is not the recorded one
   double recorded_loss = 0;                             // there
+  double begin_offset = 0;                              // recorded at the window's begin, largest over heads
+  // A change that cannot matter (the format of dv), on the recorded plan and on the control: it heals nothing and harms
+  // nothing, unless the stretch is so chaotic that anything does.
+  const Trial *placebo = nullptr, *control_placebo = nullptr;
+  bool chaotic = false;       // a placebo changed the outcome, or most sites do
   double loss_tolerance = 0;  // means over a window's last quarter differ by less by chance
   enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
   std::vector<int64_t> layers,
@@ -88,6 +97,8 @@ struct Evidence {
   std::optional<BadSequences> data;
   bool budget_spent = false;
 
+  // log of how many times larger than at the begin; what a healthy head has counts as nothing.
+  double growth(const Trial& trial) const;
   // Nearer to the control than to the recorded course, on the scale of the measure. REQUIRES: a measure.
   bool heals(const Trial& trial) const;
 };
