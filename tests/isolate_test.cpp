@@ -19,7 +19,7 @@ namespace {
 #define SKIP_LONG_RUNS() (void)0
 #endif
 
-constexpr int64_t kSteps = 50;  // of a replay
+constexpr int64_t kSteps = 60;  // of a replay
 
 Replays::Options kept_in(const PlantedRun& planted, int64_t budget = 40) {
   Replays::Options options;
@@ -63,13 +63,14 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
   SKIP_LONG_RUNS();
   PlantedRun planted;
   // More is rounded, everywhere; that does no harm.
-  planted.config.plan = "fp32,probs=bf16; layer 0 head 1: row_sum=e5m2/nearest_away";
+  planted.config.plan = "fp32,output=bf16,probs=bf16; layer 0 head 1: row_sum=e5m2/nearest_away";
   planted.train();
   Replays replays(planted.run(), kept_in(planted));
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
   EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
+  ASSERT_TRUE(found.evidence.zero_sum && found.evidence.wide_pv && found.evidence.placebo);
   EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));  // the sham: noise whose rows sum to zero
   EXPECT_FALSE(found.evidence.heals(*found.evidence.wide_pv));  // PV is not to blame
   EXPECT_FALSE(found.evidence.heals(*found.evidence.placebo));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -62,11 +63,11 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
       const auto of = [&](const char* field) { return numbers_of(line.object, field, heads_.size()); };
       const std::vector<double> lse = of("largest_lse"), residual = of("residual_rms"),
                                 delta = of("delta_rms");
-      if (!lse.empty() && !residual.empty() && !delta.empty())
-        follow(step->get<int64_t>(), lse, residual, delta);
+      // A run that had no guard has no residuals, and log-sum-exps only now and then.
+      if (!lse.empty()) follow(step->get<int64_t>(), lse, residual, delta);
     });
-  // A remedy of before: from here on it must hold.
-  for (Head& head : heads_) head.at_remedy = head.fast;
+  // A remedy of before is no reason to go back: so a run goes back once a head at most, and not round and round.
+  for (Head& head : heads_) head.at_remedy = std::numeric_limits<double>::infinity();
 }
 
 void Guard::prepare(int64_t step, StepContext& context) {
@@ -112,7 +113,7 @@ void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vect
     Head& head = heads_[n];
     head.fast += fast * (log_size(lse[n]) - head.fast);
     head.slow += slow * (log_size(lse[n]) - head.slow);
-    if (std::isfinite(residual[n]) && std::isfinite(delta[n])) {
+    if (!residual.empty() && !delta.empty() && std::isfinite(residual[n]) && std::isfinite(delta[n])) {
       head.residual += slow * (residual[n] * residual[n] - head.residual);
       head.delta += slow * (delta[n] * delta[n] - head.delta);
     }

@@ -68,7 +68,7 @@ class Guard : public StepWatcher {
     bool warned = false;             // one warning a head is enough
     int64_t last_good = -1;          // the last step at which `fast` was not beyond need
   };
-  // The next step's figures. (L H) each.
+  // The next step's figures: (L H) each; residual and delta may be empty.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
               const std::vector<double>& delta);
   bool drifts(const Head& head) const;

@@ -387,10 +387,14 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
   }
   if (e.slower) {
     v.evidence.push_back(fmt::format("FP32 at a quarter of the learning rate: {}", figures(*e.slower)));
+    // FP32 must fail as the recorded run does: a control that is merely not much better clears nobody.
+    const bool fails_alike =
+        e.symptom.kind != Symptom::Kind::offset ||
+        (e.control->health.offset > kDriftedOffset && e.growth(*e.control) > e.growth(*e.recorded) / 2);
     const bool healed = e.symptom.kind == Symptom::Kind::offset
                             ? e.growth(*e.slower) < e.growth(*e.control) / 2
                             : e.slower->health.loss < e.control->health.loss - e.loss_tolerance;
-    if (healed) {
+    if (healed && fails_alike && !e.chaotic) {
       v.cause = Cause::learning_rate;
       v.words =
           "Learning rate: the run fails in FP32 too, and at a quarter of the learning rate it does not. "
