@@ -27,6 +27,9 @@ constexpr Command kCommands[] = {
     {"sample", "text from a checkpoint", cli::run_sample},
     {"probe", "every head of a step under the microscope: a run's, or a capture's", cli::run_probe},
     {"capture", "one layer's attention at one step of a run, into a file", cli::run_capture},
+    {"isolate", "which layer, heads and rounding derail a run: found and proved by replays",
+     cli::run_isolate},
+    {"verdict", "what ails a run, from its records and the replays made so far", cli::run_verdict},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},
 };

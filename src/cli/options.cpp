@@ -48,6 +48,12 @@ void Options::value(std::string name, std::string placeholder, std::string help,
                       }});
 }
 
+void Options::value_or(std::string name, std::string placeholder, std::string without, std::string help,
+                       std::string& variable) {
+  options_.push_back({std::move(name), std::move(placeholder), std::move(help),
+                      [&variable](const std::string& text) { variable = text; }, std::move(without)});
+}
+
 void Options::values(std::string name, std::string placeholder, std::string help,
                      std::vector<std::string>& variable) {
   options_.push_back({std::move(name), std::move(placeholder), std::move(help),
@@ -97,6 +103,8 @@ bool Options::parse(int count, char** arguments) {
       option->set("");
     } else if (equals != std::string::npos) {
       option->set(word.substr(equals + 1));
+    } else if (option->without) {
+      option->set(*option->without);
     } else {
       if (i + 1 == count)
         throw std::invalid_argument(fmt::format("{} needs a value: {}", option->name, option->placeholder));
@@ -112,9 +120,10 @@ std::string Options::help() const {
   std::string text = fmt::format("usage: evenkeel {}\n\n{}\n\n", usage_, description_);
   if (!options_.empty()) text += "options:\n";
   for (const Option& option : options_)
-    text +=
-        fmt::format("  {:<28}{}\n",
-                    option.name + (option.placeholder.empty() ? "" : " " + option.placeholder), option.help);
+    text += fmt::format(
+        "  {:<28}{}\n",
+        option.name + (option.placeholder.empty() || option.without ? "" : " ") + option.placeholder,
+        option.help);
   return text + fmt::format("\nexample:\n  evenkeel {}\n", example_);
 }
 

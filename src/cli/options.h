@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,9 @@ class Options {
   void value(std::string name, std::string placeholder, std::string help, std::string& variable);
   void value(std::string name, std::string placeholder, std::string help, int64_t& variable, int64_t low,
              int64_t high);
+  // `--guard` alone gives `without`, `--guard=warn` gives warn.
+  void value_or(std::string name, std::string placeholder, std::string without, std::string help,
+                std::string& variable);
   // May be given several times.
   void values(std::string name, std::string placeholder, std::string help,
               std::vector<std::string>& variable);
@@ -33,6 +37,7 @@ class Options {
   struct Option {
     std::string name, placeholder, help;
     std::function<void(const std::string&)> set;  // empty placeholder: called without a value
+    std::optional<std::string> without = {};      // what the option alone means; its value comes behind a '='
   };
   Option* find(std::string_view name);
 
@@ -53,8 +58,10 @@ int run_bench(int argc, char** argv);
 int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
 int run_info(int argc, char** argv);
+int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
+int run_verdict(int argc, char** argv);
 
 }  // namespace evenkeel::cli

@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "cli/options.h"
-#include "diagnosis/probe_recorder.h"
+#include "diagnosis/guard.h"
 #include "numerics/random.h"
 #include "training/tokenizer.h"
 #include "training/trainer.h"
@@ -109,7 +109,7 @@ void share_threads(const Launch& launch) {
 // Sets `ranks` once it has joined them.
 int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr,
-      backend;
+      backend, guard;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
           facts_every = -1, validate_every = -1, probe_every = -1, keel_ramp = -1, threads = 0;
@@ -153,6 +153,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   options.value("--probe-every", "N",
                 "steps between full sets of probes; the cheap ones are then of every step; 0: none",
                 probe_every, 0, kMany);
+  options.value_or(
+      "--guard", "[=act|warn]", "act",
+      "watch for drift of the scores' common part; act: mend the heads that drift, warn: only tell", guard);
   options.value("--validate-every", "N", "steps; 0: never", validate_every, 0, kMany);
   options.values("--set", "'TABLE.KEY = VALUE'",
                  "any setting of config.toml, several allowed: 'optimizer.beta2 = 0.99'", settings);
@@ -167,9 +170,10 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
 
   std::unique_ptr<Trainer> trainer;
   if (!resume.empty()) {
-    require(out.empty() && preset.empty() && data.empty() && plan.empty(),
-            "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data "
-            "or --plan");
+    require(
+        out.empty() && preset.empty() && data.empty() && plan.empty() && guard.empty(),
+        "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data, "
+        "--plan or --guard");
     trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)),
                               ranks);
     out = resume;
@@ -197,6 +201,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     take(config.validate_every, validate_every, validate_every >= 0);
     take(config.probe_every, probe_every, probe_every >= 0);
     take(config.keel_ramp, keel_ramp, keel_ramp >= 0);
+    if (!guard.empty()) config.guard = parse_guard_mode(guard);
     if (!backend.empty()) config.backend = parse_backend(backend);
     take(config.shard_optimizer, true, shard_optimizer);
     if (!lr.empty()) read_run_config(parse_toml("schedule.lr = " + lr, "--lr"), config);
@@ -206,7 +211,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     trainer = Trainer::start(out, config, ranks);
   }
 
-  const RunConfig& config = trainer->config();
+  const RunConfig config = trainer->config();  // a copy: a guard may put another trainer in this one's place
+  require(config.guard == GuardMode::off || ranks->size() == 1, "--guard: expected one rank, got {}",
+          ranks->size());
   std::signal(SIGINT, ask_to_stop);
   std::signal(SIGTERM, ask_to_stop);
   if (!ranks->first()) {  // rank 0 speaks for all
@@ -228,33 +235,36 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
                config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
-  std::optional<ProbeRecorder> probes;
-  if (config.probe_every > 0) {
-    probes.emplace(config.probe_every, std::filesystem::path(out) / "metrics.jsonl", trainer->next_step(),
-                   /*captures=*/true);
-    trainer->set_watcher(&*probes);
-  }
+  GuardedRun run(out, std::move(trainer));
   {
     std::optional<double> peak = peak_flops(config.backend, device, config.model.precision);
     if (peak) *peak *= ranks->size();  // each rank has as much as this one
-    TrainLine line(config, trainer->next_step(), peak);
+    TrainLine line(config, run.trainer().next_step(), peak);
     bool stop = false;
-    while (!trainer->done() && !stop) {
-      const StepReport report = trainer->step(stop_asked);
+    size_t told = 0;
+    while (!run.trainer().done() && !stop) {
+      const StepReport report = run.step(stop_asked);
       stop = report.stop;
-      line.show(report, trainer->model().facts(),
+      line.show(report, run.trainer().model().facts(),
                 config.facts_every > 0 && report.step % config.facts_every == 0);
+      for (; told < run.events().size(); ++told) {
+        line.clear();
+        fmt::print("guard, {} at step {}: {}\n", name(run.events()[told].kind), run.events()[told].step,
+                   run.events()[told].words);
+        std::fflush(stdout);
+      }
     }
   }
-  trainer->save();
-  if (const auto& finding = trainer->finding()) {
+  Trainer& last = run.trainer();
+  last.save();
+  if (const auto& finding = last.finding()) {
     fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\n", finding->kind, finding->words, out);
     return 1;
   }
-  if (!trainer->done())
-    fmt::print("stopped after step {}; go on with: evenkeel train --resume {}\n", trainer->next_step(), out);
+  if (!last.done())
+    fmt::print("stopped after step {}; go on with: evenkeel train --resume {}\n", last.next_step(), out);
   else
-    fmt::print("done: {} steps in {}\n", trainer->next_step(), out);
+    fmt::print("done: {} steps in {}\n", last.next_step(), out);
   return 0;
 }
 

@@ -48,6 +48,7 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
   RunConfig config = config_of(run);
   check_batches(run, config, step);
   config.checkpoint_every = config.validate_every = config.probe_every = 0;
+  config.guard = GuardMode::off;
   config.divergence = 0;  // a replay goes where the run went
   if (change) change(config);
   try {

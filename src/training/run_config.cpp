@@ -66,6 +66,7 @@ void walk(Walker& w, RunConfig& c) {
   w.key("validation_batches", c.validation_batches);
   w.key("facts_every", c.facts_every);
   w.key("probe_every", c.probe_every);
+  w.key("guard", c.guard, kGuardModeNames);
   w.key("divergence", c.divergence);
   w.key("shard_optimizer", c.shard_optimizer);
 }
@@ -224,6 +225,13 @@ std::string RunConfig::plan_at(int64_t step) const {
   for (const PlanChange& change : changes)
     if (change.step <= step) text += "; " + change.clauses;
   return keel_ramp > 0 ? text + keel_clauses(*this, step) : text;
+}
+
+GuardMode parse_guard_mode(std::string_view text) {
+  for (size_t n = 0; n < std::size(kGuardModeNames); ++n)
+    if (text == kGuardModeNames[n]) return static_cast<GuardMode>(n);
+  throw std::invalid_argument(
+      fmt::format("guard '{}': expected one of {}", text, fmt::join(kGuardModeNames, ", ")));
 }
 
 void validate(const RunConfig& c) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/toml.h"
@@ -20,6 +21,11 @@ struct PlanChange {
   std::string clauses;
   friend bool operator==(const PlanChange&, const PlanChange&) = default;
 };
+
+// What watches a run for drift (diagnosis/guard.h): nothing; to tell; to tell and to act.
+enum class GuardMode { off, warn, act };
+inline constexpr std::string_view kGuardModeNames[] = {"off", "warn", "act"};
+GuardMode parse_guard_mode(std::string_view text);  // std::invalid_argument lists the known ones
 
 struct RunConfig {
   Gpt2Config model;
@@ -44,6 +50,7 @@ struct RunConfig {
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
   // The full set of probes (diagnosis/probes.h) at every so-manieth step, and the cheap ones at every step; 0: none.
   int64_t probe_every = 0;
+  GuardMode guard = GuardMode::off;
   Backend backend = Backend::automatic;  // in a run's folder: the one that it runs on
   bool shard_optimizer = false;          // each rank holds its slice of the states alone (ZeRO-1)
   double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never

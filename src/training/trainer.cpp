@@ -285,6 +285,46 @@ void Trainer::follow_plan() {
   plan_ = std::move(text);
 }
 
+namespace {
+
+void remove_checkpoint(const fs::path& checkpoint) {
+  // Under the name of something unfinished first: half of a checkpoint must not look like one.
+  const fs::path dying = checkpoint.parent_path() / ("." + checkpoint.filename().string() + ".partial");
+  std::error_code error;
+  fs::rename(checkpoint, dying, error);
+  if (!error) fs::remove_all(dying, error);
+}
+
+void add_change(RunConfig& config, int64_t step, const std::string& clauses) {
+  const auto later = std::find_if(config.changes.begin(), config.changes.end(),
+                                  [&](const PlanChange& change) { return change.step > step; });
+  config.changes.insert(later, {step, clauses});
+  validate(config);
+}
+
+}  // namespace
+
+void Trainer::change_plan(const std::string& clauses) {
+  require(ranks_->size() == 1, "[train] expected one rank where the plan changes on the way, got {}",
+          ranks_->size());
+  add_change(config_, next_step_, clauses);
+  write_whole_file(folder_ / "config.toml", to_toml(to_toml_table(config_)));
+}
+
+void Trainer::roll_back(const fs::path& folder, int64_t step, const std::string& clauses) {
+  RunConfig config;
+  read_run_config(folder / "config.toml", config);
+  const std::vector<Checkpoint> checkpoints = find_checkpoints(folder / "checkpoints");
+  require_data(std::any_of(checkpoints.begin(), checkpoints.end(),
+                           [&](const Checkpoint& c) { return c.step == step; }),
+               "{}: expected a checkpoint of step {} to roll back to, found none", folder.string(), step);
+  add_change(config, step, clauses);
+  // The plan first: killed in between, the run goes on from where it was with the clauses in force.
+  write_whole_file(folder / "config.toml", to_toml(to_toml_table(config)));
+  for (auto c = checkpoints.rbegin(); c != checkpoints.rend() && c->step > step; ++c)
+    remove_checkpoint(c->folder);
+}
+
 std::vector<int64_t> Trainer::offsets_of(int64_t step) const {
   if (given_batches_) return given_batches_->offsets(step);
   std::vector<int64_t> offsets(static_cast<size_t>(config_.sequences));
@@ -527,14 +567,7 @@ void Trainer::save() {
       ring, [&](const Checkpoint& c) { return config_.keep_every > 0 && c.step % config_.keep_every == 0; });
   const auto spare =
       static_cast<std::ptrdiff_t>(ring.size()) - static_cast<std::ptrdiff_t>(config_.checkpoints_kept);
-  for (std::ptrdiff_t n = 0; n < spare; ++n) {
-    // Under the name of something unfinished first: half of a checkpoint must not look like one.
-    const fs::path& old = ring[static_cast<size_t>(n)].folder;
-    const fs::path dying = old.parent_path() / ("." + old.filename().string() + ".partial");
-    std::error_code error;
-    fs::rename(old, dying, error);
-    if (!error) fs::remove_all(dying, error);
-  }
+  for (std::ptrdiff_t n = 0; n < spare; ++n) remove_checkpoint(ring[static_cast<size_t>(n)].folder);
 }
 
 }  // namespace evenkeel

@@ -94,6 +94,14 @@ class Trainer {
   // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
   void set_watcher(StepWatcher* watcher) { watcher_ = watcher; }
 
+  // These clauses on top of the plan from the next step on. Part of config.toml when this returns, so that whoever resumes
+  // or replays the run repeats it. Alone only: other ranks would not know.
+  void change_plan(const std::string& clauses);
+  // Makes a run stand before `step` again, from where it goes on with `clauses` on top of its plan: later checkpoints are
+  // removed, records are cut off when it is resumed. DataError where there is no checkpoint of that step; REQUIRES: no
+  // trainer has the folder.
+  static void roll_back(const std::filesystem::path& folder, int64_t step, const std::string& clauses);
+
   // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
   // ranks where one of them was asked.
   StepReport step(bool stop_asked = false);
@@ -117,7 +125,7 @@ class Trainer {
 
   const std::shared_ptr<Ranks> ranks_;
   const std::filesystem::path folder_;
-  const RunConfig config_;
+  RunConfig config_;  // change_plan adds to it, nothing else changes
   const std::string backend_why_;
   std::string way_of_sums_ = "through the host";
   std::unique_ptr<Gpt2> model_;

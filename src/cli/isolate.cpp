@@ -1,0 +1,178 @@
+// `evenkeel isolate`: from a run that went wrong to the rounding that did it. `evenkeel verdict`: what is known so far.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/threads.h"
+#include "cli/options.h"
+#include "diagnosis/isolate.h"
+
+namespace evenkeel::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// One line on a terminal's standard error: which replay it is, how far, and how long all that the budget allows would take.
+class ReplayLine {
+ public:
+  explicit ReplayLine(int64_t budget) : budget_(budget), visible_(isatty(STDERR_FILENO) != 0) {}
+  ~ReplayLine() { clear(); }
+
+  void show(const TrialSetup& setup, int64_t step, const Window& window) {
+    const auto now = Clock::now();
+    ++steps_;
+    if (!visible_ || now - shown_ < std::chrono::milliseconds(200)) return;
+    shown_ = now;
+    const double rate = static_cast<double>(steps_) / std::chrono::duration<double>(now - start_).count();
+    const int64_t trials = std::max<int64_t>(0, budget_ - done - 1), length = window.end - window.begin;
+    const double left = static_cast<double>(window.end - step - 1 + trials * length) / rate;
+    fmt::print(stderr,
+               "\r\033[Kreplay {} of at most {}: {}: step {} of {} ({:.0f} steps/s, at most {:.0f} s left)",
+               done + 1, budget_, setup.what, step - window.begin + 1, length, rate, left);
+    std::fflush(stderr);
+  }
+  void clear() const {
+    if (visible_) fmt::print(stderr, "\r\033[K");
+  }
+  int64_t done = 0;  // replays before this one
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const int64_t budget_;
+  const bool visible_;
+  const Clock::time_point start_ = Clock::now();
+  Clock::time_point shown_{};
+  int64_t steps_ = 0;
+};
+
+void print_json(const Isolation& found, const Replays& replays) {
+  const Evidence& e = found.evidence;
+  const int64_t H = replays.config().model.heads;
+  Json heads = Json::array(), sites = Json::array(), alone = Json::array(), trials = Json::array();
+  for (const int64_t head : e.guilty) heads.push_back({{"layer", head / H}, {"head", head % H}});
+  for (const Site site : e.sites) sites.push_back(name(site));
+  for (const Site site : e.alone) alone.push_back(name(site));
+  for (const Trial& trial : replays.trials()) trials.push_back(to_json(trial));
+  const Json json = {{"run", replays.run().string()},
+                     {"cause", name(found.verdict.cause)},
+                     {"words", found.verdict.words},
+                     {"certainty", found.verdict.certainty},
+                     {"evidence", found.verdict.evidence},
+                     {"symptom", e.symptom.words},
+                     {"since", e.symptom.since},
+                     {"begin", e.window.begin},
+                     {"end", e.window.end},
+                     {"heads", heads},
+                     {"sites", sites},
+                     {"sites_alone", alone},
+                     {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
+                     {"replays", replays.trials().size()},
+                     {"trials", trials}};
+  fmt::print("{}\n", json.dump(2));
+}
+
+void print_text(const Isolation& found, const Replays& replays, bool colour) {
+  const auto bold = [&](const std::string& text) { return colour ? "\033[1m" + text + "\033[0m" : text; };
+  for (const std::string& link : found.verdict.evidence) fmt::print("- {}\n", link);
+  if (found.bits)
+    fmt::print("\nthe addition there whose rounding errs most, bit by bit\n{}\n",
+               to_text(*found.bits, colour));
+  fmt::print("{}\n{}\n", bold(fmt::format("verdict: {}", name(found.verdict.cause))), found.verdict.words);
+  fmt::print("how sure: {}\n", found.verdict.certainty);
+  if (!replays.trials().empty())
+    fmt::print("{} replays of at most {} steps, {} of them now; kept in {}\n", replays.trials().size(),
+               found.evidence.window.end - found.evidence.window.begin, replays.fresh_trials(),
+               (replays.run() / "isolate.json").string());
+}
+
+}  // namespace
+
+int run_isolate(int argc, char** argv) {
+  std::vector<std::string> words;
+  std::string backend;
+  int64_t budget = 40, steps = 200, begin = -1, threads = 0;
+  bool json = false;
+  Options options("isolate RUN [options]",
+                  "Finds the smallest change that restores health to a run that went wrong: which layer, "
+                  "which heads, which\n"
+                  "rounding, by replays of a stretch of it on its own batches, against the same stretch in "
+                  "FP32; then proves it\n"
+                  "both ways, with a sham control. Nothing in the run's folder changes but isolate.json, "
+                  "where every replay is\n"
+                  "kept: a second call goes on where the first was stopped.",
+                  "isolate runs/a --steps 100");
+  options.words("RUN", words, 1, 1);
+  options.value("--budget", "N", "replays at most, those kept from before among them", budget, 0, 100000);
+  options.value("--steps", "N", "of a replay at most", steps, 4, int64_t{1} << 32);
+  options.value("--from", "STEP", "replay from this checkpoint (default: where the symptom grows most)",
+                begin, 0, int64_t{1} << 40);
+  options.value("--backend", "NAME", "replay on cpu or cuda (default: where the run ran)", backend);
+  options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
+  options.flag("--json", "the result as JSON, with every replay", json);
+  if (!options.parse(argc, argv)) return 0;
+  if (threads > 0) set_thread_count(static_cast<int>(threads));
+
+  ReplayLine line(budget);
+  Replays::Options of_replays;
+  if (!backend.empty()) of_replays.backend = parse_backend(backend);
+  of_replays.budget = budget;
+  of_replays.file = fs::path(words[0]) / "isolate.json";
+  of_replays.progress = [&](const TrialSetup& setup, int64_t step, const Window& window) {
+    line.show(setup, step, window);
+  };
+  Replays replays(words[0], of_replays);
+  IsolateOptions of_search;
+  of_search.steps = steps;
+  of_search.begin = begin;
+  of_search.tell = [&](const std::string& link) {
+    line.clear();
+    line.done = static_cast<int64_t>(replays.trials().size());
+    if (!json) fmt::print("  {}\n", link);
+    std::fflush(stdout);
+  };
+  const Isolation found = isolate(replays, of_search);
+  line.clear();
+  if (json)
+    print_json(found, replays);
+  else
+    print_text(found, replays, use_colour());
+  return found.verdict.cause == Cause::healthy ? 0 : 1;
+}
+
+int run_verdict(int argc, char** argv) {
+  std::vector<std::string> words;
+  bool json = false;
+  Options options(
+      "verdict RUN [--json]",
+      "What ails a run, in plain words, from its records and from the replays that `evenkeel isolate` has\n"
+      "kept; replays nothing itself.",
+      "verdict runs/a");
+  options.words("RUN", words, 1, 1);
+  options.flag("--json", "the result as JSON", json);
+  if (!options.parse(argc, argv)) return 0;
+  Replays::Options of_replays;
+  of_replays.budget = 0;
+  of_replays.file = fs::path(words[0]) / "isolate.json";
+  Replays replays(words[0], of_replays);
+  IsolateOptions of_search;
+  // The stretch that was replayed, not the one that would be chosen now.
+  if (!replays.trials().empty()) {
+    const Window& window = replays.trials().front().window;
+    of_search.steps = window.end - window.begin;
+    if (window.begin > 0) of_search.begin = window.begin;
+  }
+  const Isolation found = isolate(replays, of_search);
+  if (json)
+    print_json(found, replays);
+  else
+    print_text(found, replays, use_colour());
+  return found.verdict.cause == Cause::healthy ? 0 : 1;
+}
+
+}  // namespace evenkeel::cli

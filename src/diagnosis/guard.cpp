@@ -1,0 +1,262 @@
+#include "diagnosis/guard.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "diagnosis/verdict.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// A log-sum-exp that is not finite is beyond every limit; logarithms below 1 tell nothing.
+double log_size(double lse) {
+  constexpr double kLargest = 1e30;
+  return std::log(std::isfinite(lse) ? std::clamp(std::fabs(lse), 1.0, kLargest) : kLargest);
+}
+
+std::vector<double> numbers_of(const Json& line, const char* field, size_t count) {
+  std::vector<double> values;
+  if (const auto found = line.find(field); found != line.end() && found->is_array())
+    for (const Json& layer : *found)
+      if (layer.is_array())
+        for (const Json& value : layer)
+          values.push_back(json_number(value).value_or(std::numeric_limits<double>::quiet_NaN()));
+  if (values.size() != count) values.clear();
+  return values;
+}
+
+Json to_json(const GuardEvent& event, int64_t H) {
+  Json heads = Json::array();
+  for (const int64_t head : event.heads) heads.push_back({head / H, head % H});
+  Json json = {{"step", event.step},
+               {"kind", name(event.kind)},
+               {"heads", heads},
+               {"plan", event.clauses},
+               {"words", event.words}};
+  if (event.to >= 0) json["to"] = event.to;
+  return json;
+}
+
+}  // namespace
+
+Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step, StepWatcher* inner)
+    : config_(config), folder_(folder), inner_(inner), plan_(ScopedPlan::parse(config.plan_at(next_step))) {
+  const int64_t H = config.model.heads;
+  heads_.resize(static_cast<size_t>(config.model.layers * H));
+  for (size_t n = 0; n < heads_.size(); ++n) {
+    const auto head = static_cast<int64_t>(n);
+    heads_[n].remedied =
+        plan_.at(static_cast<int>(head / H), static_cast<int>(head % H)).stabiliser == Stabiliser::zero_sum;
+  }
+  std::error_code error;
+  if (next_step > 0 && fs::exists(folder / "metrics.jsonl", error))
+    read_json_lines(folder / "metrics.jsonl", [&](const JsonLine& line) {
+      const auto step = line.object.find("step");
+      if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step)
+        return;
+      const auto of = [&](const char* field) { return numbers_of(line.object, field, heads_.size()); };
+      const std::vector<double> lse = of("largest_lse"), residual = of("residual_rms"),
+                                delta = of("delta_rms");
+      // A run that had no guard has no residuals, and log-sum-exps only now and then.
+      if (!lse.empty()) follow(step->get<int64_t>(), lse, residual, delta);
+    });
+  // A remedy of before is no reason to go back: so a run goes back once a head at most, and not round and round.
+  for (Head& head : heads_) head.at_remedy = std::numeric_limits<double>::infinity();
+}
+
+void Guard::prepare(int64_t step, StepContext& context) {
+  if (inner_) inner_->prepare(step, context);
+  context.residual_facts = context.tie_facts = true;
+  context.fact_sequences = ProbeRecorder::kFactSequences;
+}
+
+void Guard::see(int64_t step, double loss, Gpt2& model, Json& line) {
+  if (inner_) inner_->see(step, loss, model, line);
+  const auto by_head = [&](auto HeadFacts::*value) {
+    std::vector<double> values;
+    for (const HeadFacts& facts : model.facts()) values.push_back(static_cast<double>(facts.*value));
+    return values;
+  };
+  const std::vector<double> lse = by_head(&HeadFacts::largest_lse),
+                            residual = by_head(&HeadFacts::residual_rms),
+                            delta = by_head(&HeadFacts::delta_rms);
+  const auto record = [&](const char* field, const std::vector<double>& values) {
+    if (line.contains(field)) return;
+    Json layers = Json::array();
+    for (int64_t l = 0; l < config_.model.layers; ++l) {
+      const auto first = values.begin() + l * config_.model.heads;
+      layers.push_back(std::vector<double>(first, first + config_.model.heads));
+    }
+    line[field] = std::move(layers);
+  };
+  record("largest_lse", lse);
+  record("residual_rms", residual);
+  record("delta_rms", delta);
+  follow(step, lse, residual, delta);
+  decide(step, model);
+  if (event_) line["guard"] = to_json(*event_, config_.model.heads);
+}
+
+void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
+                   const std::vector<double>& delta) {
+  ++seen_;
+  // Means over all steps until there are as many as they look back.
+  const auto steps = static_cast<double>(seen_);
+  const double fast = 1 / std::min(steps, kFast), slow = 1 / std::min(steps, kSlow);
+  for (size_t n = 0; n < heads_.size(); ++n) {
+    Head& head = heads_[n];
+    head.fast += fast * (log_size(lse[n]) - head.fast);
+    head.slow += slow * (log_size(lse[n]) - head.slow);
+    if (!residual.empty() && !delta.empty() && std::isfinite(residual[n]) && std::isfinite(delta[n])) {
+      head.residual += slow * (residual[n] * residual[n] - head.residual);
+      head.delta += slow * (delta[n] * delta[n] - head.delta);
+    }
+    if (head.fast <= std::log(kDriftedOffset)) head.last_good = step;
+  }
+}
+
+bool Guard::drifts(const Head& head) const {
+  return head.fast > std::log(kDriftedOffset) && head.fast > head.slow;
+}
+double Guard::leak(const Head& head) const {
+  return head.delta > 0 ? std::sqrt(head.residual / head.delta) : 0;
+}
+
+double Guard::too_late(const PrecisionPlan& plan, LinearPrecision precision) {
+  int bits = kFp32.significand_bits;
+  for (const Site site : {Site::q, Site::k, Site::scores, Site::shifted})
+    bits = std::min(bits, plan.at(site).format.significand_bits);
+  if (precision == LinearPrecision::bf16) bits = std::min(bits, kBf16.significand_bits);
+  return kScoreUnit * std::exp2(bits);
+}
+
+void Guard::decide(int64_t step, const Gpt2& model) {
+  const int64_t H = config_.model.heads;
+  const bool act = config_.guard == GuardMode::act;
+  GuardEvent event;
+  event.step = step;
+  std::vector<int64_t> alarmed, others;  // to be set right; to be told of
+  bool late = false;
+  int64_t last_good = step;
+  std::string why;
+  for (size_t n = 0; n < heads_.size(); ++n) {
+    Head& head = heads_[n];
+    const auto number = static_cast<int64_t>(n);
+    const double limit = too_late(model.plan(number / H, number % H), config_.model.precision);
+    const bool grown = head.remedied && head.fast > head.at_remedy + std::log(2.0);
+    if (!drifts(head) || head.warned) continue;
+    if (head.remedied ? !grown : leak(head) <= kLeak) {
+      // Without a leak there is nothing that the remedy could mend.
+      if (head.remedied) continue;
+      head.warned = true;
+      others.push_back(number);
+      continue;
+    }
+    alarmed.push_back(number);
+    last_good = std::min(last_good, head.last_good);
+    if (grown)
+      late = true, why = "it has grown twofold since it has the remedy";
+    else if (head.fast > std::log(limit))
+      late = true,
+      why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}", limit, kScoreUnit);
+  }
+  if (alarmed.empty() && others.empty()) return;
+  const bool leaking = !alarmed.empty();
+  event.heads = leaking ? alarmed : others;
+  const auto worst = static_cast<size_t>(
+      *std::max_element(event.heads.begin(), event.heads.end(), [&](int64_t a, int64_t b) {
+        return heads_[static_cast<size_t>(a)].fast < heads_[static_cast<size_t>(b)].fast;
+      }));
+  const HeadFacts& facts = model.facts()[worst];
+  event.words = fmt::format(
+      "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}; rows of dS miss their zero sum by {:.1e} of delta "
+      "(z {:+.1f}), ties in "
+      "{:.1f} % of the rows",
+      heads_in_words(event.heads, H), std::exp(heads_[worst].fast), kDriftedOffset, leak(heads_[worst]),
+      facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0, 100.0 * facts.tied_rows);
+  if (!leaking) {
+    event.words += ": drift without a leak, which no remedy here mends (learning rate?)";
+    event_ = event;
+    return;
+  }
+  for (const int64_t head : alarmed)
+    event.clauses +=
+        fmt::format("{}layer {} head {}: {}", event.clauses.empty() ? "" : "; ", head / H, head % H, kRemedy);
+  // The newest checkpoint of a time when none of these heads was beyond need.
+  int64_t to = -1;
+  if (late)
+    for (const Checkpoint& c : find_checkpoints(folder_ / "checkpoints"))
+      if (c.step <= last_good) to = std::max(to, c.step);
+  if (!act) {
+    event.words += "; would add to the plan: " + event.clauses;
+  } else if (late && to >= 0) {
+    event.kind = GuardEvent::Kind::roll_back;
+    event.to = to;
+    event.words += fmt::format("; too late to heal ({}): back to step {}, with {}", why, to, event.clauses);
+  } else if (late && heads_[worst].remedied) {
+    event.words += fmt::format("; {}, and no checkpoint of before is left", why);
+  } else {
+    event.kind = GuardEvent::Kind::remedy;
+    event.words += "; from the next step on " + event.clauses;
+  }
+  for (const int64_t number : alarmed) {
+    Head& head = heads_[static_cast<size_t>(number)];
+    head.warned = event.kind == GuardEvent::Kind::warning;
+    head.remedied = event.kind != GuardEvent::Kind::warning;
+    head.at_remedy = head.fast;
+  }
+  event_ = event;
+}
+
+std::optional<GuardEvent> Guard::take() { return std::exchange(event_, std::nullopt); }
+
+GuardedRun::GuardedRun(fs::path folder, std::unique_ptr<Trainer> trainer)
+    : folder_(std::move(folder)), trainer_(std::move(trainer)) {
+  watch();
+}
+
+GuardedRun::~GuardedRun() {
+  if (trainer_) trainer_->set_watcher(nullptr);
+}
+
+void GuardedRun::watch() {
+  const RunConfig& config = trainer_->config();
+  StepWatcher* watcher = nullptr;
+  if (config.probe_every > 0)
+    watcher = &probes_.emplace(config.probe_every, folder_ / "metrics.jsonl", trainer_->next_step(),
+                               /*captures=*/true);
+  if (config.guard != GuardMode::off)
+    watcher = &guard_.emplace(config, folder_, trainer_->next_step(), watcher);
+  trainer_->set_watcher(watcher);
+}
+
+StepReport GuardedRun::step(bool stop_asked) {
+  const StepReport report = trainer_->step(stop_asked);
+  if (!guard_) return report;
+  const std::optional<GuardEvent> event = guard_->take();
+  if (!event) return report;
+  events_.push_back(*event);
+  {
+    JsonLinesWriter record(folder_ / "guard.jsonl");
+    record.write(to_json(*event, trainer_->config().model.heads));
+    record.sync();
+  }
+  if (event->kind == GuardEvent::Kind::remedy && !trainer_->done()) trainer_->change_plan(event->clauses);
+  if (event->kind == GuardEvent::Kind::roll_back) {
+    const Backend backend = trainer_->config().backend;
+    trainer_->set_watcher(nullptr);
+    trainer_.reset();  // gives up the folder
+    Trainer::roll_back(folder_, event->to, event->clauses);
+    trainer_ = Trainer::resume(folder_, backend);
+    watch();
+  }
+  return report;
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,107 @@
+// The guard: watches the cheap probes of a run that trains, and sets right the heads that drift before the loss notices.
+//
+// A head is in alarm where, over the last steps,
+//   its log-sum-exp, which any drift of the scores' common part moves, is beyond what any softmax needs (kDriftedOffset),
+//   it still rises, and
+//   the rows of its dS miss their zero sum by more than FP32 does (kLeak): what drifts without a leak is not rounding's.
+// On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,
+// the run goes back to its last good checkpoint, with the remedy on. Too late is
+//   a log-sum-exp at which scores of the plan's format come in steps larger than all that a softmax can use, or
+//   a head that has the remedy and has grown twofold since.
+// Every event goes into guard.jsonl in the run's folder and, unless it is rolled back, into the step's line of metrics.jsonl.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/json_lines.h"
+#include "diagnosis/probe_recorder.h"
+#include "diagnosis/replays.h"
+#include "training/trainer.h"
+
+namespace evenkeel {
+
+struct GuardEvent {
+  enum class Kind {
+    warning,    // the heads drift; nothing was done
+    remedy,     // they have the remedy from the next step on
+    roll_back,  // the same, from the checkpoint of step `to` on
+  };
+  Kind kind = Kind::warning;
+  int64_t step = 0;
+  std::vector<int64_t> heads;  // l H + h, ascending
+  std::string clauses;         // what was or would be added to the plan
+  int64_t to = -1;
+  std::string words;  // with the figures
+};
+inline constexpr std::string_view kGuardEventNames[] = {"warning", "remedy", "roll_back"};
+constexpr std::string_view name(GuardEvent::Kind kind) { return kGuardEventNames[static_cast<size_t>(kind)]; }
+
+class Guard : public StepWatcher {
+ public:
+  // Residual over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
+  static constexpr double kLeak = 0x1p-16;
+  static constexpr double kFast = 8, kSlow = 64;  // steps that the two running means look back
+  static constexpr const char* kRemedy = "stabiliser=zero_sum";
+
+  // folder: of the run that goes on at next_step; what it has recorded before is taken up. inner: whoever watches too.
+  Guard(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step,
+        StepWatcher* inner = nullptr);
+
+  void prepare(int64_t step, StepContext& context) override;
+  void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
+  // What the last step called for; taken, it is gone.
+  std::optional<GuardEvent> take();
+
+  // The log-sum-exp from which scores of this plan come in steps of kScoreUnit: nothing is left to learn from.
+  static double too_late(const PrecisionPlan& plan, LinearPrecision precision);
+
+ private:
+  struct Head {
+    double fast = 0, slow = 0;       // running means of log(largest |log-sum-exp|)
+    double residual = 0, delta = 0;  // running mean squares
+    bool remedied = false;           // its plan sums to zero by construction
+    double at_remedy = 0;            // `fast` when it got the remedy
+    bool warned = false;             // one warning a head is enough
+    int64_t last_good = -1;          // the last step at which `fast` was not beyond need
+  };
+  // The next step's figures: (L H) each; residual and delta may be empty.
+  void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
+              const std::vector<double>& delta);
+  bool drifts(const Head& head) const;
+  double leak(const Head& head) const;
+  void decide(int64_t step, const Gpt2& model);
+
+  const RunConfig config_;
+  const std::filesystem::path folder_;
+  StepWatcher* const inner_;
+  const ScopedPlan plan_;    // at next_step; changes on the way are the guard's own
+  std::vector<Head> heads_;  // (L H)
+  std::optional<GuardEvent> event_;
+  int64_t seen_ = 0;  // steps
+};
+
+// A run with its probes and, where its configuration asks for one, its guard; `step` does what the guard calls for.
+class GuardedRun {
+ public:
+  GuardedRun(std::filesystem::path folder, std::unique_ptr<Trainer> trainer);
+  ~GuardedRun();
+  // Not kept across a step: a roll-back makes another.
+  Trainer& trainer() { return *trainer_; }
+  StepReport step(bool stop_asked = false);
+  const std::vector<GuardEvent>& events() const { return events_; }  // since this object was made
+
+ private:
+  void watch();
+
+  const std::filesystem::path folder_;
+  std::unique_ptr<Trainer> trainer_;
+  std::optional<ProbeRecorder> probes_;
+  std::optional<Guard> guard_;
+  std::vector<GuardEvent> events_;
+};
+
+}  // namespace evenkeel

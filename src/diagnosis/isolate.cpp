@@ -1,0 +1,498 @@
+#include "diagnosis/isolate.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <numeric>
+
+#include "base/error.h"
+#include "diagnosis/head_analysis.h"
+#include "training/token_file.h"
+
+namespace evenkeel {
+namespace {
+
+// Most suspect first: what was found to derail (docs/experiments.md), then the way of a row from scores to gradients.
+constexpr std::array kSuspects = {Site::row_sum,     Site::pv,    Site::output_for_delta,
+                                  Site::output,      Site::delta, Site::shifted,
+                                  Site::scores,      Site::probs, Site::dprobs,
+                                  Site::dscores,     Site::q,     Site::k,
+                                  Site::v,           Site::dq,    Site::dk,
+                                  Site::grad_output, Site::dv,    Site::probs_bwd};
+static_assert(kSuspects.size() == kSiteCount);
+// A control must differ from the recorded course by a factor of two before anything is concluded from it.
+const double kLeastContrast = std::log(2.0);
+constexpr size_t kWindowsTried = 3;
+constexpr double kDeviations = 5;
+constexpr size_t kStepsOfData = 8;  // whose sequences are looked at, of either kind
+
+class Search {
+ public:
+  Search(Replays& replays, const IsolateOptions& options)
+      : replays_(replays),
+        options_(options),
+        record_(read_run_record(replays.run())),
+        H_(replays.config().model.heads),
+        L_(replays.config().model.layers) {}
+
+  Isolation run() {
+    Isolation found;
+    try {
+      search();
+    } catch (const BudgetSpent&) {
+      e_.budget_spent = true;
+    }
+    if (e_.measure == Evidence::Measure::offset && !e_.guilty.empty() && !e_.sites.empty())
+      found.bits = bits();
+    found.evidence = e_;
+    found.verdict = judge(e_, replays_.config());
+    return found;
+  }
+
+ private:
+  void tell(const std::string& words) const {
+    if (options_.tell) options_.tell(words);
+  }
+  const Trial& trial(std::string what, std::string clauses, double lr_factor = 1) {
+    return replays_.trial({std::move(what), std::move(clauses), lr_factor}, e_.window);
+  }
+
+  void search() {
+    e_.symptom = find_symptom(record_);
+    if (e_.symptom.kind == Symptom::Kind::none) return;
+    tell("symptom: " + e_.symptom.words);
+    const std::vector<Window> windows = candidates();
+    Window grown;  // where FP32 goes furthest, for the learning rate's trial
+    double furthest = -std::numeric_limits<double>::infinity();
+    for (size_t n = 0; n < std::min(windows.size(), kWindowsTried); ++n) {
+      look_at(windows[n]);
+      if (e_.not_repeated) return;
+      if (n == 0 && !e_.symptom.spikes.empty() && from_data(e_.data.emplace(look_at_data()))) return;
+      if (e_.measure != Evidence::Measure::none && !e_.chaotic) break;
+      if (!(e_.growth(*e_.control) <= furthest)) grown = windows[n], furthest = e_.growth(*e_.control);
+    }
+    if (e_.measure == Evidence::Measure::none || e_.chaotic) look_at(grown);  // kept trials: no replay
+    if (e_.measure != Evidence::Measure::none && !e_.chaotic) {
+      find_heads();
+      find_sites();
+      if (!e_.chaotic) return try_predictions();
+    }
+    e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
+  }
+
+  // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. By
+  // how far the symptom grows in it.
+  std::vector<Window> candidates() const {
+    const int64_t end = static_cast<int64_t>(record_.loss.size());
+    std::vector<int64_t> begins = {0};
+    for (const Checkpoint& c : find_checkpoints(replays_.run() / "checkpoints"))
+      if (c.step > 0 && c.step < end) begins.push_back(c.step);
+    if (options_.begin >= 0) {
+      require(std::find(begins.begin(), begins.end(), options_.begin) != begins.end(),
+              "--from: expected 0 or the step of a checkpoint before step {}, got {}", end, options_.begin);
+      begins = {options_.begin};
+    }
+    std::vector<std::pair<double, Window>> ranked;
+    for (const int64_t begin : begins) {
+      const Window window{begin, std::min(end, begin + options_.steps)};
+      double growth = 0;
+      if (e_.symptom.kind == Symptom::Kind::offset)
+        growth = offset_at(window.end - 1) - offset_at(begin);
+      else if (e_.symptom.kind == Symptom::Kind::loss)
+        growth = loss_before(window.end) - loss_before(begin + kMeanOf);
+      else
+        growth = static_cast<double>(
+            std::count_if(e_.symptom.spikes.begin(), e_.symptom.spikes.end(),
+                          [&](int64_t step) { return step >= window.begin && step < window.end; }));
+      if (std::isnan(growth)) growth = std::numeric_limits<double>::infinity();  // to where it ended
+      ranked.emplace_back(growth, window);
+    }
+    std::stable_sort(ranked.begin(), ranked.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<Window> windows;
+    for (const auto& [growth, window] : ranked) windows.push_back(window);
+    return windows;
+  }
+
+  // log of the symptom's head's recorded offset at or before a step; what a healthy head has counts as nothing.
+  double offset_at(int64_t step) const {
+    const auto next = std::upper_bound(record_.fact_steps.begin(), record_.fact_steps.end(), step);
+    if (next == record_.fact_steps.begin()) return std::log(kScoreUnit);
+    const double value = record_.offset[static_cast<size_t>(next - record_.fact_steps.begin() - 1)]
+                                       [static_cast<size_t>(e_.symptom.layer * H_ + e_.symptom.head)];
+    return std::log(std::max(value, kScoreUnit));
+  }
+  static constexpr int64_t kMeanOf = 10;
+  double loss_before(int64_t step) const {
+    const auto end = std::clamp<int64_t>(step, 1, static_cast<int64_t>(record_.loss.size()));
+    const auto begin = std::max<int64_t>(0, end - kMeanOf);
+    return std::accumulate(record_.loss.begin() + begin, record_.loss.begin() + end, 0.0) /
+           static_cast<double>(end - begin);
+  }
+
+  // The stretch as recorded and in FP32: does it repeat, and does rounding make the difference?
+  void look_at(const Window& window) {
+    e_.window = window;
+    e_.control = e_.placebo = e_.control_placebo = nullptr;
+    e_.measure = Evidence::Measure::none;
+    e_.chaotic = false;
+    e_.begin_offset = recorded_offset(window.begin);
+    e_.recorded = &trial("as recorded", "");
+    tell(fmt::format("steps {} to {} as recorded: offset {:.4g}, loss {:.4f}", window.begin, window.end,
+                     e_.recorded->health.offset, e_.recorded->health.loss));
+    for (size_t n = 0; n < e_.recorded->health.step_loss.size(); ++n) {
+      const double replayed = e_.recorded->health.step_loss[n],
+                   recorded = record_.loss[static_cast<size_t>(window.begin) + n];
+      if (replayed == recorded || (std::isnan(replayed) && std::isnan(recorded))) continue;
+      e_.not_repeated = window.begin + static_cast<int64_t>(n);
+      e_.recorded_loss = recorded;
+      return;
+    }
+    e_.control = &trial("control: all in FP32", "fp32");
+    tell(fmt::format("control, all in FP32: offset {:.4g}, loss {:.4f}", e_.control->health.offset,
+                     e_.control->health.loss));
+    const double steps = std::max(1.0, static_cast<double>(window.end - window.begin) / 4);
+    e_.loss_tolerance = std::max(0.01 * std::fabs(e_.control->health.loss),
+                                 kDeviations * loss_noise(record_.loss) * std::sqrt(2 / steps));
+    const Health &bad = e_.recorded->health, &good = e_.control->health;
+    if (bad.offset > kDriftedOffset && std::log(bad.offset / good.offset) > kLeastContrast &&
+        e_.growth(*e_.control) < e_.growth(*e_.recorded) / 2)
+      e_.measure = Evidence::Measure::offset;
+    else if (bad.loss > good.loss + e_.loss_tolerance)
+      e_.measure = Evidence::Measure::loss;
+    if (e_.measure == Evidence::Measure::none) return;
+    const bool wide = is_identity(plan_of(0).at(Site::dv));
+    e_.placebo = &trial("placebo: another format of dv", wide ? "dv=bf16" : "dv=fp32");
+    e_.control_placebo = &trial("placebo: the control, another format of dv", "fp32; dv=bf16");
+    for (const Trial* course : {e_.recorded, e_.placebo}) e_.chaotic |= e_.heals(*course);
+    for (const Trial* course : {e_.control, e_.control_placebo}) e_.chaotic |= !e_.heals(*course);
+    if (e_.chaotic) tell("placebo: a change that cannot matter does: the stretch is chaotic");
+  }
+
+  // The largest over heads at or before a step.
+  double recorded_offset(int64_t step) const {
+    const auto next = std::upper_bound(record_.fact_steps.begin(), record_.fact_steps.end(), step);
+    if (next == record_.fact_steps.begin()) return 0;
+    const std::vector<double>& heads =
+        record_.offset[static_cast<size_t>(next - record_.fact_steps.begin() - 1)];
+    return *std::max_element(heads.begin(), heads.end());
+  }
+
+  // --- Data
+
+  BadSequences look_at_data() const {
+    BadSequences bad;
+    // The steps that jump most, and as many that do not jump at all, evenly spread.
+    const std::vector<int64_t>& spikes = e_.symptom.spikes;
+    std::vector<size_t> order(spikes.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t a, size_t b) { return e_.symptom.heights[a] > e_.symptom.heights[b]; });
+    std::vector<int64_t> worst, ordinary;
+    for (size_t n = 0; n < std::min(order.size(), kStepsOfData); ++n) worst.push_back(spikes[order[n]]);
+    const auto steps = static_cast<int64_t>(record_.loss.size());
+    for (size_t n = 0; n < kStepsOfData; ++n) {
+      int64_t step = steps * static_cast<int64_t>(n) / static_cast<int64_t>(kStepsOfData);
+      while (step < steps && std::binary_search(spikes.begin(), spikes.end(), step)) ++step;
+      if (step < steps) ordinary.push_back(step);
+    }
+    const std::unique_ptr<Replay> replay = replays_.at(e_.window.begin);
+    const TokenSource source = TokenSource::open(replays_.config().data);
+    const BatchRecord batches(replays_.run() / "batches.bin");
+    const int64_t T = replays_.config().model.context;
+    const auto losses_of = [&](int64_t step) {
+      std::vector<std::pair<double, int64_t>> found;  // loss, offset
+      std::vector<int32_t> tokens(static_cast<size_t>(T + 1));
+      for (const int64_t offset : batches.offsets(step)) {
+        source.read(offset, T + 1, tokens.data());
+        const Batch batch{1, T, std::span(tokens).first(static_cast<size_t>(T)),
+                          std::span(tokens).last(static_cast<size_t>(T))};
+        found.emplace_back(replay->trainer().model().loss(batch), offset);
+      }
+      return found;
+    };
+    std::vector<double> usual, hard;
+    for (const int64_t step : ordinary)
+      for (const auto& [value, offset] : losses_of(step)) usual.push_back(value);
+    if (usual.empty()) return bad;
+    std::sort(usual.begin(), usual.end());
+    bad.ordinary_loss = usual[usual.size() / 2];
+    // Robustly: some of the ordinary steps may hold a little of what is looked for.
+    std::vector<double> deviations;
+    for (const double value : usual) deviations.push_back(std::fabs(value - bad.ordinary_loss));
+    std::sort(deviations.begin(), deviations.end());
+    constexpr double kNormal = 1.4826;  // deviation of normal numbers over the median of their sizes
+    const double limit = bad.ordinary_loss + kDeviations * kNormal * deviations[deviations.size() / 2];
+    bad.looked_at = static_cast<int64_t>(worst.size());
+    bad.first_token = source.size();
+    for (const int64_t step : worst) {
+      bool with = false;
+      for (const auto& [value, offset] : losses_of(step)) {
+        if (!(value > limit)) continue;
+        with = true;
+        hard.push_back(value);
+        bad.first_token = std::min(bad.first_token, offset);
+        bad.end_token = std::max(bad.end_token, offset + T + 1);
+      }
+      bad.steps_with += with;
+    }
+    bad.count = static_cast<int64_t>(hard.size());
+    if (hard.empty()) return bad;
+    std::sort(hard.begin(), hard.end());
+    bad.loss = hard[hard.size() / 2];
+    return bad;
+  }
+
+  // --- Heads and sites
+
+  PrecisionPlan plan_of(int64_t head) const {
+    return replays_.plan_at(e_.window.begin).at(static_cast<int>(head / H_), static_cast<int>(head % H_));
+  }
+  // One clause for each layer's heads that change alike. heads: l H + h.
+  template <class Change>
+  std::string clauses_for(std::vector<int64_t> heads, Change change) const {
+    std::sort(heads.begin(), heads.end());
+    std::map<std::pair<int64_t, std::string>, std::string> lists;  // (layer, change) -> heads
+    for (const int64_t head : heads) {
+      std::string& list = lists[{head / H_, change(head)}];
+      list += (list.empty() ? "" : ",") + std::to_string(head % H_);
+    }
+    std::string text;
+    for (const auto& [place, list] : lists)
+      text +=
+          fmt::format("{}layer {} head {}: {}", text.empty() ? "" : "; ", place.first, list, place.second);
+    return text;
+  }
+  std::string same_for(const std::vector<int64_t>& heads, const std::string& change) const {
+    return clauses_for(heads, [&](int64_t) { return change; });
+  }
+  // The sites of a head's plan changed to what `rounding` makes of them. Setting `output` would take output_for_delta with
+  // it, unless that is set too.
+  template <class Change>
+  std::string site_changes(const PrecisionPlan& plan, const std::vector<Site>& sites, Change rounding) const {
+    std::string text = fmt::format("output_for_delta={}", to_string(plan.at(Site::output_for_delta)));
+    for (const Site site : sites)
+      text += fmt::format(",{}={}", name(site), to_string(rounding(plan.at(site))));
+    return text;
+  }
+  std::string sites_to_fp32(const std::vector<Site>& sites) const {
+    return clauses_for(e_.guilty, [&](int64_t head) {
+      return site_changes(plan_of(head), sites, [](const Rounding&) { return Rounding{}; });
+    });
+  }
+
+  bool rounds(int64_t head) const {
+    const PrecisionPlan plan = plan_of(head);
+    return std::any_of(plan.rounding.begin(), plan.rounding.end(),
+                       [](const Rounding& r) { return !is_identity(r); });
+  }
+  // How much further a head went than in FP32.
+  double excess(int64_t head) const {
+    const auto n = static_cast<size_t>(head);
+    const double ratio = std::log(e_.recorded->health.head_offset[n] / e_.control->health.head_offset[n]);
+    return std::isnan(ratio) ? 0 : ratio;
+  }
+
+  void find_heads() {
+    std::map<int64_t, double> by_layer;
+    std::vector<int64_t> heads;
+    for (int64_t head = 0; head < L_ * H_; ++head) {
+      if (!rounds(head)) continue;
+      heads.push_back(head);
+      const auto [place, fresh] = by_layer.emplace(head / H_, excess(head));
+      place->second = std::max(place->second, excess(head));
+    }
+    std::vector<int64_t> layers;
+    for (const auto& [layer, value] : by_layer) layers.push_back(layer);
+    std::stable_sort(layers.begin(), layers.end(),
+                     [&](int64_t a, int64_t b) { return by_layer[a] > by_layer[b]; });
+    const auto heads_of = [&](const std::vector<int64_t>& of_layers) {
+      std::vector<int64_t> some;
+      for (const int64_t head : heads)
+        if (std::find(of_layers.begin(), of_layers.end(), head / H_) != of_layers.end()) some.push_back(head);
+      return some;
+    };
+    const auto heals_in = [&](const std::vector<int64_t>& some) {
+      const bool healed =
+          e_.heals(trial(heads_in_words(sorted(some), H_) + " in FP32", same_for(some, "fp32")));
+      tell(fmt::format("{} in FP32: {}", heads_in_words(sorted(some), H_),
+                       healed ? "heals" : "does not heal"));
+      return healed;
+    };
+    e_.layers = sorted(smallest_cure(layers, [&](const auto& some) { return heals_in(heads_of(some)); }));
+    std::vector<int64_t> suspects = heads_of(e_.layers);
+    std::stable_sort(suspects.begin(), suspects.end(),
+                     [&](int64_t a, int64_t b) { return excess(a) > excess(b); });
+    e_.guilty = sorted(smallest_cure(suspects, heals_in));
+  }
+
+  void find_sites() {
+    std::vector<Site> rounded;
+    for (const Site site : kSuspects)
+      if (std::any_of(e_.guilty.begin(), e_.guilty.end(),
+                      [&](int64_t head) { return !is_identity(plan_of(head).at(site)); }))
+        rounded.push_back(site);
+    const auto heals_with = [&](const std::vector<Site>& sites) {
+      std::string words;
+      for (const Site site : sites) words += (words.empty() ? "" : ", ") + std::string(name(site));
+      const Trial& t = trial(words + " of the guilty heads in FP32", sites_to_fp32(sites));
+      tell(fmt::format("{} in FP32: offset {:.4g}: {}", words, t.health.offset,
+                       e_.heals(t) ? "heals" : "does not heal"));
+      return e_.heals(t);
+    };
+    if (rounded.size() == 1) {
+      e_.alone = rounded;  // as its heads in FP32
+    } else {
+      for (const Site site : rounded)
+        if (heals_with({site})) e_.alone.push_back(site);
+    }
+    // One site is to blame, or two that only work together; not most of them.
+    e_.chaotic = rounded.size() > 3 && 2 * e_.alone.size() > rounded.size();
+    if (e_.chaotic) return;
+    if (!e_.alone.empty()) {
+      e_.sites = {*std::min_element(e_.alone.begin(), e_.alone.end(),
+                                    [&](Site a, Site b) { return offset_with(a) < offset_with(b); })};
+    } else {
+      std::vector<int64_t> units(rounded.size());
+      std::iota(units.begin(), units.end(), 0);
+      for (const int64_t unit : smallest_cure(units, [&](const std::vector<int64_t>& some) {
+             std::vector<Site> sites;
+             for (const int64_t n : some) sites.push_back(rounded[static_cast<size_t>(n)]);
+             return heals_with(sites);
+           }))
+        e_.sites.push_back(rounded[static_cast<size_t>(unit)]);
+    }
+    e_.cured = &trial("the guilty sites in FP32", sites_to_fp32(e_.sites));
+  }
+  // Of the sites that heal, the one that heals best is named.
+  double offset_with(Site site) {
+    const Trial& t = trial("", sites_to_fp32({site}));
+    return e_.measure == Evidence::Measure::offset ? t.health.offset : t.health.loss;
+  }
+
+  // O is rounded once and read twice, by the loss and by delta, and harms where both have seen the error: to undo either
+  // heals, and only both together derail.
+  static std::vector<Site> rounding_of(std::vector<Site> sites) {
+    const bool output = std::any_of(sites.begin(), sites.end(), [](Site site) {
+      return site == Site::output || site == Site::output_for_delta;
+    });
+    if (output) {
+      std::erase(sites, Site::output);
+      std::erase(sites, Site::output_for_delta);
+      sites.insert(sites.end(), {Site::output_for_delta, Site::output});
+    }
+    return sites;
+  }
+
+  // What must be true if the answer is.
+  void try_predictions() {
+    const auto with_stabiliser = [&](const char* stabiliser) -> const Trial* {
+      return &trial(fmt::format("{} on the guilty heads", stabiliser),
+                    same_for(e_.guilty, fmt::format("stabiliser={}", stabiliser)));
+    };
+    e_.zero_sum = with_stabiliser("zero_sum");
+    e_.alone_guilty = &trial("the guilty sites alone rounded, all else FP32",
+                             "fp32; " + clauses_for(e_.guilty, [&](int64_t head) {
+                               const PrecisionPlan plan = plan_of(head);
+                               std::string text = "output_for_delta=fp32";
+                               for (const Site site : rounding_of(e_.sites))
+                                 text += fmt::format(",{}={}", name(site), to_string(plan.at(site)));
+                               return text;
+                             }));
+    const auto stochastic = [](Rounding r) {
+      if (!is_identity(r)) r.mode = RoundingMode::stochastic;
+      return r;
+    };
+    const std::string unbiased = clauses_for(
+        e_.guilty, [&](int64_t head) { return site_changes(plan_of(head), e_.sites, stochastic); });
+    const bool is_stochastic = std::all_of(e_.guilty.begin(), e_.guilty.end(), [&](int64_t head) {
+      return std::all_of(e_.sites.begin(), e_.sites.end(),
+                         [&](Site site) { return plan_of(head).at(site).mode == RoundingMode::stochastic; });
+    });
+    if (!is_stochastic) e_.unbiased = &trial("the guilty sites rounded stochastically", unbiased);
+    e_.wide_output = with_stabiliser("wide_output");
+    e_.consistent = with_stabiliser("consistent");
+    e_.wide_pv = &trial("PV of the guilty heads in FP32", same_for(e_.guilty, "pv=fp32"));
+  }
+
+  // One addition of the first guilty head, taken apart. Nothing where the backend has no captures.
+  std::optional<Explanation> bits() const {
+    class Taker : public StepWatcher {
+     public:
+      Taker(int64_t layer, int64_t head) : layer_(layer), head_(head) {}
+      void prepare(int64_t, StepContext& context) override {
+        context.capture_sequences = 4;
+        context.capture_layer = layer_;
+      }
+      void see(int64_t, double, Gpt2& model, nlohmann::json&) override {
+        taken = capture_of(model, layer_, {head_});
+      }
+      std::optional<Capture> taken;
+
+     private:
+      const int64_t layer_, head_;
+    };
+    try {
+      const std::unique_ptr<Replay> replay = replays_.at(e_.window.begin);
+      Taker taker(e_.guilty[0] / H_, e_.guilty[0] % H_);
+      replay->trainer().set_watcher(&taker);
+      replay->trainer().step();
+      replay->trainer().set_watcher(nullptr);
+      Look look;
+      for (const Site site : e_.sites)
+        if (site == Site::row_sum || site == Site::pv || site == Site::output_for_delta) look.site = site;
+      const HeadAnalysis analysis = analyse_head(*taker.taken, 0, look);
+      if (analysis.trace && !analysis.trace->guilty.empty()) return analysis.trace->guilty[0].explanation;
+    } catch (const DataError&) {
+    }
+    return {};
+  }
+
+  static std::vector<int64_t> sorted(std::vector<int64_t> values) {
+    std::sort(values.begin(), values.end());
+    return values;
+  }
+
+  Replays& replays_;
+  const IsolateOptions& options_;
+  const RunRecord record_;
+  const int64_t H_, L_;
+  Evidence e_;
+};
+
+}  // namespace
+
+std::vector<int64_t> smallest_cure(const std::vector<int64_t>& units,
+                                   const std::function<bool(const std::vector<int64_t>&)>& heals) {
+  if (units.size() < 2) return units;
+  if (heals({units[0]})) return {units[0]};
+  std::vector<int64_t> current = units;
+  size_t parts = 2;
+  while (current.size() >= 2) {
+    const auto part = [&](size_t n, bool inside) {
+      std::vector<int64_t> some;
+      for (size_t i = 0; i < current.size(); ++i)
+        if ((i * parts / current.size() == n) == inside) some.push_back(current[i]);
+      return some;
+    };
+    bool smaller = false;
+    for (size_t n = 0; n < parts && !smaller; ++n)
+      if (std::vector<int64_t> some = part(n, true); heals(some))
+        current = std::move(some), parts = 2, smaller = true;
+    for (size_t n = 0; parts > 2 && n < parts && !smaller; ++n)
+      if (std::vector<int64_t> some = part(n, false); heals(some))
+        current = std::move(some), parts = std::max<size_t>(2, parts - 1), smaller = true;
+    if (smaller) continue;
+    if (parts >= current.size()) break;
+    parts = std::min(2 * parts, current.size());
+  }
+  return current;
+}
+
+Isolation isolate(Replays& replays, const IsolateOptions& options) {
+  require(options.steps >= 4, "[isolate] expected replays of 4 steps or more, got {}", options.steps);
+  return Search(replays, options).run();
+}
+
+}  // namespace evenkeel

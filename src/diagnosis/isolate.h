@@ -1,0 +1,38 @@
+// From a recorded run to the rounding that derails it: the smallest change that restores health, found by replays of a
+// stretch of the run on its own batches. Layers, then heads, then sites, each by delta debugging (Zeller and Hildebrandt,
+// "Simplifying and isolating failure-inducing input", 2002) over "these in FP32"; then what the answer predicts: equivalent
+// remedies, a sham, an unbiased rounding, and the guilty rounding all by itself.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "diagnosis/replays.h"
+#include "diagnosis/verdict.h"
+#include "numerics/explain.h"
+
+namespace evenkeel {
+
+struct IsolateOptions {
+  int64_t steps = 200;  // of a replay at most
+  int64_t begin = -1;   // the step to replay from; -1: the checkpoint from which the symptom grows most
+  std::function<void(const std::string&)> tell = {};  // each link of the chain as it is found
+};
+
+struct Isolation {
+  Evidence evidence;
+  Verdict verdict;
+  std::optional<Explanation>
+      bits;  // the addition of a guilty head whose rounding errs most, where it can be had
+};
+// REQUIRES: replays of a run whose records are there. DataError otherwise. Spends at most the replays' budget, and says
+// so where that was not enough; kept trials make it go on where it stopped.
+Isolation isolate(Replays& replays, const IsolateOptions& options);
+
+// The smallest subset that still heals: no single unit can be left out. units: most suspect first; `heals` is true of
+// all of them and false of none. About log2(units) calls for one guilty unit, one where it is the first.
+std::vector<int64_t> smallest_cure(const std::vector<int64_t>& units,
+                                   const std::function<bool(const std::vector<int64_t>&)>& heals);
+
+}  // namespace evenkeel

@@ -1,0 +1,118 @@
+// What ails a run, in plain words: from its records and, where there are some, from trials (replays.h). A verdict names a
+// cause only where the evidence shows it; everything else is "not established".
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "diagnosis/replays.h"
+
+namespace evenkeel {
+
+// What a run wrote down about itself.
+struct RunRecord {
+  std::vector<double> loss, gradient_norm;  // (steps); NaN where a step is not recorded
+  int64_t layers = 0, heads = 0;            // L, H; 0: no facts are recorded
+  std::vector<int64_t> fact_steps;          // ascending
+  std::vector<std::vector<double>> offset;  // (fact_steps, L H)
+  std::string offset_is;                    // largest_row_mean, or largest_lse where only that is recorded
+  std::vector<std::vector<double>> leak;    // (steps with residuals, L H): residual over delta
+  std::optional<Finding> finding;           // what ended it
+};
+RunRecord read_run_record(const std::filesystem::path& run);
+
+// Spread of a step's loss around the median of its neighbours, robustly (from the median of deviations).
+double loss_noise(const std::vector<double>& loss);
+
+struct Symptom {
+  enum class Kind {
+    none,
+    offset,  // the scores' common part is beyond what any softmax needs
+    loss,    // the loss has risen, or was not finite
+    spikes,  // single steps with a loss far above their neighbours'
+  };
+  Kind kind = Kind::none;
+  int64_t since = 0;              // the step from which it holds; spikes: the first
+  int64_t layer = -1, head = -1;  // offset: where it is largest
+  std::vector<int64_t> spikes;    // steps
+  std::vector<double> heights;    // (spikes): of the loss above its neighbours'
+  std::string words;
+};
+Symptom find_symptom(const RunRecord& record);
+
+enum class Cause {
+  healthy,
+  common_mode_drift,  // rows of dS that do not sum to zero move what softmax cannot see
+  other_rounding,     // FP32 heals it, and the common mode plays no part
+  learning_rate,      // FP32 fails alike, a slower run does not
+  data,               // particular batches
+  corruption,         // the record does not follow from the checkpoint: memory, hardware, or a hand
+  not_established,
+};
+inline constexpr std::array<std::string_view, 7> kCauseNames = {
+    "healthy", "common_mode_drift", "other_rounding", "learning_rate",
+    "data",    "corruption",        "not_established"};
+constexpr std::string_view name(Cause cause) { return kCauseNames[static_cast<size_t>(cause)]; }
+
+// Sequences of the steps whose loss jumped that a checkpoint's model, too, finds far harder than any of ordinary steps.
+struct BadSequences {
+  int64_t looked_at = 0;                   // steps whose loss jumped
+  int64_t steps_with = 0;                  // of these, with such a sequence
+  int64_t count = 0;                       // of sequences
+  int64_t first_token = 0, end_token = 0;  // where in the source they lie
+  double loss = 0, ordinary_loss = 0;      // medians
+};
+
+// Most of the steps that jump have such a sequence.
+inline bool from_data(const BadSequences& bad) { return 2 * bad.steps_with > bad.looked_at; }
+
+// Everything that isolate found; a trial that was not made is not there.
+struct Evidence {
+  Symptom symptom;
+  Window window;
+  const Trial *recorded = nullptr, *control = nullptr;  // as recorded; all in FP32
+  std::optional<int64_t> not_repeated;                  // the first step whose loss is not the recorded one
+  double recorded_loss = 0;                             // there
+  double begin_offset = 0;                              // recorded at the window's begin, largest over heads
+  // A change that cannot matter (the format of dv), on the recorded plan and on the control: it heals nothing and harms
+  // nothing, unless the stretch is so chaotic that anything does.
+  const Trial *placebo = nullptr, *control_placebo = nullptr;
+  bool chaotic = false;       // a placebo changed the outcome, or most sites do
+  double loss_tolerance = 0;  // means over a window's last quarter differ by less by chance
+  enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
+  std::vector<int64_t> layers,
+      guilty;                    // the smallest set of layers, then of heads (l H + h), whose FP32 heals
+  std::vector<Site> sites;       // the smallest set of their sites; none: not found
+  std::vector<Site> alone;       // every site that heals by itself
+  const Trial* cured = nullptr;  // the sites in FP32, nothing else changed
+  const Trial* alone_guilty = nullptr;  // the sites as recorded, everything else in FP32
+  const Trial* zero_sum = nullptr;      // the remedy; also the sham: the same rounding, its rows' sums kept
+  const Trial *wide_output = nullptr, *consistent = nullptr, *wide_pv = nullptr, *unbiased = nullptr;
+  const Trial* slower = nullptr;  // FP32 at a quarter of the learning rate
+  std::optional<BadSequences> data;
+  bool budget_spent = false;
+
+  // log of how many times larger than at the begin; what a healthy head has counts as nothing.
+  double growth(const Trial& trial) const;
+  // Nearer to the control than to the recorded course, on the scale of the measure. REQUIRES: a measure.
+  bool heals(const Trial& trial) const;
+};
+
+struct Verdict {
+  Cause cause = Cause::not_established;
+  std::string words;                  // one or two sentences
+  std::vector<std::string> evidence;  // the chain, link by link, with figures
+  std::string certainty;              // how sure, and why
+};
+// config: for names and plans.
+Verdict judge(const Evidence& evidence, const RunConfig& config);
+
+// "layer 0 head 1", "layer 2 heads 0, 3 and layer 3 head 1"; heads: l H + h, ascending.
+std::string heads_in_words(const std::vector<int64_t>& heads, int64_t H);
+
+}  // namespace evenkeel

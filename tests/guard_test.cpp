@@ -1,0 +1,150 @@
+// The guard on runs that derail and runs that do not.
+#include "diagnosis/guard.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "diagnosis/verdict.h"
+#include "isolation_cases.h"
+#include "run_program.h"
+
+namespace evenkeel {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
+#else
+#define SKIP_LONG_RUNS() (void)0
+#endif
+
+struct End {
+  double offset = 0;  // of the last step
+  std::vector<GuardEvent> events;
+  std::vector<PlanChange> changes;
+  int64_t steps_run = 0;
+};
+
+End run_to_the_end(GuardedRun& run) {
+  End end;
+  while (!run.trainer().done()) {
+    run.step();
+    ++end.steps_run;
+  }
+  for (const HeadFacts& f : run.trainer().model().facts())
+    end.offset = std::max(end.offset, static_cast<double>(f.largest_row_mean));
+  end.events = run.events();
+  end.changes = run.trainer().config().changes;
+  for (const GuardEvent& event : end.events)
+    printf("  %ld: %s\n", static_cast<long>(event.step), event.words.c_str());
+  printf("  offset %.0f after %ld steps\n", end.offset, static_cast<long>(end.steps_run));
+  return end;
+}
+
+End guarded(const PlantedRun& planted) {
+  GuardedRun run(planted.run(), Trainer::start(planted.run(), planted.config));
+  return run_to_the_end(run);
+}
+
+// derail_test's run, which passes 500.
+PlantedRun& derailing(PlantedRun& planted) {
+  planted.config.plan = "fp32,row_sum=e5m2";
+  planted.config.schedule.steps = 401;  // facts of step 400 are the last
+  planted.config.facts_every = 10;
+  return planted;
+}
+
+TEST(Guard, keeps_a_derailing_run_healthy_and_a_replay_repeats_it) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  derailing(planted).config.guard = GuardMode::act;
+  const End end = guarded(planted);
+  EXPECT_LT(end.offset, 100);
+  ASSERT_EQ(end.events.size(), 1u);
+  EXPECT_EQ(end.events[0].kind, GuardEvent::Kind::remedy);
+  EXPECT_EQ(end.events[0].heads, std::vector<int64_t>{1});  // layer 0 head 1, as isolate finds
+  ASSERT_EQ(end.changes.size(), 1u);
+  EXPECT_EQ(end.changes[0], (PlanChange{end.events[0].step + 1, end.events[0].clauses}));
+  // On the record, in both files.
+  int told = 0;
+  read_json_lines(planted.run() / "metrics.jsonl",
+                  [&](const JsonLine& line) { told += line.object.contains("guard"); });
+  EXPECT_EQ(told, 1);
+  int kept = 0;
+  read_json_lines(planted.run() / "guard.jsonl", [&](const JsonLine&) { ++kept; });
+  EXPECT_EQ(kept, 1);
+  // Through the change, to the same bits.
+  const RunRecord record = read_run_record(planted.run());
+  const int64_t first = end.events[0].step - 10;
+  Replay replay(planted.run(), first);
+  replay.run_to(first);
+  while (replay.trainer().next_step() < end.events[0].step + 10) {
+    const StepReport report = replay.trainer().step();
+    EXPECT_EQ(report.loss, record.loss[static_cast<size_t>(report.step)]);
+  }
+}
+
+TEST(Guard, only_tells_where_that_is_all_it_may) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  derailing(planted).config.guard = GuardMode::warn;
+  const End end = guarded(planted);
+  EXPECT_GT(end.offset, 500);
+  ASSERT_EQ(end.events.size(), 1u);
+  EXPECT_EQ(end.events[0].kind, GuardEvent::Kind::warning);
+  EXPECT_TRUE(end.changes.empty());
+}
+
+TEST(Guard, is_quiet_on_healthy_runs) {
+  SKIP_LONG_RUNS();
+  for (const char* plan : {"fp32", "bf16_all"}) {
+    PlantedRun planted;
+    planted.config.plan = plan;
+    planted.config.guard = GuardMode::act;
+    EXPECT_TRUE(guarded(planted).events.empty()) << plan;
+  }
+}
+
+// A run that derailed without a guard, and goes on with one when its scores have no bits left: it must go back.
+TEST(Guard, rolls_back_where_it_is_too_late) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  // Scores in two bits after step 150: all that is above 66 is too late there.
+  planted.config.plan = "fp32,row_sum=e5m2";
+  planted.config.changes = {{150, "scores=e8m2"}};
+  planted.config.schedule.steps = 180;
+  planted.train();
+  // With more steps to go, and a guard.
+  const std::filesystem::path file = planted.run() / "config.toml";
+  RunConfig config;
+  read_run_config(file, config);
+  config.schedule.steps = 261;  // facts of step 260 are the last
+  config.guard = GuardMode::act;
+  write_whole_file(file, to_toml(to_toml_table(config)));
+  GuardedRun run(planted.run(), Trainer::resume(planted.run()));
+  EXPECT_EQ(run.trainer().next_step(), 180);
+  const End end = run_to_the_end(run);
+  ASSERT_FALSE(end.events.empty());
+  EXPECT_EQ(end.events[0].kind, GuardEvent::Kind::roll_back);
+  EXPECT_LT(end.events[0].to, 150);
+  EXPECT_LT(end.offset, 100);
+  EXPECT_EQ(run.trainer().next_step(), 261);
+  EXPECT_GT(end.steps_run, 81);  // some were run twice
+}
+
+TEST(Guard, knows_when_scores_have_no_steps_left) {
+  EXPECT_NEAR(Guard::too_late(parse_plan("bf16_all"), LinearPrecision::fp32), 128 * kScoreUnit, 1e-9);
+  EXPECT_NEAR(Guard::too_late(parse_plan("fp32"), LinearPrecision::bf16), 128 * kScoreUnit, 1e-9);
+  EXPECT_GT(Guard::too_late(parse_plan("fp32"), LinearPrecision::fp32), 1e8);
+}
+
+TEST(Guard, is_asked_for_on_the_command_line) {
+  const Output bad =
+      run_shell(EVENKEEL_PROGRAM " train --preset micro --data x --out /nowhere/run --guard=maybe 2>&1");
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_NE(bad.out.find("expected one of off, warn, act"), std::string::npos) << bad.out;
+}
+
+}  // namespace
+}  // namespace evenkeel

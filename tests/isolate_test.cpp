@@ -1,0 +1,194 @@
+// isolate and verdict on runs with a planted fault: each must be named for what it is, and a healthy run left alone.
+#include "diagnosis/isolate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "isolation_cases.h"
+#include "numerics/random.h"
+#include "run_program.h"
+
+namespace evenkeel {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
+#else
+#define SKIP_LONG_RUNS() (void)0
+#endif
+
+constexpr int64_t kSteps = 60;  // of a replay
+
+Replays::Options kept_in(const PlantedRun& planted, int64_t budget = 40) {
+  Replays::Options options;
+  options.budget = budget;
+  options.file = planted.run() / "isolate.json";
+  return options;
+}
+
+Isolation isolated(const PlantedRun& planted, Replays& replays) {
+  IsolateOptions options;
+  options.steps = kSteps;
+  const Isolation found = isolate(replays, options);
+  printf("  %zu replays: %s: %s\n", replays.trials().size(), std::string(name(found.verdict.cause)).c_str(),
+         found.verdict.words.c_str());
+  for (const std::string& link : found.verdict.evidence) printf("    %s\n", link.c_str());
+  EXPECT_LE(replays.trials().size(), 40u);
+  EXPECT_FALSE(std::filesystem::exists(planted.run() / "findings.json"));
+  return found;
+}
+
+TEST(SmallestCure, finds_one_a_pair_and_all) {
+  const std::vector<int64_t> units = {5, 0, 7, 3, 1, 2, 6, 4};
+  const std::vector<std::set<int64_t>> planted = {{5},    {4},       {0, 6},
+                                                  {5, 4}, {1, 2, 3}, {0, 1, 2, 3, 4, 5, 6, 7}};
+  for (const std::set<int64_t>& guilty : planted) {
+    int calls = 0;
+    std::vector<int64_t> found = smallest_cure(units, [&](const std::vector<int64_t>& some) {
+      ++calls;
+      EXPECT_FALSE(some.empty());
+      return std::all_of(guilty.begin(), guilty.end(),
+                         [&](int64_t g) { return std::find(some.begin(), some.end(), g) != some.end(); });
+    });
+    EXPECT_EQ(std::set<int64_t>(found.begin(), found.end()), guilty);
+    EXPECT_LE(calls, guilty == std::set<int64_t>{5} ? 1 : guilty == std::set<int64_t>{4} ? 7 : 64);
+  }
+  EXPECT_EQ(smallest_cure({3}, [](const auto&) { return true; }), std::vector<int64_t>{3});
+  EXPECT_TRUE(smallest_cure({}, [](const auto&) { return true; }).empty());
+}
+
+TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  // More is rounded, everywhere; that does no harm.
+  planted.config.plan = "fp32,output=bf16,probs=bf16; layer 0 head 1: row_sum=e5m2/nearest_away";
+  planted.train();
+  Replays replays(planted.run(), kept_in(planted));
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
+  EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
+  EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
+  ASSERT_TRUE(found.evidence.zero_sum && found.evidence.wide_pv && found.evidence.placebo);
+  EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));  // the sham: noise whose rows sum to zero
+  EXPECT_FALSE(found.evidence.heals(*found.evidence.wide_pv));  // PV is not to blame
+  EXPECT_FALSE(found.evidence.heals(*found.evidence.placebo));
+  ASSERT_TRUE(found.bits.has_value());
+  EXPECT_NE(to_text(*found.bits, false).find("e5m2"), std::string::npos);
+}
+
+TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  planted.config.plan = "fp32,row_sum=e5m2";
+  planted.train();
+  const Output nothing_yet = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
+  EXPECT_EQ(nothing_yet.code, 1);
+  EXPECT_NE(nothing_yet.out.find("not_established"), std::string::npos) << nothing_yet.out;
+  {
+    Replays replays(planted.run(), kept_in(planted, 5));
+    const Isolation stopped = isolated(planted, replays);
+    EXPECT_TRUE(stopped.evidence.budget_spent);
+    EXPECT_EQ(replays.trials().size(), 5u);
+  }
+  Replays replays(planted.run(), kept_in(planted));
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(replays.fresh_trials(), static_cast<int64_t>(replays.trials().size()) - 5);
+  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
+  EXPECT_EQ(found.evidence.layers, std::vector<int64_t>{0});
+  EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
+  // What is kept is enough for a verdict.
+  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
+  EXPECT_EQ(told.code, 1);
+  EXPECT_NE(told.out.find("row_sum"), std::string::npos) << told.out;
+  // A record that is none is an error with words.
+  write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
+  EXPECT_THROW(Replays(planted.run(), kept_in(planted)), DataError);
+}
+
+TEST(Isolate, a_learning_rate_that_explodes_in_fp32_too_is_not_blamed_on_rounding) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  planted.config.plan = "flash2";
+  planted.config.schedule.peak = 0.1;
+  planted.config.schedule.warmup = 200;  // a ramp to the end
+  planted.train();
+  Replays replays(planted.run(), kept_in(planted));
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.verdict.cause, Cause::learning_rate);
+  EXPECT_TRUE(found.evidence.guilty.empty());
+}
+
+TEST(Isolate, a_bad_shard_is_found_in_the_data) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  std::string text = synthetic_text(1, 400'000);
+  constexpr size_t kFirst = 200'000, kEnd = 206'000;
+  for (size_t n = kFirst; n < kEnd; ++n)
+    text[n] = static_cast<char>(philox({static_cast<uint32_t>(n), 0, 0, 0}, 7, 0)[0] & 0xff);
+  planted.set_text(text);
+  planted.config.plan = "flash2";
+  planted.train();
+  Replays replays(planted.run(), kept_in(planted));
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.verdict.cause, Cause::data);
+  ASSERT_TRUE(found.evidence.data.has_value());
+  // Sequences that touch it.
+  EXPECT_GE(found.evidence.data->first_token, static_cast<int64_t>(kFirst) - 64);
+  EXPECT_LE(found.evidence.data->end_token, static_cast<int64_t>(kEnd) + 65);
+}
+
+// One tensor that one day lies a row further than it should.
+class Misplaced : public StepWatcher {
+ public:
+  void prepare(int64_t, StepContext&) override {}
+  void see(int64_t step, double, Gpt2& model, nlohmann::json&) override {
+    if (step != kStep) return;
+    std::vector<float> parameters(static_cast<size_t>(model.table().size()));
+    model.read_parameters(parameters);
+    const ParameterTensor& tensor = *model.table().find("wte.weight");
+    const auto first = parameters.begin() + tensor.offset;
+    std::rotate(first, first + tensor.shape[1], first + tensor.count());
+    model.write_parameters(parameters);
+  }
+  static constexpr int64_t kStep = 185;
+};
+
+TEST(Isolate, a_tensor_that_jumps_is_no_rounding) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  planted.config.plan = "flash2";
+  Misplaced fault;
+  planted.train(&fault);
+  Replays replays(planted.run(), kept_in(planted));
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.verdict.cause, Cause::corruption);
+  ASSERT_TRUE(found.evidence.not_repeated.has_value());
+  EXPECT_EQ(*found.evidence.not_repeated, Misplaced::kStep + 1);
+}
+
+TEST(Isolate, a_healthy_run_is_left_alone) {
+  SKIP_LONG_RUNS();
+  for (const char* plan : {"fp32", "bf16_all"}) {
+    PlantedRun planted;
+    planted.config.plan = plan;
+    planted.train();
+    Replays replays(planted.run(), kept_in(planted));
+    const Isolation found = isolated(planted, replays);
+    EXPECT_EQ(found.verdict.cause, Cause::healthy) << plan;
+    EXPECT_TRUE(replays.trials().empty());
+    const Output told = run_shell(EVENKEEL_PROGRAM " isolate " + planted.run().string());
+    EXPECT_EQ(told.code, 0) << told.out;
+  }
+}
+
+TEST(Isolate, says_what_it_expected) {
+  const Output none = run_shell(EVENKEEL_PROGRAM " isolate /nowhere 2>&1");
+  EXPECT_EQ(none.code, 3);
+  EXPECT_NE(none.out.find("config.toml"), std::string::npos) << none.out;
+  EXPECT_EQ(run_shell(EVENKEEL_PROGRAM " isolate 2>&1").code, 2);
+}
+
+}  // namespace
+}  // namespace evenkeel
