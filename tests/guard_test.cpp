@@ -13,12 +13,6 @@
 namespace evenkeel {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
-#else
-#define SKIP_LONG_RUNS() (void)0
-#endif
-
 struct End {
   double offset = 0;  // of the last step
   std::vector<GuardEvent> events;

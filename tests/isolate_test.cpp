@@ -13,12 +13,6 @@
 namespace evenkeel {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
-#else
-#define SKIP_LONG_RUNS() (void)0
-#endif
-
 constexpr int64_t kSteps = 60;  // of a replay
 
 Replays::Options kept_in(const PlantedRun& planted, int64_t budget = 40) {

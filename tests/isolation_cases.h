@@ -13,6 +13,12 @@
 #include "training/synth.h"
 #include "training/trainer.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
+#else
+#define SKIP_LONG_RUNS() (void)0
+#endif
+
 namespace evenkeel {
 
 // A folder that goes when it goes.

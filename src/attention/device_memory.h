@@ -51,6 +51,28 @@ class DeviceMemory {
   size_t bytes_ = 0;
 };
 
+// Hands out aligned pieces of one allocation; without memory it only counts. The same requests twice, the first time
+// without: how much to take, then where everything lies.
+class Carver {
+ public:
+  static constexpr size_t kAlignment = 256;  // of every piece, in bytes
+  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+  void* take_bytes(size_t bytes) {
+    void* piece = memory_ ? memory_ + used_ : nullptr;
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return piece;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  size_t used_ = 0;
+};
+
 // A stream beside the default one, which it does not wait for.
 class DeviceStream {
  public:

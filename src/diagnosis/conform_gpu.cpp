@@ -7,24 +7,6 @@
 namespace evenkeel {
 namespace {
 
-constexpr size_t kAlignment = 256;
-
-// Hands out parts of one piece of device memory, measured first: the same requests twice, the first time without one.
-class Parts {
- public:
-  explicit Parts(void* base) : base_(static_cast<char*>(base)) {}
-  void* take(size_t bytes) {
-    void* part = base_ ? base_ + used_ : nullptr;
-    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return part;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
-
 uint16_t bf16_bits(float x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 float from_bf16(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
@@ -138,18 +120,18 @@ void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, V
                keys = transfer.bytes(static_cast<size_t>(in.k.count())),
                rows = static_cast<size_t>(shape.B * shape.H * shape.T) * sizeof(float);
   void *q, *k, *v, *d_o, *o, *lse, *dq, *dk, *dv, *saved, *workspace, *mask;
-  const auto divide = [&](Parts parts) {
-    for (void** part : {&q, &d_o, &o, &dq}) *part = parts.take(queries);
-    for (void** part : {&k, &v, &dk, &dv}) *part = parts.take(keys);
-    lse = parts.take(rows);
-    saved = parts.take(sizes.saved);
-    workspace = parts.take(sizes.workspace);
-    mask = parts.take(visible.present() ? extent(visible) : 0);
-    return parts.used();
+  const auto divide = [&](Carver carver) {
+    for (void** part : {&q, &d_o, &o, &dq}) *part = carver.take_bytes(queries);
+    for (void** part : {&k, &v, &dk, &dv}) *part = carver.take_bytes(keys);
+    lse = carver.take_bytes(rows);
+    saved = carver.take_bytes(sizes.saved);
+    workspace = carver.take_bytes(sizes.workspace);
+    mask = carver.take_bytes(visible.present() ? extent(visible) : 0);
+    return carver.used();
   };
-  const size_t needed = divide(Parts(nullptr));
+  const size_t needed = divide(Carver(nullptr));
   if (memory_.bytes() < needed) memory_ = DeviceMemory(needed);
-  divide(Parts(memory_.data()));
+  divide(Carver(memory_.data()));
 
   transfer.up(in.q, q);
   transfer.up(in.k, k);

@@ -40,7 +40,7 @@ constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step -
 
 constexpr int kLeastMajor = 8;         // of the compute capability: products and attention on bf16
 constexpr int64_t kLargestHead = 128;  // attention's
-constexpr size_t kAlignment = 256;     // of every array, in bytes
+constexpr size_t kAlignment = Carver::kAlignment;
 
 // Memory of the host that the device reads and writes by itself.
 class PinnedMemory {
@@ -68,26 +68,6 @@ class PinnedMemory {
  private:
   void* data_ = nullptr;
   size_t bytes_ = 0;
-};
-
-// Hands out pieces of one allocation; without memory it only counts.
-class Carver {
- public:
-  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
-  void* take_bytes(size_t bytes) {
-    void* piece = memory_ ? memory_ + used_ : nullptr;
-    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return piece;
-  }
-  template <class T>
-  T* take(int64_t count) {
-    return static_cast<T*>(take_bytes(at(count) * sizeof(T)));
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* memory_;
-  size_t used_ = 0;
 };
 
 // Of one sum over rows: its parts by blocks, until the end of the step.
