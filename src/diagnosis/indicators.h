@@ -59,40 +59,44 @@ class HeadDrift {
   bool alarm() const { return drifts() && leak() > kLeak; }
 
  private:
-  RunningMean fast_{kFast}, slow_{kSlow};           // of log(largest |log-sum-exp|)
-  RunningMean residual_{kSlow}, delta_{kSlow};      // of squares
+  RunningMean fast_{kFast}, slow_{kSlow};       // of log(largest |log-sum-exp|)
+  RunningMean residual_{kSlow}, delta_{kSlow};  // of squares
 };
 
 enum class Rule { level, growth, deviation };
 inline constexpr std::array<std::string_view, 3> kRuleNames = {"level", "growth", "deviation"};
 constexpr std::string_view name(Rule rule) { return kRuleNames[static_cast<size_t>(rule)]; }
 
-inline constexpr int64_t kReference = 50;         // steps
-inline constexpr size_t kTrail = 128;             // records
-inline constexpr size_t kFewestTrail = 16;        // records
+inline constexpr int64_t kReference = 50;          // steps
+inline constexpr size_t kTrail = 128;              // records
+inline constexpr size_t kFewestTrail = 16;         // records
 inline constexpr double kSmallestSpread = 0x1p-6;  // octaves: one per cent
-inline constexpr int kHighestRung = 100;          // where what is not finite stands
+inline constexpr int kHighestRung = 100;           // where what is not finite stands
 
 struct Indicator {
   std::string_view name;
-  std::string_view needs;    // the fields of metrics.jsonl that it is read from
+  std::string_view needs;  // the fields of metrics.jsonl that it is read from
   std::string_view meaning;
-  double least;              // sizes below it count as it: they tell nothing
+  double least;  // sizes below it count as it: they tell nothing
+  bool by_head = true;
 };
 inline constexpr std::array<Indicator, 13> kIndicators = {{
     {"log_sum_exp", "largest_lse", "largest |log-sum-exp|", 1},
     {"offset", "largest_row_mean", "largest |row mean of the scores|: the common mode", 1},
     {"largest_score", "largest_score", "largest score", 1},
-    {"residual_z", "residual_mean, residual_error", "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3},
-    {"residual_size", "residual_rms, delta_rms", "root mean square of the rows' sums of dS over delta's", 0x1p-24},
-    {"leak", "probe.leak_share", "part of W_Q's gradient that these sums make, over the exact gradient", 0x1p-24},
+    {"residual_z", "residual_mean, residual_error",
+     "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3},
+    {"residual_size", "residual_rms, delta_rms", "root mean square of the rows' sums of dS over delta's",
+     0x1p-24},
+    {"leak", "probe.leak_share", "part of W_Q's gradient that these sums make, over the exact gradient",
+     0x1p-24},
     {"delta_error", "probe.delta_error_running", "|sum over the probed steps of delta's errors|", 0x1p-60},
     {"tied_rows", "tied_rows", "share of rows where another score ties with the largest", 0x1p-10},
     {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6},
     {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6},
     {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6},
-    {"loss", "loss", "the loss", 0x1p-10},
-    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20},
+    {"loss", "loss", "the loss", 0x1p-10, false},
+    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, false},
 }};
 
 // A rung that a run came to for the first time. head: l H + h; -1: of the whole run.
@@ -108,12 +112,11 @@ struct IndicatorRun {
   std::optional<RunConfig> config;
   int64_t warmup = 0, layers = 0, heads = 0;  // L, H; 0: nothing is recorded by head
   std::vector<double> loss;                   // (steps); NaN where a step is not recorded
-  // Rungs and steps ascending; empty where it was never judged (see `records`) or came to no rung.
+  // Rungs and steps ascending; the first is where it stood when it was first judged, the last its highest.
   std::array<std::array<std::vector<Reached>, kRuleNames.size()>, kIndicators.size()> reached;
-  std::array<std::array<int64_t, kRuleNames.size()>, kIndicators.size()> judged = {};  // steps
-  std::optional<Reached> guard;      // its first alarm
-  int64_t guard_judged = 0;          // steps
-  std::vector<std::string> notes;    // what is damaged or missing
+  bool guard_judged = false;
+  std::optional<Reached> guard;    // its first alarm
+  std::vector<std::string> notes;  // what is damaged or missing
 };
 // folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
 IndicatorRun read_indicators(const std::filesystem::path& folder);
@@ -132,22 +135,25 @@ const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<Indicat
 struct IndicatorScore {
   size_t indicator = 0;  // of kIndicators; kIndicators.size(): the guard, whose alarm has no rungs
   Rule rule = Rule::level;
-  int rung = 0;                              // at which it speaks
+  int rung = 0;                               // at which it speaks
   std::vector<std::optional<Reached>> spoke;  // (derailing)
-  int64_t judged = 0;                        // derailing runs whose records allow it
-  int64_t healthy = 0, false_alarms = 0;     // healthy runs, each left out when its rung was chosen; how many spoke
+  int64_t judged = 0;                         // derailing runs whose records allow it
+  int64_t healthy = 0,
+          false_alarms = 0;  // healthy runs, each left out when its rung was chosen; how many spoke
   // Over derailing runs whose loss moved and where it spoke: steps from the one to the other, ascending.
   std::vector<int64_t> leads;
-  int64_t in_time = 0;                       // of these, before
+  int64_t in_time = 0;  // of these, before
   std::string_view name() const;
 };
 struct IndicatorTable {
   std::vector<std::optional<int64_t>> moved;  // (derailing): loss_moved
   std::vector<const IndicatorRun*> twins;     // (derailing)
-  std::vector<std::optional<int64_t>> healthy_moved;  // (healthy): should be none; against the first other twin
-  std::vector<IndicatorScore> scores;         // every indicator by every rule that could be judged; the guard first
+  std::vector<std::optional<int64_t>>
+      healthy_moved;                   // (healthy): should be none; against the first other twin
+  std::vector<IndicatorScore> scores;  // every indicator by every rule that could be judged; the guard first
 };
-IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy, const std::vector<IndicatorRun>& derailing);
+IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
+                                const std::vector<IndicatorRun>& derailing);
 // Of an indicator's rules the best: fewest false alarms, then most in time, then the largest median lead. One choice for
 // all; what the other rules gave is in the table.
 std::vector<const IndicatorScore*> best_rules(const IndicatorTable& table);
