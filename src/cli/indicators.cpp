@@ -67,8 +67,8 @@ void print_table(const std::vector<const IndicatorScore*>& rows) {
 void print_run(size_t n, const IndicatorRun& run, const IndicatorTable& table,
                const std::vector<const IndicatorScore*>& rows) {
   const std::string against =
-      table.twins[n] ? fmt::format("against {}", table.twins[n]->folder.string()) : "against its own best";
-  fmt::print("\n{}: {} steps; the loss {} ({})\n", run.folder.string(), run.loss.size(),
+      table.twins[n].empty() ? "its own best" : fmt::format("{} healthy twins", table.twins[n].size());
+  fmt::print("\n{}: {} steps; the loss {} (against {})\n", run.folder.string(), run.loss.size(),
              table.moved[n] ? fmt::format("moved at step {}", *table.moved[n]) : "has not moved", against);
   for (const IndicatorScore* score : rows) {
     const std::optional<Reached>& spoke = score->spoke[n];
@@ -84,6 +84,12 @@ void print_run(size_t n, const IndicatorRun& run, const IndicatorTable& table,
 
 Json step_or_null(const std::optional<int64_t>& step) { return step ? Json(*step) : Json(nullptr); }
 
+Json twins_of(const Twins& twins) {
+  Json folders = Json::array();
+  for (const IndicatorRun* twin : twins) folders.push_back(twin->folder.string());
+  return folders;
+}
+
 void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<IndicatorRun>& derailing,
                 const IndicatorTable& table, const std::vector<const IndicatorScore*>& best) {
   Json of_healthy = Json::array(), of_derailing = Json::array(), indicators = Json::array();
@@ -95,7 +101,7 @@ void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<Indi
     of_derailing.push_back({{"run", derailing[n].folder.string()},
                             {"steps", derailing[n].loss.size()},
                             {"loss_moved", step_or_null(table.moved[n])},
-                            {"twin", table.twins[n] ? Json(table.twins[n]->folder.string()) : Json(nullptr)},
+                            {"twins", twins_of(table.twins[n])},
                             {"notes", derailing[n].notes}});
   for (const IndicatorScore& score : table.scores) {
     Json spoke = Json::array();
@@ -135,9 +141,8 @@ int run_indicators(int argc, char** argv) {
       "came;\n"
       "false alarms are counted on each healthy run with the limits that the others give. Without healthy "
       "runs:\n"
-      "where it grows fourfold or deviates by 8 standard deviations. A healthy run of the same settings, "
-      "list\n"
-      "FP32's first, is the twin against which a loss has moved; without one it is the run's own best.",
+      "where it grows fourfold or deviates by 8 standard deviations. A loss has moved against the healthy\n"
+      "runs of the same settings and seed, only the plan apart; where there are none, against its own best.",
       "indicators --healthy study/healthy-* --derailing study/derailing-*");
   options.words("RUN", folders, 0, static_cast<size_t>(-1));
   options.lists("--healthy", "RUN...", "folders of runs that stayed healthy", healthy_folders);

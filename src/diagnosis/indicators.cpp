@@ -358,9 +358,15 @@ std::vector<double> window_means(const std::vector<double>& loss) {
 
 }  // namespace
 
-std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* twin) {
+std::optional<int64_t> loss_moved(const IndicatorRun& run, const Twins& twins) {
   const std::vector<double> mean = window_means(run.loss);
-  const std::vector<double> healthy = twin ? window_means(twin->loss) : std::vector<double>();
+  std::vector<double> healthy;  // the highest of the twins' means; -infinity where none has one
+  for (const IndicatorRun* twin : twins) {
+    const std::vector<double> of_twin = window_means(twin->loss);
+    healthy.resize(std::max(healthy.size(), of_twin.size()), -kInfinity);
+    for (size_t n = 0; n < of_twin.size(); ++n)
+      if (std::isfinite(of_twin[n])) healthy[n] = std::max(healthy[n], of_twin[n]);
+  }
   double best = kInfinity;
   int64_t since = -1;  // the end of the first window of the stretch that is above
   const auto steps = static_cast<int64_t>(mean.size());
@@ -368,10 +374,11 @@ std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* t
     const auto at = static_cast<size_t>(n);
     if (std::isnan(mean[at])) continue;
     best = std::min(best, mean[at]);
-    // Behind the twin's end there is only the run's own past.
+    // Behind the twins' end there is only the run's own past.
     const double limit = at < healthy.size() && std::isfinite(healthy[at]) ? healthy[at] + kLossMoved
                                                                            : best * (1 + kLossMoved);
-    const bool above = n >= run.warmup && (std::isinf(mean[at]) || mean[at] > limit);
+    const bool calm = n - kLossWindow + 1 >= run.warmup;  // the window lies behind the warm-up
+    const bool above = std::isinf(mean[at]) || (calm && mean[at] > limit);
     if (!above)
       since = -1;
     else if (since < 0)
@@ -384,12 +391,13 @@ std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* t
   return std::isinf(mean[at]) ? since : std::max<int64_t>(0, since - kLossWindow + 1);
 }
 
-const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy) {
-  if (!run.config) return nullptr;
+Twins find_twins(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy) {
+  Twins twins;
+  if (!run.config) return twins;
   const std::string settings = shared_settings(*run.config);
   for (const IndicatorRun& other : healthy)
-    if (&other != &run && other.config && shared_settings(*other.config) == settings) return &other;
-  return nullptr;
+    if (&other != &run && other.config && shared_settings(*other.config) == settings) twins.push_back(&other);
+  return twins;
 }
 
 std::string_view IndicatorScore::name() const {
@@ -400,11 +408,11 @@ IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
                                 const std::vector<IndicatorRun>& derailing) {
   IndicatorTable table;
   for (const IndicatorRun& run : derailing) {
-    table.twins.push_back(find_twin(run, healthy));
+    table.twins.push_back(find_twins(run, healthy));
     table.moved.push_back(loss_moved(run, table.twins.back()));
   }
   for (const IndicatorRun& run : healthy)
-    table.healthy_moved.push_back(loss_moved(run, find_twin(run, healthy)));
+    table.healthy_moved.push_back(loss_moved(run, find_twins(run, healthy)));
 
   const auto add_leads = [&](IndicatorScore& score) {
     for (size_t n = 0; n < derailing.size(); ++n)

@@ -121,15 +121,15 @@ struct IndicatorRun {
 // folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
 IndicatorRun read_indicators(const std::filesystem::path& folder);
 
-// The loss has moved where its mean over kLossWindow steps lies above that of a healthy twin (same seed, same everything
-// but the plan) by more than kLossMoved, or without one, above its own best by that share of it; not finite counts. It
-// must stay so for kLossHold steps or to the end. Told is the *first* step of the first such window, so that no lead is
-// flattered by the window's length.
+// The loss has moved where its mean over kLossWindow steps behind the warm-up lies more than kLossMoved above that of all
+// its twins (healthy runs that differ in the plan alone: how far these lie apart is chance), or without twins, by that
+// share above its own best; where a loss is not finite, too. It must stay so for kLossHold steps or to the end. Told is the
+// *first* step of the first such window, so that no lead is flattered by the window's length.
 inline constexpr int64_t kLossWindow = 50, kLossHold = 200;  // steps
 inline constexpr double kLossMoved = 0.05;
-std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* twin);
-// The first of these runs that differs from `run` in plan alone; none: nullptr.
-const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy);
+using Twins = std::vector<const IndicatorRun*>;
+std::optional<int64_t> loss_moved(const IndicatorRun& run, const Twins& twins);
+Twins find_twins(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy);
 
 // One indicator by one rule over all runs.
 struct IndicatorScore {
@@ -146,10 +146,9 @@ struct IndicatorScore {
   std::string_view name() const;
 };
 struct IndicatorTable {
-  std::vector<std::optional<int64_t>> moved;  // (derailing): loss_moved
-  std::vector<const IndicatorRun*> twins;     // (derailing)
-  std::vector<std::optional<int64_t>>
-      healthy_moved;                   // (healthy): should be none; against the first other twin
+  std::vector<std::optional<int64_t>> moved;          // (derailing)
+  std::vector<Twins> twins;                           // (derailing)
+  std::vector<std::optional<int64_t>> healthy_moved;  // (healthy): each against the others; should be none
   std::vector<IndicatorScore> scores;  // every indicator by every rule that could be judged; the guard first
 };
 IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
