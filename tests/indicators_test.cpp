@@ -13,6 +13,7 @@
 #include "base/json_lines.h"
 #include "base/whole_file.h"
 #include "diagnosis/replays.h"
+#include "run_program.h"
 
 namespace evenkeel {
 namespace {
@@ -270,7 +271,11 @@ TEST_F(Records, RungsAreThoseThatNoHealthyRunComesToAndEachIsJudgedByTheOthers) 
   EXPECT_EQ(ties.rung, 2);  // fourfold
   EXPECT_EQ(ties.healthy, 3);
   EXPECT_EQ(ties.false_alarms, 1);
+  // Of three, half of the others is one: c speaks whichever it is; a and b are on the same rung, so never.
+  EXPECT_DOUBLE_EQ(ties.half_alarms, 1.0 / 3);
   EXPECT_EQ(ties.judged, 2);
+  EXPECT_EQ(ties.moved, 2);
+  EXPECT_DOUBLE_EQ(ties.merit(), 1.0 / 2 - 1.0 / 3);
   ASSERT_TRUE(ties.spoke[0]);
   EXPECT_FALSE(ties.spoke[1]);
   // Twelvefold is 3.58 octaves: two of them after 7 steps.
@@ -289,12 +294,13 @@ TEST_F(Records, RungsAreThoseThatNoHealthyRunComesToAndEachIsJudgedByTheOthers) 
   healthy.push_back(grown("f", 3.2));
   table = judge_indicators(healthy, derailing);
   EXPECT_EQ(score(table, "tied_rows", Rule::growth).false_alarms, 0);
+  // Two of four, and two of three others chosen: c is alone up there if f is not chosen, one time in three.
+  EXPECT_DOUBLE_EQ(score(table, "tied_rows", Rule::growth).half_alarms, 2 * (1.0 / 3) / 4);
   // One row of each indicator, and the guard's.
   EXPECT_EQ(best_rules(table).size(), 1 + kIndicators.size());
-  // Without healthy runs: fourfold, or eight deviations.
+  // Without healthy runs: what has grown more than it usually does.
   table = judge_indicators({}, derailing);
-  EXPECT_EQ(score(table, "tied_rows", Rule::growth).rung, 2);
-  EXPECT_EQ(score(table, "tied_rows", Rule::deviation).rung, 3);
+  EXPECT_EQ(score(table, "tied_rows", Rule::growth).rung, kIndicators[index_of("tied_rows")].growth);
   EXPECT_THROW(score(table, "tied_rows", Rule::level), std::runtime_error);
   EXPECT_EQ(score(table, "tied_rows", Rule::growth).healthy, 0);
 }
@@ -360,6 +366,45 @@ TEST_F(Records, DamageIsToldAndPassedOver) {
   fs::remove(folder_ / "one/config.toml");
   EXPECT_TRUE(told(read_indicators(folder_ / "one"), "no config.toml"));
   EXPECT_THROW(read_indicators(folder_ / "nowhere"), DataError);
+}
+
+TEST_F(Records, TheCommandPrintsTablesAndJson) {
+  const auto plant = [](int64_t step, Json& line) {
+    if (step >= 200) line["largest_lse"][1][2] = 1e4;
+    if (step >= 300) line["loss"] = 4.0;
+  };
+  run("a", 400);
+  run("b", 400, {}, "flash2");
+  run("c", 400, plant, "bf16_all");
+  const std::string program = fmt::format("cd {} && {} indicators ", folder_.string(), EVENKEEL_PROGRAM);
+  const Output table = run_shell(program + "--healthy a b --derailing c");
+  EXPECT_EQ(table.code, 0);
+  EXPECT_NE(table.out.find("2 healthy runs, 1 derailing ones; the loss of 1 of these moved"),
+            std::string::npos);
+  EXPECT_NE(table.out.find("c: 400 steps; the loss moved at step 252 (against 2 healthy twins)"),
+            std::string::npos)
+      << table.out;
+  const Output json = run_shell(program + "--derailing c --json --healthy a b");
+  ASSERT_EQ(json.code, 0);
+  const Json all = Json::parse(json.out);
+  EXPECT_EQ(all["derailing"][0]["twins"], Json({"a", "b"}));
+  bool found = false;
+  for (const Json& row : all["indicators"])
+    if (row["indicator"] == "log_sum_exp" && row["rule"] == "level") {
+      found = true;
+      EXPECT_EQ(row["speaks_at"], 16.0);
+      EXPECT_EQ(row["spoke"][0], Json({{"step", 200}, {"layer", 1}, {"head", 2}}));
+      EXPECT_EQ(row["leads"], Json::array({52}));
+    }
+  EXPECT_TRUE(found);
+  const Output alone = run_shell(program + "c");
+  EXPECT_EQ(alone.code, 0);
+  EXPECT_NE(alone.out.find("against its own best"), std::string::npos);
+  EXPECT_EQ(run_shell(program + "2>&1").code, 2);
+  EXPECT_EQ(run_shell(program + "--healthy 2>&1").code, 2);
+  const Output nowhere = run_shell(program + "nowhere 2>&1");
+  EXPECT_EQ(nowhere.code, 3);
+  EXPECT_NE(nowhere.out.find("nowhere"), std::string::npos);
 }
 
 }  // namespace

@@ -50,17 +50,19 @@ std::string where(const Reached& reached, const IndicatorRun& run) {
 }
 
 void print_table(const std::vector<const IndicatorScore*>& rows) {
-  fmt::print("{:<15}{:<11}{:>11}{:>9}{:>9}   {:<31}{}\n", "indicator", "rule", "speaks at", "spoke",
-             "in time", "lead: median (least..most)", "false alarms, left out");
+  constexpr auto kRow = "{:<15}{:<11}{:>11}{:>8}{:>9}   {:<28}{:<16}{}\n";
+  fmt::print(kRow, "indicator", "rule", "speaks at", "spoke", "in time", "lead: median (least..most)",
+             "false: left out", "half out");
   for (const IndicatorScore* score : rows) {
     const std::vector<int64_t>& leads = score->leads;
     const auto spoke = std::ranges::count_if(score->spoke, [](const auto& s) { return s.has_value(); });
-    fmt::print("{:<15}{:<11}{:>11}{:>9}{:>9}   {:<31}{}\n", score->name(), rule_of(*score), speaks_at(*score),
-               fmt::format("{}/{}", spoke, score->judged), fmt::format("{}/{}", score->in_time, leads.size()),
+    fmt::print(kRow, score->name(), rule_of(*score), speaks_at(*score),
+               fmt::format("{}/{}", spoke, score->judged), fmt::format("{}/{}", score->in_time, score->moved),
                leads.empty()
                    ? "-"
                    : fmt::format("{} ({}..{})", leads[leads.size() / 2], leads.front(), leads.back()),
-               score->healthy == 0 ? "-" : fmt::format("{} of {}", score->false_alarms, score->healthy));
+               score->healthy == 0 ? "-" : fmt::format("{} of {}", score->false_alarms, score->healthy),
+               score->healthy == 0 ? "-" : fmt::format("{:.0f} %", 100 * score->half_alarms));
   }
 }
 
@@ -120,9 +122,11 @@ void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<Indi
                           {"judged", score.judged},
                           {"spoke", spoke},
                           {"leads", score.leads},
+                          {"moved", score.moved},
                           {"in_time", score.in_time},
                           {"healthy", score.healthy},
-                          {"false_alarms_left_out", score.false_alarms}});
+                          {"false_alarms_left_out", score.false_alarms},
+                          {"false_alarms_half_out", score.half_alarms}});
   }
   fmt::print("{}\n",
              Json{{"healthy", of_healthy}, {"derailing", of_derailing}, {"indicators", indicators}}.dump(2));
@@ -135,14 +139,16 @@ int run_indicators(int argc, char** argv) {
   bool each = false, all_rules = false, json = false;
   Options options(
       "indicators RUN... | indicators --healthy RUN... --derailing RUN...",
-      "When each warning sign would have spoken, from the records of runs (train --probe-every N), and how "
+      "When each warning sign would have spoken, by the records of runs (train --probe-every N), and how "
       "long\n"
-      "before the loss moved. Every sign is judged by the same rules and speaks where no healthy run ever "
-      "came;\n"
-      "false alarms are counted on each healthy run with the limits that the others give. Without healthy "
-      "runs:\n"
-      "where it grows fourfold or deviates by 8 standard deviations. A loss has moved against the healthy\n"
-      "runs of the same settings and seed, only the plan apart; where there are none, against its own best.",
+      "before the loss moved. Every sign is judged by the same rules, and speaks where no healthy run ever "
+      "came.\n"
+      "False alarms are those of each healthy run at the limit that all others give, and that half of the\n"
+      "others give on average. A loss has moved against the healthy runs of the same settings and seed, only "
+      "the\n"
+      "plan apart; where there are none, against its own best. Without healthy runs at all: a sign speaks "
+      "where it\n"
+      "grows more than small healthy runs did.",
       "indicators --healthy study/healthy-* --derailing study/derailing-*");
   options.words("RUN", folders, 0, static_cast<size_t>(-1));
   options.lists("--healthy", "RUN...", "folders of runs that stayed healthy", healthy_folders);
