@@ -13,6 +13,7 @@
 #include "base/json_lines.h"
 #include "base/whole_file.h"
 #include "diagnosis/replays.h"
+#include "numerics/random.h"
 #include "run_program.h"
 
 namespace evenkeel {
@@ -167,6 +168,57 @@ TEST_F(Records, AJumpIsToldAtItsStepByEveryRuleAndWithItsHead) {
   // The others say nothing.
   EXPECT_EQ(first(jump, "tied_rows", Rule::growth, 1), -1);
   EXPECT_EQ(first(jump, "loss", Rule::growth, 1), -1);
+}
+
+// The rules once more, as the header has them, by sorting everything anew at every step.
+TEST_F(Records, AWalkIsJudgedAsByTheSlowDefinition) {
+  constexpr int64_t kSteps = 500;
+  std::vector<double> walk(kSteps);
+  double at = 5;
+  for (int64_t n = 0; n < kSteps; ++n) {
+    at += 0.3 * (random_unit({7, 0, 0}, static_cast<uint64_t>(n)) - 0.48);
+    walk[static_cast<size_t>(n)] = at + random_unit({7, 0, 1}, static_cast<uint64_t>(n));
+  }
+  const IndicatorRun found = run("walk", kSteps, [&](int64_t step, Json& line) {
+    line["largest_lse"][0][1] = 16 + std::exp2(walk[static_cast<size_t>(step)]);  // above the others
+  });
+  const auto upper_median = [](std::vector<double> x) {
+    std::sort(x.begin(), x.end());
+    return x[x.size() / 2];
+  };
+  std::array<std::vector<Reached>, 3> expected;
+  std::vector<double> smooth;  // behind the warm-up
+  double mean = 0;
+  for (int64_t n = 0; n < kSteps; ++n) {
+    const double x = std::log2(16 + std::exp2(walk[static_cast<size_t>(n)]));
+    mean += (x - mean) / static_cast<double>(std::min<int64_t>(n + 1, 8));
+    if (n < kWarmup) continue;
+    const auto reach = [&](size_t rule, double height) {
+      const int rung = static_cast<int>(std::floor(height));
+      if (expected[rule].empty() || rung > expected[rule].back().rung) expected[rule].push_back({rung, n, 1});
+    };
+    reach(0, mean);
+    if (n >= 2 * kWarmup) reach(1, mean - upper_median({smooth.begin(), smooth.begin() + kWarmup}));
+    if (smooth.size() >= 16) {
+      const std::vector<double> trail(
+          smooth.end() - static_cast<int64_t>(std::min<size_t>(smooth.size(), 128)), smooth.end());
+      const double middle = upper_median(trail);
+      std::vector<double> distances;
+      for (const double y : trail) distances.push_back(std::fabs(y - middle));
+      const double z = (mean - middle) / std::max(1.4826 * upper_median(distances), 0x1p-6);
+      reach(2, z > 0.5 ? std::log2(z) : -1);
+    }
+    smooth.push_back(mean);
+  }
+  // The other heads stand still, so they count only where this one falls: heads of first rungs may be theirs.
+  for (size_t rule = 0; rule < 3; ++rule) {
+    ASSERT_GT(expected[rule].size(), 1u) << rule;
+    std::vector<Reached> rising = found.reached[0][rule];
+    std::erase_if(rising, [](const Reached& r) { return r.head != 1; });
+    std::erase_if(expected[rule], [&](const Reached& r) { return r.rung < rising.front().rung; });
+    EXPECT_EQ(rising.size(), expected[rule].size()) << rule;
+    EXPECT_EQ(rising, expected[rule]) << rule;
+  }
 }
 
 TEST_F(Records, WhatIsProbedNowAndThenIsToldAtItsProbe) {

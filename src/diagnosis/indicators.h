@@ -98,7 +98,7 @@ inline constexpr std::array<Indicator, 13> kIndicators = {{
     {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6, 3},
     {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6, 3},
     {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6, 2},
-    {"loss", "loss", "the loss", 0x1p-10, 0, false},
+    {"loss", "loss", "the loss", 0x1p-10, 1, false},
     {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, 2, false},
 }};
 
