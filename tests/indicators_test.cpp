@@ -221,6 +221,15 @@ TEST_F(Records, AWalkIsJudgedAsByTheSlowDefinition) {
   }
 }
 
+// One octave for 120 records, then four more: of the last 128 records most know only the higher place.
+TEST_F(Records, DeviationForgetsWhatLiesBehindItsTrail) {
+  const IndicatorRun climbing = run("climbing", 600, [](int64_t step, Json& line) {
+    line["tied_rows"] = by_head(step < 400 ? 0.02 : step < 520 ? 0.04 : 0.64);
+  });
+  // 128 deviations of 2^-6 octaves are two octaves: 4 (1 - (7/8)^6) is the first beyond. From 0.02 it would be the third.
+  EXPECT_EQ(first(climbing, "tied_rows", Rule::deviation, 7), 525);
+}
+
 TEST_F(Records, WhatIsProbedNowAndThenIsToldAtItsProbe) {
   const IndicatorRun probed = run("probed", 800, [](int64_t step, Json& line) {
     if (step < 610 || !line.contains("probe")) return;
