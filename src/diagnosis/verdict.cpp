@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/json_lines.h"
 #include "base/whole_file.h"
+#include "diagnosis/probe_recorder.h"
 
 namespace evenkeel {
 namespace {
@@ -28,20 +29,10 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// (L, H) numbers of a line, flat; empty where they are not of that shape. The first that is read gives the shape.
+// (L, H) numbers of a line, flat; empty where they are not of the record's shape, which the first that is read gives.
 std::vector<double> by_head(const Json& line, const char* field, RunRecord& record) {
   const auto found = line.find(field);
-  if (found == line.end() || !found->is_array() || found->empty() || !(*found)[0].is_array()) return {};
-  if (record.layers == 0)
-    record.layers = static_cast<int64_t>(found->size()),
-    record.heads = static_cast<int64_t>((*found)[0].size());
-  std::vector<double> values;
-  for (const Json& layer : *found) {
-    if (!layer.is_array() || static_cast<int64_t>(layer.size()) != record.heads) return {};
-    for (const Json& value : layer) values.push_back(json_number(value).value_or(kUnknown));
-  }
-  if (static_cast<int64_t>(values.size()) != record.layers * record.heads) return {};
-  return values;
+  return found == line.end() ? std::vector<double>() : from_heads(*found, record.layers, record.heads);
 }
 
 // What each step's loss is above the median of its neighbours on both sides, so that a loss that falls is no jump; NaN for
