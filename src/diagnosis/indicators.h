@@ -118,7 +118,7 @@ struct IndicatorRun {
   // Rungs and steps ascending; the first is where it stood when it was first judged, the last its highest.
   std::array<std::array<std::vector<Reached>, kRuleNames.size()>, kIndicators.size()> reached;
   bool guard_judged = false;
-  std::optional<Reached> guard;    // its first alarm
+  std::optional<Reached> guard;    // its first alarm, in the warm-up too
   std::vector<std::string> notes;  // what is damaged or missing
 };
 // folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
