@@ -40,6 +40,9 @@ Line stems(const std::vector<double>& y, const std::string& label, const std::st
   return line;
 }
 
+// Room for the first and the last.
+std::pair<double, double> around(size_t n) { return {-0.5, static_cast<double>(n) - 0.5}; }
+
 std::string directions_panel(const PageData& data) {
   const std::string heading = "Where the error pushes: PK, X and (PK)ᵀX";
   const std::string lead = fmt::format("{}, {} and their product {} at some tokens: alike rows and columns mean that errors add up instead of cancelling.", term("PK"),
@@ -105,8 +108,8 @@ std::string features_panel(const PageData& data) {
     Chart c;
     c.id = id, c.title = title, c.y_label = y_label, c.x_label = "feature of the head";
     c.description = fmt::format("{} at row {} by feature.", title, a.row);
-    c.zero_y = true, c.height = 150, c.lines = {stems(y, "", style)};
-    c.lines[0].label = title;
+    c.zero_y = true, c.height = 150, c.lines = {stems(y, title, style)};
+    c.x_range = around(y.size());
     c.rules.push_back({0, ""});
     return draw(c);
   };
@@ -131,6 +134,7 @@ std::string sign_panel(const PageData& data) {
   c.id = "v-sign", c.title = "one-signedness", c.y_label = "sum of v over sum of |v|: ±1 is one sign alone", c.x_label = "feature of the head";
   c.description = "How far each feature of V has one sign: plus or minus one where all keys agree.";
   c.zero_y = true, c.height = 150, c.lines = {stems(view.v_sign, "one-signedness", "c2")};
+  c.x_range = around(view.v_sign.size());
   c.rules.push_back({0, ""});
   return section("sign", heading, lead, draw(map) + draw(c));
 }

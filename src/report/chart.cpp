@@ -13,11 +13,12 @@ namespace evenkeel {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kTextWidth = 6.3;  // of a character of a label, in the chart's units; a little too wide
+constexpr double kTextWidth = 6.3;  // of a character, in the chart's units; a little too wide
+constexpr double kBoldWidth = 7.4;
 
 // Characters, not bytes.
-double width_of(std::string_view text) {
-  return kTextWidth * static_cast<double>(std::count_if(text.begin(), text.end(), [](char c) {
+double width_of(std::string_view text, double character = kTextWidth) {
+  return character * static_cast<double>(std::count_if(text.begin(), text.end(), [](char c) {
            return (static_cast<unsigned char>(c) & 0xc0) != 0x80;
          }));
 }
@@ -39,6 +40,7 @@ struct Tick {
 };
 
 std::string tick_label(double value, double step) {
+  if (std::fabs(value) < 1e-9 * step) return "0";
   const int decimals = std::clamp(static_cast<int>(std::ceil(-std::log10(step) - 1e-9)), 0, 12);
   const double size = std::fabs(value);
   if (size >= 1e6 || (size > 0 && step < 1e-4)) {
@@ -305,9 +307,11 @@ std::string draw(const Chart& chart) {
   double left = 16, right = chart.small ? 10 : 16;
   for (const Tick& tick : y_ticks) left = std::max(left, width_of(tick.label) + 12);
   for (const Lane& lane : chart.lanes) left = std::max(left, std::min(120.0, width_of(lane.label)) + 12);
+  // One curve needs no name: the axis has it.
+  const auto named_lines = std::count_if(chart.lines.begin(), chart.lines.end(), [](const Line& line) { return line.named; });
+  const bool ends = !chart.small && named_lines > 1;
   for (const Line& line : chart.lines)
-    if (line.named && !line.label.empty() && !chart.small)
-      right = std::max(right, std::min(190.0, width_of(line.label)) + 14);
+    if (line.named && ends) right = std::max(right, std::min(200.0, width_of(line.label, kBoldWidth)) + 14);
   constexpr double kLane = 17;
   const double lanes = kLane * static_cast<double>(chart.lanes.size()) + (chart.lanes.empty() ? 0 : 8);
   plot.left = left, plot.top = 24;
@@ -355,7 +359,7 @@ std::string draw(const Chart& chart) {
                      chart.id, plot.width / (plot.x.high - plot.x.low), plot.height / kGrid, plot.left, plot.top);
   for (const Lane& lane : chart.lanes)
     for (const Mark& mark : lane.marks)
-      if (mark.style != "check")
+      if (mark.through)
         svg += fmt::format("<path class=\"happened {}\" d=\"M{} 0V{}\"/>\n", escape(mark.style),
                            plain(mark.x - plot.x.low), kGrid);
   for (const Line& line : chart.lines)
@@ -369,7 +373,7 @@ std::string draw(const Chart& chart) {
   }
   svg += "</g></g>\n";
   // Names at the ends.
-  if (!chart.small) {
+  if (ends) {
     std::vector<double> wanted;
     std::vector<const Line*> named;
     for (const Line& line : chart.lines)
@@ -594,6 +598,15 @@ Line thin(const Line& line, size_t most) {
     out.x.push_back(line.x[n]), out.y.push_back(line.y[n]);
     if (!line.low.empty()) out.low.push_back(line.low[n]), out.high.push_back(line.high[n]);
   }
+  return out;
+}
+
+Line binned_logarithms(const Line& line, size_t bins) {
+  Line logarithms = line;
+  for (double& y : logarithms.y) y = y > 0 ? std::log10(y) : std::numeric_limits<double>::quiet_NaN();
+  Line out = binned(logarithms, {}, bins);
+  for (std::vector<double>* values : {&out.y, &out.low, &out.high})
+    for (double& value : *values) value = std::pow(10.0, value);
   return out;
 }
 

@@ -23,11 +23,12 @@ struct Line {
   bool named = true;              // has a name at its end, and a value on hover
 };
 
-// Something that happened at x. Drawn in a lane below the curves, with a hairline through them.
+// Something that happened at x. Drawn in a lane below the curves.
 struct Mark {
   double x = 0;
   std::string style;  // check, change, guard, finding
   std::string words;
+  bool through = false;  // a hairline through the curves, too
 };
 struct Lane {
   std::string label, style;
@@ -90,5 +91,7 @@ Line thin(const Line& line, size_t most);
 // The mean over stretches of about equal length, with a band of two standard errors from the rows' own (`error`: a standard
 // error of each y; empty: from the scatter within the stretch).
 Line binned(const Line& line, std::span<const double> error, size_t bins);
+// The same for what is drawn on a logarithmic axis: means of logarithms.
+Line binned_logarithms(const Line& line, size_t bins);
 
 }  // namespace evenkeel

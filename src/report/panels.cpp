@@ -14,14 +14,6 @@ using Json = nlohmann::json;
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
-bool ails(const RunRecords& run, const Symptom& symptom) {
-  if (run.verdict) {
-    const std::string cause = text_at(*run.verdict, "cause");
-    if (!cause.empty()) return cause != name(Cause::healthy);
-  }
-  return symptom.kind != Symptom::Kind::none;
-}
-
 // The first guilty head of a verdict.
 std::optional<std::pair<int64_t, int64_t>> guilty_head(const RunRecords& run) {
   if (!run.verdict) return {};
@@ -59,6 +51,14 @@ void name_apart(std::vector<RunRecords>& runs) {
 }
 
 }  // namespace
+
+bool ails(const RunRecords& run, const Symptom& symptom) {
+  if (run.verdict) {
+    const std::string cause = text_at(*run.verdict, "cause");
+    if (!cause.empty()) return cause != name(Cause::healthy);
+  }
+  return symptom.kind != Symptom::Kind::none;
+}
 
 PageData page_data(std::vector<RunRecords> runs) {
   PageData data;
@@ -203,7 +203,7 @@ std::string bits_of(const Json& e) {
 
 std::string body_of(const PageData& data) {
   std::string text = verdict_part(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
-                     remedies_part(data) + repeat_part(data);
+                     remedies_part(data) + lead_part(data) + repeat_part(data);
   text += section("words", "Words", "Every term of this page in one sentence.", glossary());
   return text;
 }

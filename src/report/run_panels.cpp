@@ -167,6 +167,8 @@ std::string ties_panel(const PageData& data) {
     if (!series) continue;
     Line line = largest_line(run, *series, 100);
     line = binned(line, {}, 240);
+    for (double& low : line.low) low = std::max(0.0, low);
+    for (double& high : line.high) high = std::min(100.0, high);
     line.label = run.label, line.style = colour_of(data, n);
     ties.lines.push_back(std::move(line));
     Line losses{run.label, colour_of(data, n), {run.steps.begin(), run.steps.end()}, run.loss, {}, {}};
@@ -233,7 +235,7 @@ std::string residual_panel(const PageData& data) {
       const Line r = head_line(*rms, LH, head), d = head_line(*delta, LH, head);
       Line line;
       for (size_t k = 0; k < r.y.size(); ++k) line.x.push_back(r.x[k]), line.y.push_back(d.y[k] > 0 ? r.y[k] / d.y[k] : kUnknown);
-      line = binned(line, {}, 300);
+      line = binned_logarithms(line, 240);
       line.label = run.label, line.style = colour;
       share.lines.push_back(std::move(line));
       any = true;

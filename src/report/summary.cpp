@@ -109,18 +109,25 @@ const char* mark_style(RunEvent::Kind kind) {
   }
 }
 
-// Many checkpoints say no more than some.
+// Many checkpoints say no more than some, and what the guard changed is told once.
 Lane lane_of(const RunRecords& run, const std::string& style) {
   Lane lane{run.label, style, {}};
-  constexpr size_t kMost = 60;
-  size_t n = 0, of_kind[2] = {0, 0};
-  for (const RunEvent& event : run.events) of_kind[event.kind == RunEvent::Kind::checkpoint]++;
-  const size_t every = of_kind[1] / kMost + 1;
+  constexpr size_t kMostCheckpoints = 60, kMostHairlines = 4;
+  std::set<int64_t> by_guard;  // steps from which its changes hold
+  size_t checkpoints = 0, told = 0, n = 0;
+  for (const RunEvent& event : run.events) {
+    if (event.kind == RunEvent::Kind::guard_remedy) by_guard.insert(event.step + 1);
+    (event.kind == RunEvent::Kind::checkpoint ? checkpoints : told)++;
+  }
+  const size_t every = checkpoints / kMostCheckpoints + 1;
   for (const RunEvent& event : run.events) {
     if (event.kind == RunEvent::Kind::checkpoint && n++ % every != 0) continue;
+    if (event.kind == RunEvent::Kind::plan_change && by_guard.contains(event.step)) continue;
+    const bool grave = event.kind == RunEvent::Kind::finding || event.kind == RunEvent::Kind::guard_roll_back;
     lane.marks.push_back({static_cast<double>(event.step), mark_style(event.kind),
                           fmt::format("{} at step {}{}{}", name(event.kind), event.step, event.words.empty() ? "" : ": ",
-                                      event.words)});
+                                      event.words),
+                          grave || (event.kind != RunEvent::Kind::checkpoint && told <= kMostHairlines)});
   }
   return lane;
 }
@@ -383,6 +390,40 @@ std::string remedies_part(const PageData& data) {
     table += missing("To compare runs, name several:", fmt::format("evenkeel report {} OTHER_RUN... -o report.html", shell_word(run.folder.string())));
   return section("remedies", "Remedies compared",
                  fmt::format("The runs of this page, then every {} that was tried on the one that ails.", term("stabiliser")), table);
+}
+
+std::string lead_part(const PageData& data) {
+  const RunRecords& run = data.runs[data.subject];
+  const std::string lead = fmt::format("When each warning sign spoke in {}, and how long before the {} moved: its {}.", escape(run.label), term("loss"), term("lead time"));
+  if (data.leads.empty()) {
+    if (!ails(run, data.symptoms[data.subject])) return section("lead", "Lead time of each indicator", "", missing("No run of this page ails: there is nothing to warn of.", ""));
+    return section("lead", "Lead time of each indicator", lead,
+                   missing("No indicator could be judged on this run. They need records of every step:",
+                           "evenkeel train ... --probe-every 50 --out NEW_RUN; evenkeel indicators --help"));
+  }
+  DotPlot plot;
+  plot.id = "leads", plot.title = "Lead time", plot.x_label = "step at which it spoke";
+  plot.description = "The step at which each indicator spoke; the rule is where the loss moved.";
+  if (data.loss_moved) plot.rules.push_back({static_cast<double>(*data.loss_moved), "the loss moved"});
+  std::string meanings;
+  for (const LeadTime& l : data.leads) {
+    const std::string spoke = data.loss_moved ? *data.loss_moved >= l.spoke ? fmt::format("{} steps before", count(*data.loss_moved - l.spoke))
+                                                                          : fmt::format("{} steps after", count(l.spoke - *data.loss_moved))
+                                              : fmt::format("step {}", count(l.spoke));
+    plot.dots.push_back({l.name, l.false_alarms > 0 ? fmt::format("{}, {} false", spoke, l.false_alarms) : spoke,
+                         !data.loss_moved || l.spoke > *data.loss_moved ? "unknown" : l.false_alarms > 0 ? "bad" : "good", static_cast<double>(l.spoke)});
+    meanings += fmt::format("<tr><th scope=\"row\">{}</th><td>{}</td><td>{}</td><td>{}</td></tr>\n", escape(l.name), escape(l.meaning), escape(l.rule),
+                            l.head >= 0 ? fmt::format("layer {} head {}", l.layer, l.head) : "the whole run");
+  }
+  const int64_t healthy = data.leads[0].healthy;
+  return section("lead", "Lead time of each indicator", lead,
+                 draw(plot) + fmt::format("<details class=\"data\"><summary>What each of them is</summary><div class=\"scroll\"><table class=\"settings\"><thead><tr>"
+                                          "<th scope=\"col\">indicator</th><th scope=\"col\">is</th><th scope=\"col\">rule</th><th scope=\"col\">spoke in</th></tr></thead>"
+                                          "<tbody>\n{}</tbody></table></div></details>\n", meanings),
+                 fmt::format("<p>{}</p><p>{}</p>",
+                             data.loss_moved ? fmt::format("The loss moved at step {}.", count(*data.loss_moved)) : "The loss has not moved yet, or has no healthy twin to move from.",
+                             healthy > 0 ? fmt::format("Each speaks at the lowest level that none of the {} healthy run{} of this page comes to.", healthy, healthy == 1 ? "" : "s")
+                                         : "No healthy run is on this page: levels are those for a run that stands alone, and false alarms are not known."));
 }
 
 namespace {
