@@ -34,12 +34,19 @@ void find_leads(PageData& data) {
     const auto& spoke = score->spoke[0];
     if (!spoke) continue;
     const bool is_guard = score->indicator >= kIndicators.size();
-    LeadTime lead{std::string(score->name()), std::string(is_guard ? "the guard's alarm" : kIndicators[score->indicator].meaning),
-                  std::string(is_guard ? "alarm" : name(score->rule)), spoke->step, -1, -1, score->healthy, score->false_alarms};
+    LeadTime lead{std::string(score->name()),
+                  std::string(is_guard ? "the guard's alarm" : kIndicators[score->indicator].meaning),
+                  std::string(is_guard ? "alarm" : name(score->rule)),
+                  spoke->step,
+                  -1,
+                  -1,
+                  score->healthy,
+                  score->false_alarms};
     if (spoke->head >= 0) lead.layer = spoke->head / H, lead.head = spoke->head % H;
     data.leads.push_back(std::move(lead));
   }
-  std::stable_sort(data.leads.begin(), data.leads.end(), [](const LeadTime& a, const LeadTime& b) { return a.spoke < b.spoke; });
+  std::stable_sort(data.leads.begin(), data.leads.end(),
+                   [](const LeadTime& a, const LeadTime& b) { return a.spoke < b.spoke; });
 }
 
 PageData read_all(std::span<const fs::path> folders, const PageOptions& options) {
@@ -62,10 +69,12 @@ std::string page_body(std::span<const fs::path> runs, const PageOptions& options
 
 std::string page(std::span<const fs::path> runs, const PageOptions& options) {
   std::string names;
-  for (const fs::path& run : runs) names += (names.empty() ? "" : ", ") + (run.has_filename() ? run : run.parent_path()).filename().string();
+  for (const fs::path& run : runs)
+    names += (names.empty() ? "" : ", ") + (run.has_filename() ? run : run.parent_path()).filename().string();
   return fmt::format(
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" "
+      "content=\"light dark\">\n"
       "<title>{} · Evenkeel</title>\n<style>\n{}</style>\n</head>\n<body>\n"
       "<a class=\"skip\" href=\"#page\">To the report</a>\n"
       "<div class=\"bar\"><span class=\"brand\">Evenkeel</span><span class=\"what\">{}</span>"

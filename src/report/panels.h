@@ -15,8 +15,8 @@ namespace evenkeel {
 // When one warning sign spoke in the subject.
 struct LeadTime {
   std::string name, meaning, rule;
-  int64_t spoke = 0;                // step
-  int64_t layer = -1, head = -1;    // where; -1: of the whole run
+  int64_t spoke = 0;                      // step
+  int64_t layer = -1, head = -1;          // where; -1: of the whole run
   int64_t healthy = 0, false_alarms = 0;  // healthy runs that it was judged on, and of these spoke in
 };
 
@@ -27,8 +27,8 @@ struct PageData {
   int64_t layer = -1, head = -1;  // its head of interest; -1: none is known
   std::shared_ptr<const CaptureView> view;
   std::vector<std::string> capture_notes;
-  std::vector<LeadTime> leads;          // in the order in which they spoke
-  std::optional<int64_t> loss_moved;    // step
+  std::vector<LeadTime> leads;        // in the order in which they spoke
+  std::optional<int64_t> loss_moved;  // step
 };
 
 // Symptoms, subject and head of interest, from the runs alone. REQUIRES: at least one run.
@@ -65,6 +65,7 @@ std::string colour_of(const PageData& data, size_t run);
 double recent(const std::vector<double>& values);
 // One head's values.
 Line head_line(const HeadSeries& series, int64_t heads, int64_t head);
-const HeadSeries* find_series(const RunRecords& run, const char* name);  // of facts, else of probes; nullptr: none
+const HeadSeries* find_series(const RunRecords& run,
+                              const char* name);  // of facts, else of probes; nullptr: none
 
 }  // namespace evenkeel
