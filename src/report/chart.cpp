@@ -249,7 +249,8 @@ std::string table_of(const Chart& chart) {
   const size_t rows = std::min(kRows, xs.size());
   for (size_t r = 0; r < rows; ++r) {
     const double x = xs[rows == 1 ? 0 : r * (xs.size() - 1) / (rows - 1)];
-    text += fmt::format("<tr><th scope=\"row\">{}</th>", figure(x, 6));
+    text += fmt::format("<tr><th scope=\"row\">{}</th>",
+                        x == std::round(x) ? count(static_cast<int64_t>(x)) : figure(x, 6));
     for (const Line* line : named) {
       const auto next = std::lower_bound(line->x.begin(), line->x.end(), x);
       const bool beyond = next == line->x.end();
@@ -351,7 +352,7 @@ std::string draw(const Chart& chart) {
     svg += fmt::format("<path d=\"M{:.1f} {:.1f}h{:.1f}\"/><text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>",
                        plot.left, y, plot.width, plot.left - 7, y + 3.8, tick.label);
   }
-  svg += fmt::format("<text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n",
+  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n",
                      chart.small ? 0 : plot.left, escape(chart.small ? chart.title : chart.y_label));
   svg +=
       fmt::format("<g class=\"axis x\"><path class=\"foot\" d=\"M{:.1f} {:.1f}h{:.1f}\"/><g class=\"ticks\">",

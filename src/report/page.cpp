@@ -55,7 +55,9 @@ PageData read_all(std::span<const fs::path> folders, const PageOptions& options)
   PageData data = page_data(std::move(runs));
   std::vector<fs::path> captures = options.captures;
   if (captures.empty()) captures = data.runs[data.subject].captures;
-  data.view = look_at(captures, data.layer, data.head, data.capture_notes);
+  // A healthy run's head of interest is only its largest: then the one that leaks most is worth more.
+  const bool named = ails(data.runs[data.subject], data.symptoms[data.subject]);
+  data.view = look_at(captures, named ? data.layer : -1, named ? data.head : -1, data.capture_notes);
   find_leads(data);
   return data;
 }
