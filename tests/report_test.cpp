@@ -154,6 +154,33 @@ TEST(ReportCheck, finds_what_is_wrong) {
     EXPECT_FALSE(check(bad).faults.empty()) << bad;
 }
 
+// The curve of the path with this mark as page.js reads it: (x, y). svg begins in its chart's tag.
+std::vector<std::pair<double, double>> read_curve(const std::string& svg, const std::string& mark) {
+  const auto attribute = [&](const std::string& key, size_t from) {
+    const size_t begin = svg.find(" " + key + "=\"", from) + key.size() + 3;
+    return svg.substr(begin, svg.find('"', begin) - begin);
+  };
+  double x0 = 0, x1 = 0, y0 = 0, y1 = 0;
+  std::istringstream(attribute("data-x", 0)) >> x0 >> x1;
+  std::istringstream(attribute("data-y", 0)) >> y0 >> y1;
+  const bool log = attribute("data-log", 0) == "1";
+  const std::string d = attribute("d", svg.find(mark));
+  std::vector<std::pair<double, double>> points;
+  double x = 0, y = 0;
+  for (size_t n = 0; n < d.size();) {
+    const bool absolute = d[n] == 'M';
+    const size_t end = std::min(d.find_first_of("Ml", n + 1), d.size());
+    std::istringstream values(d.substr(n + 1, end - n - 1));
+    for (double a = 0, b = 0; values >> a >> b;) {
+      x = absolute ? a : x + a, y = absolute ? b : y + b;
+      const double value = y1 - y / kGrid * (y1 - y0);
+      points.emplace_back(x + x0, log ? std::pow(10.0, value) : value);
+    }
+    n = end;
+  }
+  return points;
+}
+
 // --- Runs made by hand
 
 class ReportTest : public ::testing::Test {
@@ -451,36 +478,14 @@ TEST_F(ReportTest, a_long_run_stays_small_and_keeps_its_peak) {
   const std::string html = page_of({a, b, c});
   EXPECT_LT(html.size(), 5'000'000u);
   EXPECT_GT(html.size(), 100'000u);
+  // The thin curve of single steps still has the step.
+  const auto points = read_curve(html.substr(html.find("id=\"loss-chart\"")), "class=\"line c0 raw\"");
+  EXPECT_TRUE(std::any_of(points.begin(), points.end(),
+                          [](const auto& p) { return p.first == kPeak && p.second > 3; }));
+  EXPECT_LT(points.size(), 3000u);
 }
 
 // --- Curves
-
-// The curve of a path as page.js reads it: (x, y).
-std::vector<std::pair<double, double>> read_curve(const std::string& svg, const std::string& name) {
-  const auto attribute = [&](const std::string& key, size_t from) {
-    const size_t begin = svg.find(" " + key + "=\"", from) + key.size() + 3;
-    return svg.substr(begin, svg.find('"', begin) - begin);
-  };
-  double x0 = 0, x1 = 0, y0 = 0, y1 = 0;
-  std::istringstream(attribute("data-x", 0)) >> x0 >> x1;
-  std::istringstream(attribute("data-y", 0)) >> y0 >> y1;
-  const bool log = attribute("data-log", 0) == "1";
-  const std::string d = attribute("d", svg.find("data-name=\"" + name + "\""));
-  std::vector<std::pair<double, double>> points;
-  double x = 0, y = 0;
-  for (size_t n = 0; n < d.size();) {
-    const bool absolute = d[n] == 'M';
-    const size_t end = std::min(d.find_first_of("Ml", n + 1), d.size());
-    std::istringstream values(d.substr(n + 1, end - n - 1));
-    for (double a = 0, b = 0; values >> a >> b;) {
-      x = absolute ? a : x + a, y = absolute ? b : y + b;
-      const double value = y1 - y / kGrid * (y1 - y0);
-      points.emplace_back(x + x0, log ? std::pow(10.0, value) : value);
-    }
-    n = end;
-  }
-  return points;
-}
 
 TEST(ReportChart, a_curve_reads_back_as_the_numbers_it_was_drawn_from) {
   std::mt19937 random(1);
@@ -494,7 +499,7 @@ TEST(ReportChart, a_curve_reads_back_as_the_numbers_it_was_drawn_from) {
     chart.lines = {line};
     const std::string svg = draw(chart);
     EXPECT_TRUE(check(svg).faults.empty());
-    const auto points = read_curve(svg, "one");
+    const auto points = read_curve(svg, "data-name=\"one\"");
     ASSERT_EQ(points.size(), 490u);
     const double largest = *std::max_element(line.y.begin(), line.y.end(),
                                              [](double a, double b) { return !(a >= b) && !std::isnan(b); });

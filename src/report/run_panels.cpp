@@ -27,9 +27,16 @@ std::string no_probes(const RunRecords& run) {
                  command + " --probe-every 50 --out NEW_RUN");
 }
 
-std::string multiples(const std::vector<Chart>& charts) {
-  std::string text = "<div class=\"multiples\">\n";
-  for (const Chart& chart : charts) text += draw(chart);
+// Side by side, as many as there is room for; few are drawn larger.
+std::string multiples(std::vector<Chart> charts, double room) {
+  constexpr double kLeast = 244, kMost = 330, kGap = 22;
+  const double width =
+      std::clamp(room / static_cast<double>(std::max<size_t>(1, charts.size())) - kGap, kLeast, kMost);
+  std::string text = fmt::format("<div class=\"multiples\" style=\"--least:{:.0f}px\">\n", 0.86 * width);
+  for (Chart& chart : charts) {
+    chart.width = width, chart.height = 0.73 * width;
+    text += draw(chart);
+  }
   return text + "</div>\n";
 }
 
@@ -110,7 +117,7 @@ std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const H
     Chart chart;
     chart.id = fmt::format("{}-{}", id, layer);
     chart.title = fmt::format("layer {}", layer);
-    chart.small = true, chart.log_y = true, chart.width = 244, chart.height = 178;
+    chart.small = true, chart.log_y = true;
     for (int64_t head = 0; head < run.heads; ++head) {
       Line line = thin(head_line(series, run.layers * run.heads, layer * run.heads + head), points);
       line.label = fmt::format("head {}", head);
@@ -147,7 +154,7 @@ std::string heads_panel(const PageData& data) {
           "layers.",
           chart.title);
     }
-    content = multiples(charts);
+    content = multiples(std::move(charts), 1056);
   } else {
     content = no_probes(run);
   }
@@ -368,7 +375,7 @@ std::string common_panel(const PageData& data) {
   } else {
     const auto range = common_range(all);
     for (Chart& chart : all) chart.y_range = range;
-    content = multiples(all);
+    content = multiples(std::move(all), 800);
   }
   return section(
       "common", "The common mode of the scores",

@@ -386,7 +386,7 @@ std::string chain_part(const PageData& data) {
 std::string remedies_part(const PageData& data) {
   std::string table =
       "<div class=\"scroll\"><table class=\"runs\"><thead><tr><th scope=\"col\">run</th><th "
-      "scope=\"col\">plan</th><th scope=\"col\">steps</th>"
+      "scope=\"col\" class=\"plan\">plan</th><th scope=\"col\">steps</th>"
       "<th scope=\"col\">loss</th><th scope=\"col\">offset</th><th scope=\"col\">gradient norm</th><th "
       "scope=\"col\">ties, %</th>"
       "<th scope=\"col\">state</th></tr></thead><tbody>\n";
@@ -394,9 +394,13 @@ std::string remedies_part(const PageData& data) {
     const RunRecords& run = data.runs[n];
     const double ties = last_largest(run, "tied_rows");
     std::string plan = run.setting("attention", "plan");
+    std::vector<const RunEvent*> changes;
     for (const RunEvent& event : run.events)
-      if (event.kind == RunEvent::Kind::plan_change && plan.size() < 300)
-        plan += fmt::format("; from step {}: {}", event.step, event.words);
+      if (event.kind == RunEvent::Kind::plan_change) changes.push_back(&event);
+    if (changes.size() == 1)
+      plan += fmt::format("; from step {}: {}", changes[0]->step, changes[0]->words);
+    else if (!changes.empty())
+      plan += fmt::format("; {} changes from step {} on", changes.size(), changes[0]->step);
     const auto cell = [](double x, int digits) {
       return std::isnan(x) ? std::string("–") : figure(x, digits);
     };
