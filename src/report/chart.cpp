@@ -269,6 +269,8 @@ std::string glyph(const std::string& style, double x, double y) {
     return fmt::format("<path class=\"mark guard\" d=\"M{:.1f} {:.1f}l5 9h-10z\"/>", x, y - 5);
   if (style == "change")
     return fmt::format("<path class=\"mark change\" d=\"M{:.1f} {:.1f}l5 5-5 5-5-5z\"/>", x, y - 5);
+  if (style == "symptom")
+    return fmt::format("<circle class=\"mark symptom\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\"/>", x, y);
   if (style == "finding")
     return fmt::format("<path class=\"mark finding\" d=\"M{:.1f} {:.1f}l8 8m0-8l-8 8\"/>", x - 4, y - 4);
   return fmt::format("<circle class=\"mark check\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"2.2\"/>", x, y);
@@ -287,6 +289,10 @@ std::string nothing(const std::string& title) {
 }
 
 }  // namespace
+
+std::string legend_mark(const std::string& style) {
+  return fmt::format("<svg viewBox=\"0 0 12 12\" aria-hidden=\"true\">{}</svg>", glyph(style, 6, 6));
+}
 
 std::optional<std::pair<double, double>> common_range(std::span<const Chart> charts) {
   Range range;
