@@ -224,10 +224,11 @@ std::string ties_panel(const PageData& data) {
     loss.height = 190, loss.x_range = std::pair(low, high);
     content = draw(ties) + draw(loss);
   }
-  return section("ties", "Ties against loss",
-                 fmt::format("A {} is what coarse scores end in; it shows before the {} does.", term("tie"),
-                             term("loss")),
-                 content);
+  return section(
+      "ties", "Ties against loss",
+      fmt::format("A {} is what scores of a coarse format end in: does it climb before the {} does?",
+                  term("tie"), term("loss")),
+      content);
 }
 
 // --- The residual
@@ -383,8 +384,8 @@ std::string common_panel(const PageData& data) {
                   term("offset", "Offset"), term("spread")),
       content,
       fmt::format("<p>Lower rule: {}, beyond which no softmax has a use for scores. Upper rule: {}, where a "
-                  "head counts as drifted.</p><p>The {} has no "
-                  "restoring force; {} grows while spread stays.</p>",
+                  "head counts as drifted.</p><p>The {} has no restoring force: where the {} is far beyond "
+                  "the spread, the differences that softmax needs are lost.</p>",
                   figure(kScoreUnit, 3), figure(kDriftedOffset, 3), term("common mode"), term("offset")));
 }
 

@@ -616,7 +616,8 @@ std::string repeat_part(const PageData& data) {
   text += fmt::format("<h3>Commands</h3><pre class=\"commands\" tabindex=\"0\"><code>{}</code></pre>\n",
                       escape(commands));
   return section("repeat", "Repeat it",
-                 "A run repeats to the last bit from its own configuration; these are the commands that made "
+                 "A run repeats to the last bit from its own configuration, on the same backend; these are "
+                 "the commands that made "
                  "what is on this page.",
                  text);
 }
