@@ -32,6 +32,7 @@ constexpr Command kCommands[] = {
     {"verdict", "what ails a run, from its records and the replays made so far", cli::run_verdict},
     {"indicators", "which warning sign speaks, how long before the loss moves, and how often for nothing",
      cli::run_indicators},
+    {"report", "everything known of some runs, on one page", cli::run_report},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},
 };

@@ -72,6 +72,7 @@ int run_indicators(int argc, char** argv);
 int run_info(int argc, char** argv);
 int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);
+int run_report(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
 int run_verdict(int argc, char** argv);
