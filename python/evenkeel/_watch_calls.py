@@ -1,0 +1,37 @@
+"""Where attention calls are seen: a recording is told of q, k, v and, in the backward pass, of dO. One at a time."""
+import threading
+
+_recording = None  # has add(q, k, v, scale, softcap, causal, masked) -> a call with set_gradient(d_o), or None
+_inside = threading.local()
+
+
+def start(recording):
+    global _recording
+    _recording = recording
+
+
+def stop():
+    global _recording
+    _recording = None
+
+
+def active():
+    return _recording is not None
+
+
+def seen(call, q, k, v, scale, softcap, causal, masked):
+    """call()'s result; its first tensor, the output, is watched for its gradient. An attention inside another one (SDPA
+    that is routed here) is the same one, and seen once."""
+    recording = _recording
+    if recording is None or getattr(_inside, "call", False):
+        return call()
+    _inside.call = True
+    try:
+        result = call()
+    finally:
+        _inside.call = False
+    noted = recording.add(q, k, v, scale, softcap, causal, masked)
+    o = result[0] if isinstance(result, tuple) else result
+    if noted is not None and o.requires_grad:
+        o.register_hook(noted.set_gradient)
+    return result
