@@ -163,14 +163,14 @@ def compile_(_):
             with autocast():
                 loss = f(tokens[:, :n], targets[:, :n])
             loss.backward()
-            return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+            return [loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])]
 
         compiled = torch.compile(model, fullgraph=True)
         errors = []
         for n in (256, 200, 136):
             expected = loss_and_gradients(model, n)
             errors.append(apart(loss_and_gradients(compiled, n), expected))
-        must(max(errors) < 3e-2, f"expected what runs without the compiler, found relative errors {errors}")
+        must(max(errors) < 2e-2, f"expected what runs without the compiler, found relative errors {errors}")
         torch._dynamo.reset()
         with autocast():
             breaks = torch._dynamo.explain(model)(tokens, targets).graph_break_count
