@@ -57,7 +57,7 @@ def unsuited(q, k, v):
     if q.dtype not in DTYPES[device]:
         known = ", ".join(str(d).replace("torch.", "") for d in DTYPES[device])
         return TypeError(f"expected one of {known} on a {device} device, found {str(q.dtype).replace('torch.', '')}")
-    if 0 in q.shape or 0 in k.shape:
+    if q.numel() == 0 or k.numel() == 0:
         return ValueError(f"expected tensors with no empty axis, found q {tuple(q.shape)} and k {tuple(k.shape)}")
     B, H, _, D = q.shape
     if k.shape != v.shape:
