@@ -118,6 +118,7 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
         o, lse, _ = call()
     else:
         o, lse, _ = _watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible is not None)
+        _watch_calls.tell_lse(lse)
     return o, lse
 
 

@@ -326,9 +326,10 @@ class Monitor:
             loss = model(...); loss.backward(); optimizer.step()
             monitor.step(loss, lr=lr)                # after the backward pass, once a step
 
-    Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given. Every `every`-th step the
+    Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given; with evenkeel's attention, not
+    compiled, mean_lse and largest_lse of every layer and head too. Every `every`-th step the
     attention of the first forward pass is recorded and probed: log-sum-exp, common mode, ties, residual, largest scores,
-    spectral norms, for every layer and head, on the first `sequences` sequences and `rows` rows. Other steps cost nothing.
+    spectral norms, for every layer and head, on the first `sequences` sequences and `rows` rows.
     plan: the arithmetic that ties and residuals are computed with; by default FlashAttention-2's for BF16, none for FP32.
     A compiled model must be given as torch.compile returned it; recorded steps run without the compiler.
     """
@@ -346,6 +347,7 @@ class Monitor:
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
         self._next, self._recording, self._open = first_step, None, None
         self._running, self._first = {}, True
+        self._lse = []  # of this step's calls of evenkeel's attention: mean and largest |L|, (H) each
         self._began = time.perf_counter()
         self._handles = [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
 
@@ -353,7 +355,11 @@ class Monitor:
         if self._open is not None:  # the last forward pass was left by an exception
             self._open.close()
             self._open = self._recording = None
-        if self._next % self.every != 0 or self._recording is not None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        self._lse = []
+        _watch_calls.listen_to_lse(self._hear)
+        if self._next % self.every != 0 or self._recording is not None:
             return
         self._recording = Recording(self.model, self.sequences, self.rows)
         self._open = contextlib.ExitStack()
@@ -362,7 +368,12 @@ class Monitor:
             self._open.enter_context(stance("force_eager"))
         self._open.enter_context(self._recording.running())
 
+    def _hear(self, lse):
+        lse = lse.detach()
+        self._lse.append((lse.mean((0, 2)), lse.abs().amax((0, 2))))
+
     def _leave(self, *_):
+        _watch_calls.listen_to_lse(None)
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -378,6 +389,9 @@ class Monitor:
             line["tokens_per_second"] = tokens / (now - self._began)
         if self._first:
             line["schema"], line["backend"], self._first = METRICS_SCHEMA, "pytorch", False
+        if len({len(mean) for mean, _ in self._lse}) == 1:  # one number of heads
+            for name, values in zip(("mean_lse", "largest_lse"), zip(*self._lse)):
+                line[name] = [[_short(x) for x in layer] for layer in torch.stack(values).tolist()]
         if self._recording is not None:
             line.update(self._probed(self._recording))
             self._recording = None

@@ -2,6 +2,7 @@
 import threading
 
 _recording = None  # has add(q, k, v, scale, softcap, causal, masked) -> a call with set_gradient(d_o), or None
+_lse_listener = None  # is called with the log-sum-exp of every call of ours, (B, H, T)
 _inside = threading.local()
 
 
@@ -13,6 +14,16 @@ def start(recording):
 def stop():
     global _recording
     _recording = None
+
+
+def listen_to_lse(listener):
+    global _lse_listener
+    _lse_listener = listener
+
+
+def tell_lse(lse):
+    if _lse_listener is not None:
+        _lse_listener(lse)
 
 
 def active():
