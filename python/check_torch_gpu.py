@@ -88,9 +88,10 @@ def kernels(_):
     name, why = evenkeel.kernel_choice(q, k, v, is_causal=True)
     print(f"  GPT-2's shape: {name} ({why})")
     worst = 0.0
-    cases = [(dict(B=2, H=12, G=12, T=1024, N=1024, D=64, packed=True), True), (dict(B=1, H=4, G=2, T=257, N=257, D=128), True),
-             (dict(B=2, H=3, G=3, T=65, N=33, D=40), False), (dict(B=2, H=3, G=1, T=31, N=77, D=20), False),
-             (dict(B=1, H=2, G=2, T=1, N=5, D=64), False), (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True)]
+    cases = [(dict(B=2, H=12, G=12, T=1024, N=1024, D=64, packed=True), True),
+             (dict(B=1, H=4, G=2, T=257, N=257, D=128), True), (dict(B=2, H=3, G=3, T=65, N=33, D=40), False),
+             (dict(B=2, H=3, G=1, T=31, N=77, D=20), False), (dict(B=1, H=2, G=2, T=1, N=5, D=64), False),
+             (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True)]
     for case, causal in cases:
         q, k, v, d_o = tensors(**case)
         T, N = q.shape[2], k.shape[2]
@@ -113,8 +114,8 @@ def kernels(_):
     must(error < 1e-2, f"a mask: {error}")
     evenkeel.attention(q, k, v).sum().backward()
     must(bool(torch.isfinite(q.grad).all()), "a gradient that is one number everywhere")
-    for bad, words in (((q.half(), k.half(), v.half()), "float16"), ((q, k.cpu(), v), "cpu"), ((q.double(), k.double(), v.double()), "float64"),
-                       (tensors(1, 1, 1, 8, 8, 136)[:3], "136"), ((q[0], k, v), "4 axes")):
+    for bad, words in (((q.half(), k.half(), v.half()), "float16"), ((q.double(), k.double(), v.double()), "float64"),
+                       ((q, k.cpu(), v), "cpu"), (tensors(1, 1, 1, 8, 8, 136)[:3], "136"), ((q[0], k, v), "4 axes")):
         try:
             evenkeel.attention(*bad)
         except (TypeError, ValueError) as error:
@@ -179,8 +180,8 @@ def compile_(_):
 
 
 def graph(_):
-    """Both passes captured in a CUDA graph and replayed on other numbers: the bits of ordinary calls. And a whole compiled
-    model with mode="reduce-overhead"."""
+    """Both passes captured in a CUDA graph and replayed on other numbers: the bits of ordinary calls. And a whole model
+    compiled with mode="reduce-overhead"."""
     q, k, v, d_o = tensors(2, 8, 8, 512, 512, 64)
     static = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     static_d_o = d_o.clone()
@@ -200,7 +201,8 @@ def graph(_):
                 to.copy_(other)
         captured.replay()
         torch.cuda.synchronize()
-        must(all(torch.equal(a, b) for a, b in zip(outputs, results(q, k, v, d_o, is_causal=True))), "a replay: other bits")
+        expected = results(q, k, v, d_o, is_causal=True)
+        must(all(torch.equal(a, b) for a, b in zip(outputs, expected)), "a replay: other bits")
     with evenkeel.patched():
         model, tokens, targets = small_gpt()
         fast = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -256,8 +258,8 @@ def transformers(_):
     evenkeel.hf.register("evenkeel_fp32", plan="fp32")
     gpt2 = GPT2Config(vocab_size=300, n_positions=128, n_embd=128, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0,
                       resid_pdrop=0.0)
-    llama = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                        num_key_value_heads=2)
+    llama = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                        num_attention_heads=4, num_key_value_heads=2)
     told = []
     folder = pathlib.Path(tempfile.mkdtemp())
     for name, kind, config in (("GPT-2", GPT2LMHeadModel, gpt2), ("Llama", LlamaForCausalLM, llama)):
