@@ -252,6 +252,7 @@ def streams(_):
 
 
 def transformers(_):
+    from hf_models import compare
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     evenkeel.hf.register()
@@ -310,6 +311,13 @@ def transformers(_):
             must(len(lines) == 2 and all('"probe"' in line for line in lines), f"{name}: Monitor wrote {lines}"[:300])
             must('"norm_q": [[null' not in lines[0], f"{name}: expected norms of the projections, found none")
             evenkeel.capture(model, tokens, 1, folder / f"{name}.safetensors", heads=[1])
+    for kind in ("gpt2", "llama"):
+        for bf16, limit in ((False, 1e-3), (True, 5e-2)):
+            sdpa, ours = compare(kind, "cuda", bf16)
+            difference = max(abs(a - b) for a, b in zip(sdpa, ours))
+            print(f"  {kind} trained for {len(sdpa)} steps, BF16 {bf16}: {sdpa[0]:.4f} -> {sdpa[-1]:.4f} with sdpa, "
+                  f"{ours[-1]:.4f} with evenkeel, apart by {difference:.1e}")
+            must(difference < limit and sdpa[-1] < sdpa[0] - 0.5, f"{kind}: expected losses within {limit}, found {difference}")
     return f"GPT-2 and Llama, padding and not, generate, Monitor, capture; FP32 losses apart by {min(told):.0e}"
 
 

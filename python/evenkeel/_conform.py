@@ -76,7 +76,7 @@ class ConformReport:
                  f"{'O bias (z)':>16} {'dQ bias (z)':>16}  verdict"]
         for r in self.results:
             if "residual_z" not in r:
-                lines.append(f"  {r['family']:<17}{'':>89}  {r['verdict']}")
+                lines.append(f"  {r['family']:<17}{'':>87}  {r['verdict']}")
                 continue
             bias = lambda x: f"{r[x + '_bias']:+.4f} ({r[x + '_z']:+.1f})"
             lines.append(f"  {r['family']:<17}{r['rows']:>8} {r['residual_mean']:>+11.2e} {r['residual_z']:>+9.1f} "

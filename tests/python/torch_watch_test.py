@@ -253,6 +253,15 @@ class HuggingFace(TorchCase):
 
 
 
+    def test_the_example(self):
+        from hf_models import compare
+
+        for kind in ("gpt2", "llama"):
+            sdpa, ours = compare(kind)
+            self.assertLess(sdpa[-1], sdpa[0] - 0.5)
+            self.assertLess(max(abs(a - b) for a, b in zip(sdpa, ours)), 1e-3)
+
+
 class WithoutTransformers(TorchCase):
     def test_register_says_what_it_needs(self):
         try:
