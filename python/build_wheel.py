@@ -43,20 +43,37 @@ def build_library(folder):
     return pathlib.Path(folder) / "libevenkeel.so"
 
 
+def tag():
+    return "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def information():
+    """path in the wheel -> content, of all that is not the package."""
+    folder = f"{NAME}-{version()}.dist-info"
+    wheel = f"Wheel-Version: 1.0\nGenerator: {NAME}\nRoot-Is-Purelib: false\nTag: {tag()}\n"
+    return {f"{folder}/METADATA": metadata().encode(), f"{folder}/WHEEL": wheel.encode(),
+            f"{folder}/LICENSE": (ROOT / "LICENSE").read_bytes()}
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    # Without it pip would build everything once for the name, and once more for the content.
+    for path, content in information().items():
+        place = pathlib.Path(metadata_directory) / path
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(content)
+    return place.parent.name
+
+
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    tag = f"py3-none-{platform}"
     info = f"{NAME}-{version()}.dist-info"
     with tempfile.TemporaryDirectory() as folder:
         files = {f"{NAME}/{path.name}": path.read_bytes() for path in sorted((ROOT / "python" / NAME).glob("*.py"))}
         files[f"{NAME}/libevenkeel.so"] = build_library(folder).read_bytes()
-    files[f"{info}/METADATA"] = metadata().encode()
-    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: {NAME}\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
-    files[f"{info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    files.update(information())
     record = [f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
               for path, data in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
-    wheel = f"{NAME}-{version()}-{tag}.whl"
+    wheel = f"{NAME}-{version()}-{tag()}.whl"
     with zipfile.ZipFile(pathlib.Path(wheel_directory) / wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, data in files.items():
             archive.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)

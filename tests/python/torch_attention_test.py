@@ -91,6 +91,9 @@ class Attention(TorchCase):
         for f, e in zip(found, wide):
             self.assertLess((f.float() - e).norm() / e.norm(), 1e-2)
 
+    def test_the_package_and_its_library_are_of_one_version(self):
+        self.assertEqual(evenkeel.__version__, evenkeel.library_version())
+
     def test_facts(self):
         q, k, v, d_o = (t.detach() for t in drawn(*[(2, 2, 24, 8)] * 4))
         told = evenkeel.attention_facts(q, k, v, d_o, is_causal=True, plan="bf16_all")
