@@ -393,7 +393,7 @@ class Monitor:
             for name, values in zip(("mean_lse", "largest_lse"), zip(*self._lse)):
                 line[name] = [[_short(x) for x in layer] for layer in torch.stack(values).tolist()]
         if self._recording is not None:
-            line.update(self._probed(self._recording))
+            line.update(self._probed(self._recording, line["loss"]))
             self._recording = None
         line = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in line.items()}
@@ -402,7 +402,7 @@ class Monitor:
         self._next += 1
         self._began = time.perf_counter()
 
-    def _probed(self, recording):
+    def _probed(self, recording, loss):
         calls = [call for call in recording.calls if call.d_o is not None]
         heads = {call.q.shape[1] for call in calls}
         if len(heads) != 1:
@@ -421,8 +421,8 @@ class Monitor:
             fields["delta_error_running"] = running
         by_head = {name: [[_short(x) for x in fields[name]] for fields in layers] for name in layers[0]}
         sequences = calls[0].q.shape[0]
-        probed = {"sequences": sequences, "rows": sequences * calls[0].q.shape[2], **by_head,
-                  "norms": spectral_norms(self.model)}
+        probed = {"step": self._next, "loss": loss if math.isfinite(loss) else None, "sequences": sequences,
+                  "rows": sequences * calls[0].q.shape[2], **by_head, "norms": spectral_norms(self.model)}
         return {"fact_sequences": sequences, **{name: by_head[name] for name in _BESIDE_STEP}, "probe": probed}
 
     def close(self):

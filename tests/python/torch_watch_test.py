@@ -101,6 +101,7 @@ class Monitoring(TorchCase):
         self.assertEqual({"loss", "lr", "gradient_norm"} - set(lines[3]), set())
         probe = lines[2]["probe"]
         self.assertEqual((probe["sequences"], probe["rows"]), (1, 48))
+        self.assertEqual((probe["step"], probe["loss"]), (2, lines[2]["loss"]))
         for name in ("largest_score", "row_mean", "largest_row_mean", "mean_lse", "tied_rows", "residual_z", "norm_q",
                      "leak_share", "delta_error_running", "entropy"):
             self.assertEqual([len(layer) for layer in probe[name]], [2, 2], name)
