@@ -53,7 +53,7 @@ class Recording:
         t = t.detach()[: self.sequences]
         return (t if self.rows is None else t[:, :, : self.rows]).float().cpu().contiguous()
 
-    def add(self, q, k, v, scale, softcap, causal, masked, heads_axis=1):
+    def add(self, q, k, v, scale, softcap, causal, masked, heads_axis):
         reason = None
         if q.dim() != 4 or q.shape[2] != k.shape[2] or k.shape != v.shape:
             reason = f"expected rows and keys of one sequence, found q {tuple(q.shape)}, k {tuple(k.shape)}"
@@ -83,15 +83,8 @@ class Recording:
             call = lambda: original(module, query, key, value, attention_mask, *arguments, **options)
             causal = options.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            recording = _HeadsSecond(self)
-            if _watch_calls.active() and not getattr(_watch_calls._inside, "call", False):
-                _watch_calls.start(recording)
-                try:
-                    return _watch_calls.seen(call, query, key, value, options.get("scaling"), options.get("softcap"),
-                                             causal, attention_mask is not None)
-                finally:
-                    _watch_calls.start(self)
-            return call()
+            return _watch_calls.seen(call, query, key, value, options.get("scaling"), options.get("softcap"), causal,
+                                     attention_mask is not None, heads_axis=2)
 
         return attention
 
@@ -159,16 +152,6 @@ class Recording:
             handles = [module.register_forward_pre_hook(enter)]
         handles.append(module.register_forward_hook(leave))
         return [handle.remove for handle in handles]
-
-
-class _HeadsSecond:
-    """A recording told of outputs of shape (B, T, H, D)."""
-
-    def __init__(self, recording):
-        self.recording = recording
-
-    def add(self, *facts):
-        return self.recording.add(*facts, heads_axis=2)
 
 
 # --- projections
