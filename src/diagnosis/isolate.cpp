@@ -82,8 +82,9 @@ class Search {
     e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
   }
 
-  // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. By
-  // how far the symptom grows in it.
+  // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. The
+  // earliest in which the symptom grows at least half as far as anywhere, and so on; then the others, by how far. Early
+  // ones are worth more: once the drift has spread, everything acts on everything.
   std::vector<Window> candidates() const {
     const int64_t end = static_cast<int64_t>(record_.loss.size());
     std::vector<int64_t> begins = {0};
@@ -109,8 +110,11 @@ class Search {
       if (std::isnan(growth)) growth = std::numeric_limits<double>::infinity();  // to where it ended
       ranked.emplace_back(growth, window);
     }
-    std::stable_sort(ranked.begin(), ranked.end(),
-                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    double most = -std::numeric_limits<double>::infinity();
+    for (const auto& [growth, window] : ranked) most = std::max(most, growth);
+    const auto far = std::stable_partition(ranked.begin(), ranked.end(),
+                                           [&](const auto& one) { return one.first >= most / 2; });
+    std::stable_sort(far, ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     std::vector<Window> windows;
     for (const auto& [growth, window] : ranked) windows.push_back(window);
     return windows;

@@ -124,10 +124,10 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   std::vector<HeadProbe> probes(heads);  // (L, H)
   norms_.resize(heads);
   delta_error_running_.resize(heads);
-  for (int64_t l = 0; l < L; ++l) {
+  parallel_for(L, [&](int64_t l, int) {  // there are more layers than a layer has work to share
     const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
     std::ranges::copy(probe(snapshot_.layers[static_cast<size_t>(l)], norms), probes.begin() + l * H);
-  }
+  });
   for (size_t n = 0; n < heads; ++n) {
     HeadProbe& p = probes[n];
     if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
