@@ -1,0 +1,1 @@
+// The live view: asks the server for changes and replaces <main id="page">.

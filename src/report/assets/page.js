@@ -1,0 +1,1 @@
+// Hover, zoom and keys.
