@@ -23,8 +23,8 @@ Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1")
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("").code, 2);
-  for (const char* command :
-       {"demo", "explain", "conform", "data", "train", "sample", "probe", "capture", "bench", "info"}) {
+  for (const char* command : {"demo", "explain", "conform", "data", "train", "sample", "probe", "capture",
+                              "watch", "bench", "info"}) {
     const Outcome help = run(std::string(command) + " --help");
     EXPECT_EQ(help.code, 0) << command;
     EXPECT_NE(help.text.find("example:\n  evenkeel " + std::string(command)), std::string::npos) << help.text;

@@ -206,9 +206,9 @@ TEST_F(HttpServerTest, answers_requests_one_behind_the_other_and_in_pieces) {
 
 TEST_F(HttpServerTest, refuses_what_is_malformed_and_hangs_up) {
   start();
-  for (const std::string bad : {std::string("nonsense\r\n\r\n"), std::string("\x16\x03\x01\x02\0 \r\n", 8),
-                                std::string("GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
-                                "GET /" + std::string(3'000'000, 'a')}) {
+  for (const std::string& bad : {std::string("nonsense\r\n\r\n"), std::string("\x16\x03\x01\x02\0 \r\n", 8),
+                                 std::string("GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+                                 "GET /" + std::string(3'000'000, 'a')}) {
     HttpClient client(port);
     client.say(bad);
     const int status = client.reply().status;

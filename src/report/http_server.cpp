@@ -115,22 +115,26 @@ HttpServer::HttpServer(const std::string& address, int port, const Limits& limit
   listener_ = FileDescriptor(::socket(chosen->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int yes = 1;
   if (listener_.valid()) ::setsockopt(listener_.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  require_data(listener_.valid() && ::bind(listener_.get(), chosen->ai_addr, chosen->ai_addrlen) == 0 &&
-                   ::listen(listener_.get(), SOMAXCONN) == 0,
-               "cannot listen at {} port {}: {}{}", shown(address), port, std::strerror(errno),
-               errno == EADDRINUSE ? " (--port 0 takes any that is free)" : "");
+  const bool listens = listener_.valid() &&
+                       ::bind(listener_.get(), chosen->ai_addr, chosen->ai_addrlen) == 0 &&
+                       ::listen(listener_.get(), SOMAXCONN) == 0;
+  const int why = errno;
+  require_data(listens, "cannot listen at {} port {}: {}{}", shown(address), port, std::strerror(why),
+               why == EADDRINUSE ? " (--port 0 takes any that is free)" : "");
   sockaddr_storage bound{};
+  auto* const place = reinterpret_cast<sockaddr*>(&bound);
   socklen_t size = sizeof bound;
-  char host[NI_MAXHOST], service[NI_MAXSERV];
-  require_data(::getsockname(listener_.get(), reinterpret_cast<sockaddr*>(&bound), &size) == 0 &&
-                   ::getnameinfo(reinterpret_cast<sockaddr*>(&bound), size, host, sizeof host, service,
-                                 sizeof service, NI_NUMERICHOST | NI_NUMERICSERV) == 0,
-               "cannot tell where the server listens: {}", std::strerror(errno));
+  char host[NI_MAXHOST] = "", service[NI_MAXSERV] = "";
+  const bool told = ::getsockname(listener_.get(), place, &size) == 0 &&
+                    ::getnameinfo(place, size, host, sizeof host, service, sizeof service,
+                                  NI_NUMERICHOST | NI_NUMERICSERV) == 0;
+  require_data(told, "cannot tell where the server listens");
   address_ = bound.ss_family == AF_INET6 ? fmt::format("[{}]", host) : host;
   port_ = std::atoi(service);
-  loopback_ = is_loopback(reinterpret_cast<sockaddr*>(&bound));
+  loopback_ = is_loopback(place);
   int ends[2];
-  require_data(::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "cannot make a pipe: {}", std::strerror(errno));
+  const bool piped = ::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0;
+  require_data(piped, "cannot make a pipe: {}", std::strerror(errno));
   wake_read_ = FileDescriptor(ends[0]);
   wake_write_ = FileDescriptor(ends[1]);
 }
@@ -201,7 +205,7 @@ void HttpServer::run() {
         c.state = State::closed;
         continue;
       }
-      if (happened & POLLIN) receive(c, now);
+      if (happened & POLLIN) receive(c);
       if (happened & POLLOUT) transmit(c, now);
     }
     deliver_events(now);
@@ -251,7 +255,7 @@ void HttpServer::accept_all(HttpClock::time_point now) {
   }
 }
 
-void HttpServer::receive(Connection& c, HttpClock::time_point now) {
+void HttpServer::receive(Connection& c) {
   using State = Connection::State;
   char bytes[4096];
   const ssize_t count = ::recv(c.socket.get(), bytes, sizeof bytes, MSG_DONTWAIT);

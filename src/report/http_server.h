@@ -23,9 +23,9 @@ using HttpClock = std::chrono::steady_clock;
 struct HttpAnswer {
   int status = 200;
   std::string type = "text/plain; charset=utf-8";
-  std::shared_ptr<const std::string> body;  // shared, so that a second reader costs no second copy
-  std::string tag;      // of this version of the body (ETag); who has it is told so (304). Empty: none
-  bool stream = false;  // `body`, then whatever publish() is given, until someone hangs up
+  std::shared_ptr<const std::string> body = {};  // shared, so that a second reader costs no second copy
+  std::string tag = {};  // of this version of the body (ETag); who has it is told so (304). Empty: none
+  bool stream = false;   // `body`, then whatever publish() is given, until someone hangs up
 };
 
 class HttpServer {
@@ -61,7 +61,7 @@ class HttpServer {
  private:
   struct Connection;
   void accept_all(HttpClock::time_point now);
-  void receive(Connection& connection, HttpClock::time_point now);
+  void receive(Connection& connection);
   void take_requests(Connection& connection, HttpClock::time_point now);
   void take(const HttpParse& parse, Connection& connection, HttpClock::time_point now);
   void answer(Connection& connection, HttpClock::time_point now);
