@@ -48,25 +48,36 @@
     const anchor = [...main.querySelectorAll('[id]')].find((e) => e.getBoundingClientRect().bottom > 0);
     const top = anchor?.getBoundingClientRect().top;
     const [x, y] = [scrollX, scrollY];
-    const charts = window.evenkeel?.save?.();
     return (fresh) => {
       for (const [place, open] of details) {
         const found = fresh.querySelector(place);
         if (found) found.open = open;
       }
-      window.evenkeel?.attach?.(charts);
+      evenkeelPage.attach();  // with the zooms of before
       scrollTo({left: x, top: y, behavior: 'instant'});
       const again = y > 0 && anchor && document.getElementById(anchor.id);
       if (again) scrollBy({top: again.getBoundingClientRect().top - top, behavior: 'instant'});
       if (focused) fresh.querySelector(focused)?.focus({preventScroll: true});
+      // The pointer has not moved, but what is under it is new.
+      if (pointer)
+        document.elementFromPoint(pointer.clientX, pointer.clientY)
+            ?.dispatchEvent(new PointerEvent('pointermove', {...pointer, bubbles: true}));
     };
   }
 
+  let pointer = null, pressed = false;
+  addEventListener('pointermove', ({clientX, clientY}) => { pointer = {clientX, clientY}; }, true);
+  document.addEventListener('pointerleave', () => { pointer = null; });
+  addEventListener('pointerdown', () => { pressed = true; }, true);
+  for (const name of ['pointerup', 'pointercancel'])
+    addEventListener(name, () => { pressed = false; setTimeout(catchUp); });
+
   let shown = null, wanted = null, busy = false;  // tags of pages
+  const catchUp = () => wanted !== shown && refresh();
   const selects = () => getSelection()?.isCollapsed === false;
 
   async function refresh() {
-    if (busy || document.hidden || selects()) return;
+    if (busy || document.hidden || pressed || selects()) return;  // in the middle of something: later
     busy = true;
     try {
       while (wanted !== shown) {
@@ -106,5 +117,5 @@
     refresh();
   });
   for (const name of ['visibilitychange', 'selectionchange'])
-    document.addEventListener(name, () => wanted !== shown && refresh());
+    document.addEventListener(name, catchUp);
 })();
