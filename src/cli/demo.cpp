@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "base/error.h"
@@ -47,7 +48,7 @@ Scale full_scale() {
   scale.config.sequences = 16;
   scale.config.schedule.warmup = 100;
   scale.config.schedule.steps = 501;  // the facts of step 500 are the last
-  scale.replay_steps = 60;
+  scale.replay_steps = 100;
   return scale;
 }
 
@@ -253,6 +254,9 @@ int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
   };
   const Isolation found = isolate(replays, of_search);
   const Evidence& e = found.evidence;
+  nlohmann::json kept = to_json(found, replays);  // for the report, as `evenkeel isolate` keeps it
+  kept.erase("trials");
+  write_whole_file(runs[0].folder / "verdict.json", kept.dump(1) + "\n");
   const double isolated = seconds_since(start) - trained;
 
   if (found.bits) {

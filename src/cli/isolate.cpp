@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "base/whole_file.h"
 #include "cli/options.h"
 #include "diagnosis/isolate.h"
 
@@ -51,32 +52,6 @@ class ReplayLine {
   int64_t steps_ = 0;
 };
 
-void print_json(const Isolation& found, const Replays& replays) {
-  const Evidence& e = found.evidence;
-  const int64_t H = replays.config().model.heads;
-  Json heads = Json::array(), sites = Json::array(), alone = Json::array(), trials = Json::array();
-  for (const int64_t head : e.guilty) heads.push_back({{"layer", head / H}, {"head", head % H}});
-  for (const Site site : e.sites) sites.push_back(name(site));
-  for (const Site site : e.alone) alone.push_back(name(site));
-  for (const Trial& trial : replays.trials()) trials.push_back(to_json(trial));
-  const Json json = {{"run", replays.run().string()},
-                     {"cause", name(found.verdict.cause)},
-                     {"words", found.verdict.words},
-                     {"certainty", found.verdict.certainty},
-                     {"evidence", found.verdict.evidence},
-                     {"symptom", e.symptom.words},
-                     {"since", e.symptom.since},
-                     {"begin", e.window.begin},
-                     {"end", e.window.end},
-                     {"heads", heads},
-                     {"sites", sites},
-                     {"sites_alone", alone},
-                     {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
-                     {"replays", replays.trials().size()},
-                     {"trials", trials}};
-  fmt::print("{}\n", json.dump(2));
-}
-
 void print_text(const Isolation& found, const Replays& replays, bool colour) {
   const auto bold = [&](const std::string& text) { return colour ? "\033[1m" + text + "\033[0m" : text; };
   for (const std::string& link : found.verdict.evidence) fmt::print("- {}\n", link);
@@ -89,6 +64,18 @@ void print_text(const Isolation& found, const Replays& replays, bool colour) {
     fmt::print("{} replays of at most {} steps, {} of them now; kept in {}\n", replays.trials().size(),
                found.evidence.window.end - found.evidence.window.begin, replays.fresh_trials(),
                (replays.run() / "isolate.json").string());
+}
+
+// Kept beside the replays, where the report finds it; then printed.
+void tell(const Isolation& found, const Replays& replays, bool json) {
+  const Json result = to_json(found, replays);
+  Json kept = result;
+  kept.erase("trials");  // isolate.json has them
+  write_whole_file(replays.run() / "verdict.json", kept.dump(1) + "\n");
+  if (json)
+    fmt::print("{}\n", result.dump(2));
+  else
+    print_text(found, replays, use_colour());
 }
 
 }  // namespace
@@ -105,7 +92,8 @@ int run_isolate(int argc, char** argv) {
                   "FP32; then proves it\n"
                   "both ways, with a sham control. Nothing in the run's folder changes but isolate.json, "
                   "where every replay is\n"
-                  "kept: a second call goes on where the first was stopped.",
+                  "kept (a second call goes on where the first was stopped), and verdict.json, which the report "
+                  "shows.",
                   "isolate runs/a --steps 100");
   options.words("RUN", words, 1, 1);
   options.value("--budget", "N", "replays at most, those kept from before among them", budget, 0, 100000);
@@ -138,10 +126,7 @@ int run_isolate(int argc, char** argv) {
   };
   const Isolation found = isolate(replays, of_search);
   line.clear();
-  if (json)
-    print_json(found, replays);
-  else
-    print_text(found, replays, use_colour());
+  tell(found, replays, json);
   return found.verdict.cause == Cause::healthy ? 0 : 1;
 }
 
@@ -151,7 +136,7 @@ int run_verdict(int argc, char** argv) {
   Options options(
       "verdict RUN [--json]",
       "What ails a run, in plain words, from its records and from the replays that `evenkeel isolate` has\n"
-      "kept; replays nothing itself.",
+      "kept; makes no replay of its own. Kept in RUN/verdict.json, which the report shows.",
       "verdict runs/a");
   options.words("RUN", words, 1, 1);
   options.flag("--json", "the result as JSON", json);
@@ -168,10 +153,7 @@ int run_verdict(int argc, char** argv) {
     if (window.begin > 0) of_search.begin = window.begin;
   }
   const Isolation found = isolate(replays, of_search);
-  if (json)
-    print_json(found, replays);
-  else
-    print_text(found, replays, use_colour());
+  tell(found, replays, json);
   return found.verdict.cause == Cause::healthy ? 0 : 1;
 }
 

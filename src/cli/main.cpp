@@ -30,6 +30,7 @@ constexpr Command kCommands[] = {
     {"isolate", "which layer, heads and rounding derail a run: found and proved by replays",
      cli::run_isolate},
     {"verdict", "what ails a run, from its records and the replays made so far", cli::run_verdict},
+    {"report", "everything known of some runs, on one page", cli::run_report},
     {"watch", "the report's page, live in the browser", cli::run_watch},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},

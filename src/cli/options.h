@@ -60,6 +60,7 @@ int run_demo(int argc, char** argv);
 int run_info(int argc, char** argv);
 int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);
+int run_report(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
 int run_verdict(int argc, char** argv);

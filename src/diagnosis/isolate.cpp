@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "base/error.h"
@@ -493,6 +494,59 @@ std::vector<int64_t> smallest_cure(const std::vector<int64_t>& units,
 Isolation isolate(Replays& replays, const IsolateOptions& options) {
   require(options.steps >= 4, "[isolate] expected replays of 4 steps or more, got {}", options.steps);
   return Search(replays, options).run();
+}
+
+nlohmann::json to_json(const Isolation& found, const Replays& replays) {
+  using Json = nlohmann::json;
+  constexpr int kVerdictSchema = 1;
+  const Evidence& e = found.evidence;
+  const int64_t H = replays.config().model.heads;
+  Json heads = Json::array(), sites = Json::array(), alone = Json::array(), formats = Json::array();
+  for (const int64_t head : e.guilty) heads.push_back({{"layer", head / H}, {"head", head % H}});
+  for (const Site site : e.sites) sites.push_back(name(site));
+  for (const Site site : e.alone) alone.push_back(name(site));
+  if (!e.guilty.empty()) {
+    const PrecisionPlan plan = replays.plan_at(e.window.begin)
+                                   .at(static_cast<int>(e.guilty[0] / H), static_cast<int>(e.guilty[0] % H));
+    for (const Site site : e.sites) formats.push_back(to_string(plan.at(site)));
+  }
+  // Each part a trial plays in the argument, and whether it healed.
+  const std::pair<const char*, const Trial*> kParts[] = {
+      {"recorded", e.recorded},         {"control", e.control},
+      {"placebo", e.placebo},           {"control_placebo", e.control_placebo},
+      {"cured", e.cured},               {"alone_guilty", e.alone_guilty},
+      {"zero_sum", e.zero_sum},         {"wide_output", e.wide_output},
+      {"consistent", e.consistent},     {"wide_pv", e.wide_pv},
+      {"unbiased", e.unbiased},         {"slower", e.slower}};
+  Json parts = Json::array(), trials = Json::array();
+  for (const auto& [part, trial] : kParts) {
+    if (!trial) continue;
+    Json json = to_json(*trial);
+    for (const char* long_one : {"head_offset", "residual_share", "residual_bias", "step_loss"})
+      json.erase(long_one);
+    json["part"] = part;
+    if (e.measure != Evidence::Measure::none && e.control) json["heals"] = e.heals(*trial);
+    parts.push_back(std::move(json));
+  }
+  for (const Trial& trial : replays.trials()) trials.push_back(to_json(trial));
+  return {{"schema", kVerdictSchema},
+          {"run", replays.run().string()},
+          {"cause", name(found.verdict.cause)},
+          {"words", found.verdict.words},
+          {"certainty", found.verdict.certainty},
+          {"evidence", found.verdict.evidence},
+          {"symptom", e.symptom.words},
+          {"since", e.symptom.since},
+          {"begin", e.window.begin},
+          {"end", e.window.end},
+          {"heads", heads},
+          {"sites", sites},
+          {"formats", formats},
+          {"sites_alone", alone},
+          {"parts", parts},
+          {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
+          {"replays", replays.trials().size()},
+          {"trials", trials}};
 }
 
 }  // namespace evenkeel

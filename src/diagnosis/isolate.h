@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,10 @@ struct Isolation {
 // REQUIRES: replays of a run whose records are there. DataError otherwise. Spends at most the replays' budget, and says
 // so where that was not enough; kept trials make it go on where it stopped.
 Isolation isolate(Replays& replays, const IsolateOptions& options);
+
+// All of it for programs, and what RUN/verdict.json holds: the report reads that. Numbers that are not finite are strings,
+// as in metrics.jsonl.
+nlohmann::json to_json(const Isolation& found, const Replays& replays);
 
 // The smallest subset that still heals: no single unit can be left out. units: most suspect first; `heals` is true of
 // all of them and false of none. About log2(units) calls for one guilty unit, one where it is the first.

@@ -1,1 +1,342 @@
-// Hover, zoom and keys.
+// Hover, zoom and keys for the drawings, which are whole without them. Everything is read from the SVG itself: a curve's
+// path holds its numbers (x as it is, y in 10,000 parts of the axis), and zoom is another transform of the same path.
+// evenkeelPage.attach() makes the drawings of <main> alive, again after it was replaced; zooms are kept by the chart's id.
+"use strict";
+globalThis.evenkeelPage = (() => {
+  const grid = 10000;
+  const zooms = new Map();  // id -> [x0, x1]
+  const charts = new Map(); // id -> chart, of those in the page now
+
+  const make = (name, attributes, parent) => {
+    const element = document.createElementNS(parent.namespaceURI, name);
+    for (const key in attributes) element.setAttribute(key, attributes[key]);
+    parent.append(element);
+    return element;
+  };
+  const html = (name, className, parent) => {
+    const element = document.createElement(name);
+    element.className = className;
+    parent.append(element);
+    return element;
+  };
+  const numbers = text => text.split(" ").map(Number);
+
+  // --- Numbers as the page writes them
+  const raised = text => text.replace(/./g, c => c === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[+c]);
+  function figure(x, digits = 4) {
+    if (!Number.isFinite(x)) return "not finite";
+    if (x === 0) return "0";
+    const e = Math.floor(Math.log10(Math.abs(x)));
+    if (e < -4 || e > 6) {
+      const [lead, power] = x.toExponential(digits - 1).split("e");
+      return lead.replace("-", "−") + " × 10" + raised(String(+power));
+    }
+    const text = Math.abs(x).toFixed(Math.max(0, digits - 1 - e));
+    const [whole, part] = text.split(".");
+    const grouped = whole.length > 4 ? whole.replace(/\B(?=(\d{3})+$)/g, ",") : whole;
+    return (x < 0 ? "−" : "") + grouped + (part ? "." + part : "");
+  }
+  function ticks(low, high, wanted) {
+    const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw)), part = raw / power;
+    const step = power * (part < 1.5 ? 1 : part < 3.5 ? 2 : part < 7.5 ? 5 : 10), found = [];
+    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * (high - low); ++n) found.push(n * step);
+    return found;
+  }
+  const tickText = x => Math.abs(x) >= 1e4 && x % 1000 === 0 ? x / 1000 + "k" : figure(x, 6).replace(/\.0+$/, "");
+
+  // "M0 9912l1 -4 1 -2M5 ..." -> [[x, y], ...] in the path's own numbers; at one x the last counts.
+  function points(path) {
+    const found = [];
+    for (const piece of path.getAttribute("d").match(/[Ml][^Ml]*/g) || []) {
+      const values = numbers(piece.slice(1).trim());
+      let [x, y] = piece[0] === "M" ? [0, 0] : found[found.length - 1];
+      for (let n = 0; n + 1 < values.length; n += 2) {
+        if (piece[0] === "M") [x, y] = [values[n], values[n + 1]]; else x += values[n], y += values[n + 1];
+        found.push([x, y]);
+      }
+    }
+    return found.filter((point, n) => n + 1 === found.length || found[n + 1][0] !== point[0]);
+  }
+  // The index of the point nearest to x.
+  function nearest(list, x) {
+    let low = 0, high = list.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (list[middle][0] < x) low = middle + 1; else high = middle;
+    }
+    return low > 0 && x - list[low - 1][0] < list[low][0] - x ? low - 1 : low;
+  }
+
+  // A box beside the pointer, one a figure.
+  function tipOf(figureElement) {
+    const tip = html("div", "tip", figureElement);
+    tip.hidden = true;
+    return {
+      show(svg, x, content) {
+        tip.replaceChildren(...content);
+        tip.hidden = false;
+        const box = svg.getBoundingClientRect(), outer = figureElement.getBoundingClientRect();
+        const at = box.left - outer.left + x * box.width / svg.viewBox.baseVal.width;
+        const left = at + 16 + tip.offsetWidth > outer.width && at > tip.offsetWidth + 16 ? at - tip.offsetWidth - 14 : at + 14;
+        tip.style.left = Math.max(0, left) + "px";
+        tip.style.top = "1.6rem";
+      },
+      hide() { tip.hidden = true; },
+    };
+  }
+  // Tells whoever listens; one for the whole page.
+  function say(text) {
+    let voice = document.getElementById("voice");
+    if (!voice) {
+      voice = html("div", "unseen", document.body);
+      voice.id = "voice";
+      voice.setAttribute("aria-live", "polite");
+    }
+    voice.textContent = text;
+  }
+  // The title of a drawing would pop up as a tool tip over ours.
+  function takeTitle(svg) {
+    const title = svg.querySelector("title");
+    if (!title) return;
+    svg.setAttribute("aria-label", title.textContent);
+    svg.removeAttribute("aria-labelledby");
+    svg.setAttribute("aria-describedby", svg.id + "-d");
+    title.remove();
+  }
+
+  function attachChart(svg) {
+    const [x0, x1] = numbers(svg.dataset.x), [y0, y1] = numbers(svg.dataset.y), log = svg.dataset.log === "1";
+    const [left, top, width, height] = numbers(svg.dataset.box);
+    const plot = svg.querySelector("g.plot"), xTicks = svg.querySelector(".axis.x .ticks");
+    const figureElement = svg.closest("figure"), small = svg.classList.contains("small");
+    const curves = [...plot.querySelectorAll("path[data-name]")].map(path => ({
+      path, name: path.dataset.name, points: null,
+      get list() { return this.points || (this.points = points(path)); },
+    }));
+    const events = [...svg.querySelectorAll(".event")].map(g => ({g, x: +g.dataset.at, says: g.dataset.says}));
+    const tip = tipOf(figureElement);
+    let range = zooms.get(svg.id) || [x0, x1], at = null, drag = null;
+
+    const valueOf = y => { const v = y1 - y / grid * (y1 - y0); return log ? 10 ** v : v; };
+    const pxOf = x => left + width * (x - range[0]) / (range[1] - range[0]);
+    const cross = make("path", {class: "cross", visibility: "hidden"}, svg);
+    const dots = curves.map(curve => make("circle", {class: "cross-dot " + curve.path.getAttribute("class").replace("line", ""),
+                                                     r: small ? 2.6 : 3.4, visibility: "hidden"}, svg));
+    const back = html("button", "back", figureElement);
+    back.type = "button";
+    back.textContent = "whole range";
+    back.hidden = true;
+
+    function place() {
+      const scale = width / (range[1] - range[0]);
+      plot.setAttribute("transform", `matrix(${scale} 0 0 ${height / grid} ${left - (range[0] - x0) * scale} ${top})`);
+      const whole = range[0] === x0 && range[1] === x1;
+      back.hidden = whole;
+      if (!whole || xTicks.dataset.zoomed) {
+        xTicks.dataset.zoomed = "1";
+        xTicks.replaceChildren();
+        for (const x of ticks(range[0], range[1], small ? 3 : 7)) {
+          make("path", {d: `M${pxOf(x)} ${top + height}v4`}, xTicks);
+          make("text", {x: pxOf(x), y: top + height + 16}, xTicks).textContent = tickText(x);
+        }
+      }
+      for (const event of events) {
+        const inside = event.x >= range[0] && event.x <= range[1];
+        event.g.setAttribute("visibility", inside ? "visible" : "hidden");
+        event.g.setAttribute("transform", `translate(${pxOf(event.x) - (left + width * (event.x - x0) / (x1 - x0))} 0)`);
+      }
+    }
+    function zoom(low, high) {
+      const least = Math.min(4, x1 - x0);
+      if (high - low < least) return;
+      range = [Math.max(x0, low), Math.min(x1, high)];
+      if (range[0] === x0 && range[1] === x1) zooms.delete(svg.id); else zooms.set(svg.id, range);
+      hide();
+      place();
+    }
+    // The crosshair at x; the values of every curve at their nearest points. Quiet: drawn, not told.
+    function show(x, quiet) {
+      if (x < range[0] || x > range[1]) return hide();
+      at = x;
+      const rows = [];
+      curves.forEach((curve, n) => {
+        const list = curve.list;
+        const point = list.length ? list[nearest(list, x - x0)] : null;
+        const gap = (x1 - x0) / 40;
+        const seen = point && Math.abs(point[0] + x0 - x) <= gap;
+        dots[n].setAttribute("visibility", seen ? "visible" : "hidden");
+        if (!seen) return;
+        dots[n].setAttribute("cx", pxOf(point[0] + x0));
+        dots[n].setAttribute("cy", Math.min(Math.max(top + height * point[1] / grid, top), top + height));
+        rows.push({name: curve.name, value: valueOf(point[1]), style: curve.path.getAttribute("class")});
+      });
+      cross.setAttribute("d", `M${pxOf(x)} ${top}v${height}`);
+      cross.setAttribute("visibility", "visible");
+      if (quiet) return rows;
+      const headline = document.createElement("b");
+      headline.textContent = `${svg.dataset.xname} ${figure(Math.round(x * 1000) / 1000, 7).replace(/\.0+$/, "")}`;
+      const table = document.createElement("table");
+      rows.sort((a, b) => b.value - a.value);
+      for (const row of rows.slice(0, 16)) {
+        const tr = table.insertRow(), name = tr.insertCell(), value = tr.insertCell();
+        name.textContent = row.name;
+        name.className = row.style.replace("line", "");
+        value.textContent = figure(row.value);
+      }
+      const near = events.filter(e => Math.abs(pxOf(e.x) - pxOf(x)) < 6).map(e => {
+        const p = document.createElement("p");
+        p.textContent = e.says;
+        return p;
+      });
+      tip.show(svg, pxOf(x), [headline, table, ...near]);
+      return rows;
+    }
+    function hide() {
+      at = null;
+      cross.setAttribute("visibility", "hidden");
+      for (const dot of dots) dot.setAttribute("visibility", "hidden");
+      tip.hide();
+    }
+    // The same x in every chart that has the same axis.
+    function follow(x) {
+      for (const other of charts.values())
+        if (other.svg !== svg && other.svg.dataset.xname === svg.dataset.xname) x === null ? other.hide() : other.show(x, true);
+    }
+    const xAt = event => {
+      const box = svg.getBoundingClientRect();
+      const px = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+      return range[0] + (px - left) / width * (range[1] - range[0]);
+    };
+    // Where there are points, the crosshair stands on one.
+    function snapped(x) {
+      let best = x, distance = Infinity;
+      for (const curve of curves) {
+        if (!curve.list.length) continue;
+        const point = curve.list[nearest(curve.list, x - x0)][0] + x0;
+        if (Math.abs(point - x) < distance) best = point, distance = Math.abs(point - x);
+      }
+      return best;
+    }
+
+    svg.addEventListener("pointermove", event => {
+      const x = Math.min(Math.max(xAt(event), range[0]), range[1]);
+      if (drag) {
+        const [a, b] = [Math.min(drag.from, x), Math.max(drag.from, x)];
+        drag.box.setAttribute("x", pxOf(a));
+        drag.box.setAttribute("width", pxOf(b) - pxOf(a));
+        return;
+      }
+      const place_ = snapped(x);
+      show(place_, false);
+      follow(place_);
+    });
+    svg.addEventListener("pointerleave", () => { if (!drag && document.activeElement !== svg) { hide(); follow(null); } });
+    svg.addEventListener("pointerdown", event => {
+      if (event.button !== 0 || event.pointerType === "touch") return;
+      svg.setPointerCapture(event.pointerId);
+      drag = {from: Math.min(Math.max(xAt(event), range[0]), range[1]),
+              box: make("rect", {class: "zooming", y: top, height, x: 0, width: 0}, svg)};
+    });
+    svg.addEventListener("pointerup", event => {
+      if (!drag) return;
+      const x = Math.min(Math.max(xAt(event), range[0]), range[1]), from = drag.from;
+      drag.box.remove();
+      drag = null;
+      if (Math.abs(pxOf(x) - pxOf(from)) > 6) zoom(Math.min(from, x), Math.max(from, x));
+    });
+    svg.addEventListener("pointercancel", () => { if (drag) drag.box.remove(); drag = null; });
+    svg.addEventListener("dblclick", () => zoom(x0, x1));
+    back.addEventListener("click", () => { zoom(x0, x1); svg.focus(); });
+    svg.addEventListener("keydown", event => {
+      const all = [...new Set(curves.flatMap(c => c.list.map(p => p[0] + x0)))].sort((a, b) => a - b)
+          .filter(x => x >= range[0] && x <= range[1]);
+      if (!all.length) return;
+      const now = at === null ? -1 : nearest(all.map(x => [x]), at), stride = event.shiftKey ? 10 : 1;
+      let next = now;
+      if (event.key === "ArrowRight") next = now + stride;
+      else if (event.key === "ArrowLeft") next = now < 0 ? all.length - 1 : now - stride;
+      else if (event.key === "Home") next = 0;
+      else if (event.key === "End") next = all.length - 1;
+      else if (event.key === "Escape") { hide(); follow(null); zoom(x0, x1); return; }
+      else if (event.key === "+" || event.key === "-") {
+        const middle = at ?? (range[0] + range[1]) / 2, half = (range[1] - range[0]) * (event.key === "+" ? 0.25 : 1);
+        zoom(middle - half, middle + half);
+        return;
+      } else return;
+      event.preventDefault();
+      const x = all[Math.min(Math.max(next, 0), all.length - 1)], rows = show(x, false);
+      follow(x);
+      say(`${svg.dataset.xname} ${figure(x, 7)}: ` + rows.map(r => `${r.name} ${figure(r.value)}`).join(", "));
+    });
+    svg.addEventListener("blur", () => { hide(); follow(null); });
+
+    takeTitle(svg);
+    svg.tabIndex = 0;
+    svg.classList.add("alive");
+    for (const event of svg.querySelectorAll(".event title")) event.remove();
+    charts.set(svg.id, {svg, show, hide});
+    if (range[0] < x0 || range[1] > x1) range = [x0, x1];
+    place();
+  }
+
+  function attachHeat(svg) {
+    const [left, top, width, height] = numbers(svg.dataset.box);
+    const cells = svg.dataset.cells.split(";").map(row => row.split(" ")), xs = numbers(svg.dataset.xs);
+    const rows = svg.dataset.rows.split("\n"), tip = tipOf(svg.closest("figure"));
+    const mark = make("rect", {class: "cell-mark", visibility: "hidden"}, svg);
+    let at = null;
+    function show(row, column) {
+      at = [row, column];
+      const w = width / xs.length, h = height / cells.length;
+      for (const [key, value] of Object.entries({x: left + w * column, y: top + h * row, width: Math.max(w, 2), height: Math.max(h, 2), visibility: "visible"}))
+        mark.setAttribute(key, value);
+      const where = `${rows[row] && rows[row] !== String(row) ? rows[row] : svg.dataset.yname + " " + (rows[row] || row)}, ${svg.dataset.xname} ${figure(xs[column], 7).replace(/\.0+$/, "")}`;
+      const headline = document.createElement("b"), line = document.createElement("div");
+      headline.textContent = where;
+      line.textContent = `${svg.dataset.vname} ${cells[row][column] === "-" ? "not known" : figure(+cells[row][column], 3)}`;
+      tip.show(svg, left + w * (column + 0.5), [headline, line]);
+      return `${where}: ${line.textContent}`;
+    }
+    function hide() { at = null; mark.setAttribute("visibility", "hidden"); tip.hide(); }
+    svg.addEventListener("pointermove", event => {
+      const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
+      const column = Math.floor(((event.clientX - box.left) * scale - left) / width * xs.length);
+      const row = Math.floor(((event.clientY - box.top) * scale - top) / height * cells.length);
+      if (row >= 0 && row < cells.length && column >= 0 && column < xs.length) show(row, column); else hide();
+    });
+    svg.addEventListener("pointerleave", hide);
+    svg.addEventListener("blur", hide);
+    svg.addEventListener("keydown", event => {
+      const step = {ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0]}[event.key];
+      if (event.key === "Escape") return hide();
+      if (!step) return;
+      event.preventDefault();
+      const [row, column] = at ? [at[0] + step[0], at[1] + step[1]] : [0, 0];
+      say(show(Math.min(Math.max(row, 0), cells.length - 1), Math.min(Math.max(column, 0), xs.length - 1)));
+    });
+    takeTitle(svg);
+    svg.tabIndex = 0;
+  }
+
+  // Makes the drawings inside `root` alive; those that are so already are left alone.
+  function attach(root = document.getElementById("page")) {
+    for (const id of [...charts.keys()]) if (!charts.get(id).svg.isConnected) charts.delete(id);
+    for (const svg of root.querySelectorAll("svg.chart:not([tabindex])")) attachChart(svg);
+    for (const svg of root.querySelectorAll("svg.heat:not([tabindex])")) attachHeat(svg);
+  }
+
+  // Day and night: the system's choice, unless the button says otherwise.
+  function theme() {
+    const button = document.getElementById("theme"), root = document.documentElement;
+    const night = () => root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    const name = () => { button.textContent = night() ? "Light" : "Dark"; button.setAttribute("aria-label", `Switch to ${night() ? "light" : "dark"} colours`); };
+    button.hidden = false;
+    button.addEventListener("click", () => { root.dataset.theme = night() ? "light" : "dark"; name(); });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", name);
+    name();
+  }
+
+  theme();
+  attach();
+  return {attach};
+})();

@@ -1,0 +1,211 @@
+#include "report/panels.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "report/html.h"
+
+namespace evenkeel {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+bool ails(const RunRecords& run, const Symptom& symptom) {
+  if (run.verdict) {
+    const std::string cause = text_at(*run.verdict, "cause");
+    if (!cause.empty()) return cause != name(Cause::healthy);
+  }
+  return symptom.kind != Symptom::Kind::none;
+}
+
+// The first guilty head of a verdict.
+std::optional<std::pair<int64_t, int64_t>> guilty_head(const RunRecords& run) {
+  if (!run.verdict) return {};
+  const auto heads = run.verdict->find("heads");
+  if (heads == run.verdict->end() || !heads->is_array() || heads->empty() || !(*heads)[0].is_object()) return {};
+  const double layer = number_at((*heads)[0], "layer"), head = number_at((*heads)[0], "head");
+  const auto inside = [](double n, int64_t count_of) { return n >= 0 && n < static_cast<double>(count_of); };
+  if (!inside(layer, run.layers) || !inside(head, run.heads)) return {};
+  return std::pair(static_cast<int64_t>(layer), static_cast<int64_t>(head));
+}
+
+// The head whose offset is largest at the end.
+std::optional<std::pair<int64_t, int64_t>> largest_head(const RunRecords& run) {
+  for (const char* field : {"largest_row_mean", "largest_lse"}) {
+    const HeadSeries* const series = find_series(run, field);
+    if (!series) continue;
+    const int64_t LH = run.layers * run.heads;
+    int64_t best = -1;
+    float largest = -1;
+    for (int64_t n = 0; n < LH; ++n) {
+      const float value = series->values[series->values.size() - static_cast<size_t>(LH - n)];
+      if (value > largest) largest = value, best = n;
+    }
+    if (best >= 0) return std::pair(best / run.heads, best % run.heads);
+  }
+  return {};
+}
+
+// Two runs called alike are told apart by their folders.
+void name_apart(std::vector<RunRecords>& runs) {
+  std::vector<std::string> labels;
+  for (const RunRecords& run : runs) labels.push_back(run.label);
+  for (size_t n = 0; n < runs.size(); ++n)
+    if (std::count(labels.begin(), labels.end(), labels[n]) > 1) runs[n].label = runs[n].folder.string();
+}
+
+}  // namespace
+
+PageData page_data(std::vector<RunRecords> runs) {
+  PageData data;
+  data.runs = std::move(runs);
+  name_apart(data.runs);
+  for (const RunRecords& run : data.runs) data.symptoms.push_back(find_symptom(run.record()));
+  for (size_t n = data.runs.size(); n-- > 0;)
+    if (ails(data.runs[n], data.symptoms[n])) data.subject = n;
+  const RunRecords& run = data.runs[data.subject];
+  const Symptom& symptom = data.symptoms[data.subject];
+  if (const auto guilty = guilty_head(run))
+    std::tie(data.layer, data.head) = *guilty;
+  else if (symptom.kind == Symptom::Kind::offset)
+    data.layer = symptom.layer, data.head = symptom.head;
+  else if (const auto largest = largest_head(run))
+    std::tie(data.layer, data.head) = *largest;
+  return data;
+}
+
+std::string section(const std::string& id, const std::string& heading, const std::string& lead,
+                    const std::string& content, const std::string& aside) {
+  return fmt::format(
+      "<section id=\"{}\" aria-labelledby=\"{}-h\">\n<header><h2 id=\"{}-h\">{}</h2>{}</header>\n"
+      "<div class=\"beside\"><div class=\"drawings\">\n{}</div>{}</div>\n</section>\n",
+      id, id, id, heading, lead.empty() ? "" : fmt::format("<p class=\"lead\">{}</p>", lead), content,
+      aside.empty() ? "" : fmt::format("<aside>{}</aside>", aside));
+}
+
+std::string missing(const std::string& what, const std::string& command) {
+  return fmt::format("<p class=\"missing\">{}{}</p>\n", escape(what),
+                     command.empty() ? "" : fmt::format(" <code>{}</code>", escape(command)));
+}
+
+std::string shell_word(const std::string& text) {
+  const bool is_plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
+    return std::isalnum(c) || std::string_view("_-./,:=@+").find(static_cast<char>(c)) != std::string_view::npos;
+  });
+  if (is_plain) return text;
+  std::string out = "'";
+  for (const char c : text) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return out + "'";
+}
+
+std::string colour_of(const PageData& data, size_t run) {
+  constexpr size_t kColours = 8;  // page.css
+  if (run == data.subject) return "c0";
+  return fmt::format("c{}", (run < data.subject ? run + 1 : run) % kColours);
+}
+
+double recent(const std::vector<double>& values) {
+  constexpr size_t kRecent = DivergenceWatch::kWindow;
+  double sum = 0;
+  size_t n = 0;
+  for (size_t k = values.size(); k-- > 0 && n < kRecent;)
+    if (std::isfinite(values[k])) sum += values[k], ++n;
+  return n > 0 ? sum / static_cast<double>(n) : kUnknown;
+}
+
+Line head_line(const HeadSeries& series, int64_t heads, int64_t head) {
+  Line line;
+  for (size_t n = 0; n < series.steps.size(); ++n) {
+    line.x.push_back(static_cast<double>(series.steps[n]));
+    line.y.push_back(static_cast<double>(series.values[n * static_cast<size_t>(heads) + static_cast<size_t>(head)]));
+  }
+  return line;
+}
+
+const HeadSeries* find_series(const RunRecords& run, const char* name) {
+  for (const auto* all : {&run.facts, &run.probes})
+    if (const auto found = all->find(name); found != all->end() && !found->second.steps.empty()) return &found->second;
+  return nullptr;
+}
+
+std::string bits_of(const Json& e) {
+  if (!e.is_object()) return "";
+  const auto list = [&](const char* key) {
+    const auto found = e.find(key);
+    return found != e.end() && found->is_array() ? *found : Json::array();
+  };
+  const auto truth = [](const Json& object, const char* key) {
+    const auto found = object.find(key);
+    return found != object.end() && found->is_boolean() && found->get<bool>();
+  };
+  constexpr size_t kLongest = 72;  // bits of a row
+  const auto cells = [](std::string_view digits, const char* style) {
+    std::string text;
+    for (const char c : digits.substr(0, kLongest))
+      text += c == '.' ? "<i class=\"point\">.</i>" : fmt::format("<b class=\"{}\">{}</b>", style, c == '1' ? 1 : 0);
+    if (digits.size() > kLongest) text += "<i>…</i>";
+    return text;
+  };
+  // Every row on one grid: the point in the same column, so that the carry is seen to leave it.
+  size_t before_point = 1;
+  const std::string exact_digits = text_at(e, "exact_digits");
+  const auto whole_places = [](const std::string& digits) { return std::min(digits.find('.'), digits.size()); };
+  before_point = std::max(before_point, whole_places(exact_digits));
+  for (const Json& term_of : list("aligned"))
+    if (term_of.is_object()) before_point = std::max(before_point, whole_places(text_at(term_of, "digits")));
+  const auto row = [&](const std::string& what, bool negative, const std::string& digits, const std::string& cells_html,
+                       const std::string& remark) {
+    const size_t places = std::min(whole_places(digits), size_t{16});
+    std::string blank;
+    for (size_t n = places; n < std::min(before_point, size_t{16}); ++n) blank += "<b class=\"none\"></b>";
+    return fmt::format("<tr><th scope=\"row\">{}</th><td class=\"bits\"><i>{}</i>{}{}</td><td>{}</td></tr>\n", what,
+                       negative ? "−" : "+", blank, cells_html, remark);
+  };
+  std::string text = "<div class=\"scroll\"><table class=\"addition\"><tbody>\n";
+  for (const Json& term_of : list("aligned")) {
+    if (!term_of.is_object()) continue;
+    const std::string digits = text_at(term_of, "digits");
+    const double shift = number_at(term_of, "shift");
+    text += row(escape(text_at(term_of, "name")), truth(term_of, "negative"), digits, cells(digits, "kept"),
+                shift > 0 ? fmt::format("moved {} place{} right to the common exponent", figure(shift), shift == 1 ? "" : "s")
+                          : "");
+  }
+  if (!exact_digits.empty())
+    text += row("exact sum", truth(e, "exact_negative"), exact_digits, cells(exact_digits, "kept"),
+                truth(e, "carry_out") ? "a carry leaves the point: one more bit will fall off" : "");
+  for (const Json& r : list("roundings")) {
+    if (!r.is_object()) continue;
+    const std::string kept = text_at(r, "kept"), cut = text_at(r, "cut");
+    if (kept.empty()) continue;
+    const std::string_view rest = cut;
+    const std::string direction = text_at(r, "direction");
+    const double value = number_at(r, "value");
+    text += row(fmt::format("to {}", escape(text_at(r, "rounding"))), value < 0, kept,
+                cells(kept, "kept") + "<i class=\"edge\"></i>" + cells(rest.substr(0, std::min<size_t>(1, rest.size())), "round") +
+                    (rest.size() > 1 ? cells(rest.substr(1), "sticky") : ""),
+                direction == "exact" ? "nothing is lost"
+                                     : fmt::format("goes {} to {}", direction == "up" ? "away from zero" : "toward zero",
+                                                   figure(value, 6)));
+  }
+  text += "</tbody></table></div>\n";
+  text += fmt::format("<p class=\"reading\"><span class=\"swatch kept\"></span> kept · <span class=\"swatch round\"></span> {} · "
+                      "<span class=\"swatch sticky\"></span> {}</p>\n",
+                      term("round bit"), term("sticky bit", "sticky bits"));
+  text += fmt::format("<p class=\"reading\"><code>{}</code> is {} exactly and is stored as {}: an error of {}, {} of a step.</p>\n",
+                      escape(text_at(e, "expression")), figure(number_at(e, "exact"), 10), figure(number_at(e, "value"), 8),
+                      figure(number_at(e, "error"), 4), figure(number_at(e, "error_steps"), 2));
+  return text;
+}
+
+std::string body_of(const PageData& data) {
+  std::string text = verdict_part(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
+                     remedies_part(data) + repeat_part(data);
+  text += section("words", "Words", "Every term of this page in one sentence.", glossary());
+  return text;
+}
+
+}  // namespace evenkeel

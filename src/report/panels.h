@@ -1,0 +1,56 @@
+// What the page shows, part by part, from records that are there or are not. No file is read here.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "report/capture_view.h"
+#include "report/chart.h"
+#include "report/run_records.h"
+
+namespace evenkeel {
+
+struct PageData {
+  std::vector<RunRecords> runs;   // at least one
+  std::vector<Symptom> symptoms;  // (runs)
+  size_t subject = 0;             // the run that the page is about: the first that ails
+  int64_t layer = -1, head = -1;  // its head of interest; -1: none is known
+  std::shared_ptr<const CaptureView> view;
+  std::vector<std::string> capture_notes;
+};
+
+// Symptoms, subject and head of interest, from the runs alone. REQUIRES: at least one run.
+PageData page_data(std::vector<RunRecords> runs);
+
+// Everything inside <main>.
+std::string body_of(const PageData& data);
+
+// --- its parts, in the order of the page
+std::string verdict_part(const PageData& data);
+std::string loss_part(const PageData& data);
+std::string chain_part(const PageData& data);
+std::string run_panels(const PageData& data);      // spectral norms to the common mode
+std::string capture_panels(const PageData& data);  // (PK)^T X to the guilty addition
+std::string remedies_part(const PageData& data);
+std::string repeat_part(const PageData& data);
+
+// --- for them
+// A section: what it shows in a sentence, its drawings, and remarks beside them. All HTML.
+std::string section(const std::string& id, const std::string& heading, const std::string& lead,
+                    const std::string& content, const std::string& aside = "");
+// What is not there, and the command that makes it.
+std::string missing(const std::string& what, const std::string& command);
+// One addition bit by bit; explanation: as numerics/explain writes it in JSON.
+std::string bits_of(const nlohmann::json& explanation);
+// A word of a shell.
+std::string shell_word(const std::string& text);
+// The class of a run's colour: the subject has the first.
+std::string colour_of(const PageData& data, size_t run);
+// Mean of the last 20 recorded values that are finite; NaN for none.
+double recent(const std::vector<double>& values);
+// One head's values.
+Line head_line(const HeadSeries& series, int64_t heads, int64_t head);
+const HeadSeries* find_series(const RunRecords& run, const char* name);  // of facts, else of probes; nullptr: none
+
+}  // namespace evenkeel
