@@ -46,7 +46,7 @@ Scale full_scale() {
   Scale scale;
   scale.config.model = gpt2_preset("micro");
   scale.config.sequences = 16;
-  scale.config.schedule.warmup = 100;
+  scale.config.schedule.peak = 6e-3;
   scale.config.schedule.steps = 501;  // the facts of step 500 are the last
   scale.replay_steps = 100;
   return scale;
@@ -59,8 +59,8 @@ Scale quick_scale() {
   scale.config.model.width = 64;
   scale.config.model.context = 64;
   scale.config.sequences = 8;
-  scale.config.schedule.warmup = 50;
-  scale.config.schedule.steps = 401;
+  scale.config.schedule.peak = 9e-3;
+  scale.config.schedule.steps = 601;
   scale.replay_steps = 50;
   return scale;
 }
@@ -68,8 +68,7 @@ Scale quick_scale() {
 void complete(RunConfig& config, const std::string& data) {
   config.data = data;
   config.backend = Backend::cpu;
-  config.seed = 3;
-  config.schedule.peak = 6e-3;
+  config.schedule.warmup = 100;
   config.facts_every = 10;
   config.probe_every = 50;
   config.checkpoint_every = 50;
@@ -84,14 +83,13 @@ void complete(RunConfig& config, const std::string& data) {
 std::string own_text(const fs::path& folder) {
   const fs::path root = EVENKEEL_SOURCE_DIR, file = folder / "text.txt";
   std::vector<std::string> paths;
-  for (const char* name : {"README.md", "docs", "src", "tests"})
+  for (const char* name : {"README.md", "docs", "src"})
     if (fs::exists(root / name)) paths.push_back((root / name).string());
   WholeFileWriter writer(file);
   if (paths.empty())
     writer.append(synthetic_text(/*seed=*/1, /*bytes=*/1'000'000));
   else
-    for (const TextFile& text : find_text_files(paths, (root / "tests/vectors").string()).files)
-      writer.append(MappedFile(text.path).text());
+    for (const TextFile& text : find_text_files(paths).files) writer.append(MappedFile(text.path).text());
   writer.commit();
   fmt::print("text: {}, {:.1f} MB\n",
              paths.empty() ? "synthetic (the sources are not here)" : "the project's own",
