@@ -85,16 +85,17 @@ int run_isolate(int argc, char** argv) {
   std::string backend;
   int64_t budget = 40, steps = 200, begin = -1, threads = 0;
   bool json = false;
-  Options options("isolate RUN [options]",
-                  "Finds the smallest change that restores health to a run that went wrong: which layer, "
-                  "which heads, which\n"
-                  "rounding, by replays of a stretch of it on its own batches, against the same stretch in "
-                  "FP32; then proves it\n"
-                  "both ways, with a sham control. Nothing in the run's folder changes but isolate.json, "
-                  "where every replay is\n"
-                  "kept (a second call goes on where the first was stopped), and verdict.json, which the report "
-                  "shows.",
-                  "isolate runs/a --steps 100");
+  Options options(
+      "isolate RUN [options]",
+      "Finds the smallest change that restores health to a run that went wrong: which layer, "
+      "which heads, which\n"
+      "rounding, by replays of a stretch of it on its own batches, against the same stretch in "
+      "FP32; then proves it\n"
+      "both ways, with a sham control. Nothing in the run's folder changes but isolate.json, "
+      "where every replay is\n"
+      "kept (a second call goes on where the first was stopped), and verdict.json, which the report "
+      "shows.",
+      "isolate runs/a --steps 100");
   options.words("RUN", words, 1, 1);
   options.value("--budget", "N", "replays at most, those kept from before among them", budget, 0, 100000);
   options.value("--steps", "N", "of a replay at most", steps, 4, int64_t{1} << 32);

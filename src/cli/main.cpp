@@ -30,6 +30,8 @@ constexpr Command kCommands[] = {
     {"isolate", "which layer, heads and rounding derail a run: found and proved by replays",
      cli::run_isolate},
     {"verdict", "what ails a run, from its records and the replays made so far", cli::run_verdict},
+    {"indicators", "which warning sign speaks, how long before the loss moves, and how often for nothing",
+     cli::run_indicators},
     {"report", "everything known of some runs, on one page", cli::run_report},
     {"watch", "the report's page, live in the browser", cli::run_watch},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
@@ -41,7 +43,7 @@ void print_usage(std::FILE* to) {
       to,
       "Evenkeel finds, explains and prevents the training failures that rounding in attention causes.\n\n"
       "usage: evenkeel COMMAND [options]\n\n");
-  for (const Command& command : kCommands) fmt::print(to, "  {:<10}{}\n", command.name, command.summary);
+  for (const Command& command : kCommands) fmt::print(to, "  {:<12}{}\n", command.name, command.summary);
   fmt::print(to,
              "\n`evenkeel COMMAND --help` shows options and an example. In the source tree, `./evenkeel "
              "test` runs every test.\n"

@@ -51,13 +51,19 @@ void Options::value(std::string name, std::string placeholder, std::string help,
 void Options::value_or(std::string name, std::string placeholder, std::string without, std::string help,
                        std::string& variable) {
   options_.push_back({std::move(name), std::move(placeholder), std::move(help),
-                      [&variable](const std::string& text) { variable = text; }, std::move(without)});
+                      [&variable](const std::string& text) { variable = text; }, false, std::move(without)});
 }
 
 void Options::values(std::string name, std::string placeholder, std::string help,
                      std::vector<std::string>& variable) {
   options_.push_back({std::move(name), std::move(placeholder), std::move(help),
                       [&variable](const std::string& text) { variable.push_back(text); }});
+}
+
+void Options::lists(std::string name, std::string placeholder, std::string help,
+                    std::vector<std::string>& variable) {
+  values(std::move(name), std::move(placeholder), std::move(help), variable);
+  options_.back().list = true;
 }
 
 void Options::words(std::string placeholder, std::vector<std::string>& variable, size_t least, size_t most) {
@@ -109,6 +115,7 @@ bool Options::parse(int count, char** arguments) {
       if (i + 1 == count)
         throw std::invalid_argument(fmt::format("{} needs a value: {}", option->name, option->placeholder));
       option->set(arguments[++i]);
+      while (option->list && i + 1 < count && looks_like_value(arguments[i + 1])) option->set(arguments[++i]);
     }
   }
   if (found < least_)

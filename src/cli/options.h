@@ -26,6 +26,8 @@ class Options {
   // May be given several times.
   void values(std::string name, std::string placeholder, std::string help,
               std::vector<std::string>& variable);
+  // All words up to the next option: `--healthy a b c`.
+  void lists(std::string name, std::string placeholder, std::string help, std::vector<std::string>& variable);
   // What is left; at least `least` and at most `most` words.
   void words(std::string placeholder, std::vector<std::string>& variable, size_t least, size_t most);
 
@@ -37,6 +39,7 @@ class Options {
   struct Option {
     std::string name, placeholder, help;
     std::function<void(const std::string&)> set;  // empty placeholder: called without a value
+    bool list = false;                            // takes more than one value
     std::optional<std::string> without = {};      // what the option alone means; its value comes behind a '='
   };
   Option* find(std::string_view name);
@@ -57,6 +60,7 @@ int run_conform(int argc, char** argv);
 int run_bench(int argc, char** argv);
 int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
+int run_indicators(int argc, char** argv);
 int run_info(int argc, char** argv);
 int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);

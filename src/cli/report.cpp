@@ -16,15 +16,17 @@ int run_report(int argc, char** argv) {
   std::vector<std::string> words, captures;
   std::string out = "report.html";
   bool json = false;
-  Options options("report RUN... [-o FILE] [options]",
-                  "Writes one page that needs nothing else: the verdict, the loss of the runs with what happened to "
-                  "each, the\nchain from symptom to proof, and every panel that the runs' records allow. What is missing or "
-                  "damaged is\nsaid there, with the command that makes it.",
-                  "report runs/a runs/b -o report.html");
+  Options options(
+      "report RUN... [-o FILE] [options]",
+      "Writes one page that needs nothing else: the verdict, the loss of the runs with what happened to "
+      "each, the\nchain from symptom to proof, and every panel that the runs' records allow. What is missing "
+      "or "
+      "damaged is\nsaid there, with the command that makes it.",
+      "report runs/a runs/b -o report.html");
   options.words("RUN", words, 1, 64);
   options.value("-o", "FILE", "where the page goes (report.html)", out);
-  options.values("--capture", "FILE", "a capture to look into, several allowed (default: those in the run's folder)",
-                 captures);
+  options.values("--capture", "FILE",
+                 "a capture to look into, several allowed (default: those in the run's folder)", captures);
   options.flag("--json", "what was written, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
   for (const std::string& word : words) {

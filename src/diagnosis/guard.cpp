@@ -14,23 +14,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-// A log-sum-exp that is not finite is beyond every limit; logarithms below 1 tell nothing.
-double log_size(double lse) {
-  constexpr double kLargest = 1e30;
-  return std::log(std::isfinite(lse) ? std::clamp(std::fabs(lse), 1.0, kLargest) : kLargest);
-}
-
-std::vector<double> numbers_of(const Json& line, const char* field, size_t count) {
-  std::vector<double> values;
-  if (const auto found = line.find(field); found != line.end() && found->is_array())
-    for (const Json& layer : *found)
-      if (layer.is_array())
-        for (const Json& value : layer)
-          values.push_back(json_number(value).value_or(std::numeric_limits<double>::quiet_NaN()));
-  if (values.size() != count) values.clear();
-  return values;
-}
-
 Json to_json(const GuardEvent& event, int64_t H) {
   Json heads = Json::array();
   for (const int64_t head : event.heads) heads.push_back({head / H, head % H});
@@ -60,7 +43,11 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
       const auto step = line.object.find("step");
       if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step)
         return;
-      const auto of = [&](const char* field) { return numbers_of(line.object, field, heads_.size()); };
+      int64_t layers = config.model.layers, heads = H;
+      const auto of = [&](const char* field) {
+        const auto found = line.object.find(field);
+        return found == line.object.end() ? std::vector<double>() : from_heads(*found, layers, heads);
+      };
       const std::vector<double> lse = of("largest_lse"), residual = of("residual_rms"),
                                 delta = of("delta_rms");
       // A run that had no guard has no residuals, and log-sum-exps only now and then.
@@ -105,27 +92,11 @@ void Guard::see(int64_t step, double loss, Gpt2& model, Json& line) {
 
 void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
                    const std::vector<double>& delta) {
-  ++seen_;
-  // Means over all steps until there are as many as they look back.
-  const auto steps = static_cast<double>(seen_);
-  const double fast = 1 / std::min(steps, kFast), slow = 1 / std::min(steps, kSlow);
+  const bool known = !residual.empty() && !delta.empty();
   for (size_t n = 0; n < heads_.size(); ++n) {
-    Head& head = heads_[n];
-    head.fast += fast * (log_size(lse[n]) - head.fast);
-    head.slow += slow * (log_size(lse[n]) - head.slow);
-    if (!residual.empty() && !delta.empty() && std::isfinite(residual[n]) && std::isfinite(delta[n])) {
-      head.residual += slow * (residual[n] * residual[n] - head.residual);
-      head.delta += slow * (delta[n] * delta[n] - head.delta);
-    }
-    if (head.fast <= std::log(kDriftedOffset)) head.last_good = step;
+    heads_[n].drift.take(step, lse[n], known ? residual[n] : kNotKnown, known ? delta[n] : kNotKnown);
+    if (!heads_[n].drift.beyond_need()) heads_[n].last_good = step;
   }
-}
-
-bool Guard::drifts(const Head& head) const {
-  return head.fast > std::log(kDriftedOffset) && head.fast > head.slow;
-}
-double Guard::leak(const Head& head) const {
-  return head.delta > 0 ? std::sqrt(head.residual / head.delta) : 0;
 }
 
 double Guard::too_late(const PrecisionPlan& plan, LinearPrecision precision) {
@@ -149,9 +120,9 @@ void Guard::decide(int64_t step, const Gpt2& model) {
     Head& head = heads_[n];
     const auto number = static_cast<int64_t>(n);
     const double limit = too_late(model.plan(number / H, number % H), config_.model.precision);
-    const bool grown = head.remedied && head.fast > head.at_remedy + std::log(2.0);
-    if (!drifts(head) || head.warned) continue;
-    if (head.remedied ? !grown : leak(head) <= kLeak) {
+    const bool grown = head.remedied && head.drift.log_lse() > head.at_remedy + std::log(2.0);
+    if (!head.drift.drifts() || head.warned) continue;
+    if (head.remedied ? !grown : !head.drift.alarm()) {
       // Without a leak there is nothing that the remedy could mend.
       if (head.remedied) continue;
       head.warned = true;
@@ -162,7 +133,7 @@ void Guard::decide(int64_t step, const Gpt2& model) {
     last_good = std::min(last_good, head.last_good);
     if (grown)
       late = true, why = "it has grown twofold since it has the remedy";
-    else if (head.fast > std::log(limit))
+    else if (head.drift.log_lse() > std::log(limit))
       late = true,
       why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}", limit, kScoreUnit);
   }
@@ -171,15 +142,17 @@ void Guard::decide(int64_t step, const Gpt2& model) {
   event.heads = leaking ? alarmed : others;
   const auto worst = static_cast<size_t>(
       *std::max_element(event.heads.begin(), event.heads.end(), [&](int64_t a, int64_t b) {
-        return heads_[static_cast<size_t>(a)].fast < heads_[static_cast<size_t>(b)].fast;
+        return heads_[static_cast<size_t>(a)].drift.log_lse() <
+               heads_[static_cast<size_t>(b)].drift.log_lse();
       }));
   const HeadFacts& facts = model.facts()[worst];
   event.words = fmt::format(
       "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}; rows of dS miss their zero sum by {:.1e} of delta "
       "(z {:+.1f}), ties in "
       "{:.1f} % of the rows",
-      heads_in_words(event.heads, H), std::exp(heads_[worst].fast), kDriftedOffset, leak(heads_[worst]),
-      facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0, 100.0 * facts.tied_rows);
+      heads_in_words(event.heads, H), std::exp(heads_[worst].drift.log_lse()), kDriftedOffset,
+      heads_[worst].drift.leak(), facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0,
+      100.0 * facts.tied_rows);
   if (!leaking) {
     event.words += ": drift without a leak, which no remedy here mends (learning rate?)";
     event_ = event;
@@ -209,7 +182,7 @@ void Guard::decide(int64_t step, const Gpt2& model) {
     Head& head = heads_[static_cast<size_t>(number)];
     head.warned = event.kind == GuardEvent::Kind::warning;
     head.remedied = event.kind != GuardEvent::Kind::warning;
-    head.at_remedy = head.fast;
+    head.at_remedy = head.drift.log_lse();
   }
   event_ = event;
 }

@@ -1,6 +1,6 @@
 // The guard: watches the cheap probes of a run that trains, and sets right the heads that drift before the loss notices.
 //
-// A head is in alarm where, over the last steps,
+// A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where, over the last steps,
 //   its log-sum-exp, which any drift of the scores' common part moves, is beyond what any softmax needs (kDriftedOffset),
 //   it still rises, and
 //   the rows of its dS miss their zero sum by more than FP32 does (kLeak): what drifts without a leak is not rounding's.
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/json_lines.h"
+#include "diagnosis/indicators.h"
 #include "diagnosis/probe_recorder.h"
 #include "diagnosis/replays.h"
 #include "training/trainer.h"
@@ -42,9 +43,6 @@ constexpr std::string_view name(GuardEvent::Kind kind) { return kGuardEventNames
 
 class Guard : public StepWatcher {
  public:
-  // Residual over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
-  static constexpr double kLeak = 0x1p-16;
-  static constexpr double kFast = 8, kSlow = 64;  // steps that the two running means look back
   static constexpr const char* kRemedy = "stabiliser=zero_sum";
 
   // folder: of the run that goes on at next_step; what it has recorded before is taken up. inner: whoever watches too.
@@ -61,18 +59,15 @@ class Guard : public StepWatcher {
 
  private:
   struct Head {
-    double fast = 0, slow = 0;       // running means of log(largest |log-sum-exp|)
-    double residual = 0, delta = 0;  // running mean squares
-    bool remedied = false;           // its plan sums to zero by construction
-    double at_remedy = 0;            // `fast` when it got the remedy
-    bool warned = false;             // one warning a head is enough
-    int64_t last_good = -1;          // the last step at which `fast` was not beyond need
+    HeadDrift drift;
+    bool remedied = false;   // its plan sums to zero by construction
+    double at_remedy = 0;    // its log_lse when it got the remedy
+    bool warned = false;     // one warning a head is enough
+    int64_t last_good = -1;  // the last step at which it was not beyond need
   };
   // The next step's figures: (L H) each; residual and delta may be empty.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
               const std::vector<double>& delta);
-  bool drifts(const Head& head) const;
-  double leak(const Head& head) const;
   void decide(int64_t step, const Gpt2& model);
 
   const RunConfig config_;
@@ -81,7 +76,6 @@ class Guard : public StepWatcher {
   const ScopedPlan plan_;    // at next_step; changes on the way are the guard's own
   std::vector<Head> heads_;  // (L H)
   std::optional<GuardEvent> event_;
-  int64_t seen_ = 0;  // steps
 };
 
 // A run with its probes and, where its configuration asks for one, its guard; `step` does what the guard calls for.

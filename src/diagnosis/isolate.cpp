@@ -512,12 +512,12 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
   }
   // Each part a trial plays in the argument, and whether it healed.
   const std::pair<const char*, const Trial*> kParts[] = {
-      {"recorded", e.recorded},         {"control", e.control},
-      {"placebo", e.placebo},           {"control_placebo", e.control_placebo},
-      {"cured", e.cured},               {"alone_guilty", e.alone_guilty},
-      {"zero_sum", e.zero_sum},         {"wide_output", e.wide_output},
-      {"consistent", e.consistent},     {"wide_pv", e.wide_pv},
-      {"unbiased", e.unbiased},         {"slower", e.slower}};
+      {"recorded", e.recorded},     {"control", e.control},
+      {"placebo", e.placebo},       {"control_placebo", e.control_placebo},
+      {"cured", e.cured},           {"alone_guilty", e.alone_guilty},
+      {"zero_sum", e.zero_sum},     {"wide_output", e.wide_output},
+      {"consistent", e.consistent}, {"wide_pv", e.wide_pv},
+      {"unbiased", e.unbiased},     {"slower", e.slower}};
   Json parts = Json::array(), trials = Json::array();
   for (const auto& [part, trial] : kParts) {
     if (!trial) continue;

@@ -31,19 +31,6 @@ Json by_head(int64_t L, int64_t H, Value value) {
   return out;
 }
 
-// The other way; empty where it is not (L, H) numbers. L and H are taken from the first that is read.
-std::vector<double> from_heads(const Json& value, int64_t& L, int64_t& H) {
-  std::vector<double> out;
-  if (!value.is_array() || value.empty() || !value[0].is_array() || value[0].empty()) return {};
-  if (L == 0) L = static_cast<int64_t>(value.size()), H = static_cast<int64_t>(value[0].size());
-  if (static_cast<int64_t>(value.size()) != L) return {};
-  for (const Json& layer : value) {
-    if (!layer.is_array() || static_cast<int64_t>(layer.size()) != H) return {};
-    for (const Json& number : layer) out.push_back(json_number(number).value_or(kNotKnown));
-  }
-  return out;
-}
-
 // Weights of two axes; a matrix of q, k and v side by side is three.
 template <class Visit>
 void for_each_matrix(const ParameterTable& table, std::span<const float> parameters, Visit visit) {
@@ -57,6 +44,18 @@ void for_each_matrix(const ParameterTable& table, std::span<const float> paramet
 }
 
 }  // namespace
+
+std::vector<double> from_heads(const Json& value, int64_t& L, int64_t& H) {
+  std::vector<double> out;
+  if (!value.is_array() || value.empty() || !value[0].is_array() || value[0].empty()) return {};
+  if (L == 0) L = static_cast<int64_t>(value.size()), H = static_cast<int64_t>(value[0].size());
+  if (static_cast<int64_t>(value.size()) != L) return {};
+  for (const Json& layer : value) {
+    if (!layer.is_array() || static_cast<int64_t>(layer.size()) != H) return {};
+    for (const Json& number : layer) out.push_back(json_number(number).value_or(kNotKnown));
+  }
+  return out;
+}
 
 ProbeRecorder::ProbeRecorder(int64_t every, const std::filesystem::path& metrics, int64_t next_step,
                              bool captures)

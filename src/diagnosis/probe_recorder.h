@@ -57,4 +57,8 @@ struct ProbeHistory {
 // Lines without probes, or with ones of another shape, are passed over. DataError where the file cannot be read.
 ProbeHistory read_probe_history(const std::filesystem::path& metrics);
 
+// (L, H) numbers as a line of metrics.jsonl has them, flat; NaN for what is none. Empty where they are not of that shape;
+// with L = 0, the shape is taken from them.
+std::vector<double> from_heads(const nlohmann::json& value, int64_t& L, int64_t& H);
+
 }  // namespace evenkeel

@@ -13,11 +13,12 @@ namespace evenkeel {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kTextWidth = 6.3;  // of a character of a label, in the chart's units; a little too wide
+constexpr double kTextWidth = 6.3;  // of a character, in the chart's units; a little too wide
+constexpr double kBoldWidth = 7.4;
 
 // Characters, not bytes.
-double width_of(std::string_view text) {
-  return kTextWidth * static_cast<double>(std::count_if(text.begin(), text.end(), [](char c) {
+double width_of(std::string_view text, double character = kTextWidth) {
+  return character * static_cast<double>(std::count_if(text.begin(), text.end(), [](char c) {
            return (static_cast<unsigned char>(c) & 0xc0) != 0x80;
          }));
 }
@@ -39,15 +40,18 @@ struct Tick {
 };
 
 std::string tick_label(double value, double step) {
+  if (std::fabs(value) < 1e-9 * step) return "0";
   const int decimals = std::clamp(static_cast<int>(std::ceil(-std::log10(step) - 1e-9)), 0, 12);
   const double size = std::fabs(value);
   if (size >= 1e6 || (size > 0 && step < 1e-4)) {
     const int exponent = static_cast<int>(std::floor(std::log10(size) + 1e-12));
     const double lead = value / std::pow(10.0, exponent);
     const std::string text = fmt::format("{:.3g}", lead);
-    return (text == "1" ? "" : (text.starts_with('-') ? "−" + text.substr(1) : text) + "·") + power_of_ten(exponent);
+    return (text == "1" ? "" : (text.starts_with('-') ? "−" + text.substr(1) : text) + "·") +
+           power_of_ten(exponent);
   }
-  if (size >= 1e4 && std::fmod(size, 1000) == 0) return fmt::format("{}{}k", value < 0 ? "−" : "", size / 1000);
+  if (size >= 1e4 && std::fmod(size, 1000) == 0)
+    return fmt::format("{}{}k", value < 0 ? "−" : "", size / 1000);
   const std::string text = fmt::format("{:.{}f}", size, decimals);
   return (value < 0 && text.find_first_not_of("0.") != std::string::npos ? "−" : "") + text;
 }
@@ -58,7 +62,8 @@ std::vector<Tick> linear_ticks(double low, double high, int wanted) {
   const double power = std::pow(10.0, std::floor(std::log10(raw)));
   const double step = power * (raw / power < 1.5 ? 1 : raw / power < 3.5 ? 2 : raw / power < 7.5 ? 5 : 10);
   std::vector<Tick> ticks;
-  for (double n = std::ceil(low / step - 1e-9); n * step <= high + 1e-9 * (high - low) && ticks.size() < 32; ++n)
+  for (double n = std::ceil(low / step - 1e-9); n * step <= high + 1e-9 * (high - low) && ticks.size() < 32;
+       ++n)
     ticks.push_back({n * step, tick_label(n * step, step)});
   return ticks;
 }
@@ -76,7 +81,8 @@ std::vector<Tick> log_ticks(double low, double high, int wanted) {
   for (int e = first - 1; e <= last; ++e)
     for (const int digit : {1, 2, 5}) {
       const double place = e + std::log10(digit);
-      if (place >= low - 1e-9 && place <= high + 1e-9) ticks.push_back({place, figure(digit * std::pow(10.0, e), 1)});
+      if (place >= low - 1e-9 && place <= high + 1e-9)
+        ticks.push_back({place, figure(digit * std::pow(10.0, e), 1)});
     }
   return ticks;
 }
@@ -89,7 +95,8 @@ std::vector<Tick> ticks_of(const Axis& axis, int wanted) {
 struct Range {
   double low = kInfinity, high = -kInfinity;
   void add(double value) {
-    if (std::isfinite(value)) low = std::min(low, value), high = std::max(high, value);
+    constexpr double kFar = 1e300;  // beyond, an axis would have no length that is a number
+    if (std::fabs(value) < kFar) low = std::min(low, value), high = std::max(high, value);
   }
   bool empty() const { return low > high; }
 };
@@ -115,7 +122,8 @@ Axis axis_of(Range range, bool log, bool zero) {
   if (zero) range.add(0);
   if (range.empty()) range = log ? Range{1, 10} : Range{0, 1};
   if (log) range.low = std::log10(range.low), range.high = std::log10(range.high);
-  const double least = log ? 0.5 : std::max(1e-12, 1e-6 * std::max(std::fabs(range.low), std::fabs(range.high)));
+  const double least =
+      log ? 0.5 : std::max(1e-12, 1e-6 * std::max(std::fabs(range.low), std::fabs(range.high)));
   if (range.high - range.low < least) {
     const double more = (least - (range.high - range.low)) / 2;
     range.low -= more, range.high += more;
@@ -128,10 +136,7 @@ Axis axis_of(Range range, bool log, bool zero) {
 
 // --- Paths
 
-std::string plain(double value) {  // short and never an exponent with a plus
-  std::string text = fmt::format("{:.6g}", value);
-  return text;
-}
+std::string plain(double value) { return fmt::format("{:.10g}", value); }
 
 // "M0 9912l1 -4 1 -2M5 ...": absolute where a curve begins, relative behind.
 class PathWriter {
@@ -152,6 +157,12 @@ class PathWriter {
   double x_ = 0;
   int64_t y_ = 0;
 };
+
+}  // namespace
+
+double lane_room(const std::string& label) { return std::min(120.0, width_of(label)) + 14; }
+
+namespace {
 
 struct Plot {
   double left, top, width, height;
@@ -229,9 +240,10 @@ std::string table_of(const Chart& chart) {
   for (const Line* line : named) xs.insert(xs.end(), line->x.begin(), line->x.end());
   std::sort(xs.begin(), xs.end());
   xs.erase(std::unique(xs.begin(), xs.end()), xs.end());
-  std::string text = fmt::format("<details class=\"data\"><summary>Figures</summary><div class=\"scroll\"><table>"
-                                 "<caption>{}: {}</caption><thead><tr><th scope=\"col\">{}</th>",
-                                 escape(chart.title), escape(chart.y_label), escape(chart.x_label));
+  std::string text = fmt::format(
+      "<details class=\"data\"><summary>Figures</summary><div class=\"scroll\"><table>"
+      "<caption>{}: {}</caption><thead><tr><th scope=\"col\">{}</th>",
+      escape(chart.title), escape(chart.y_label), escape(chart.x_label));
   for (const Line* line : named) text += fmt::format("<th scope=\"col\">{}</th>", escape(line->label));
   text += "</tr></thead><tbody>\n";
   const size_t rows = std::min(kRows, xs.size());
@@ -261,11 +273,12 @@ std::string glyph(const std::string& style, double x, double y) {
   return fmt::format("<circle class=\"mark check\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"2.2\"/>", x, y);
 }
 
-std::string head_of(const std::string& id, const std::string& title, const std::string& description, double width,
-                    double height, const std::string& attributes) {
-  return fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" style=\"max-width:{:.0f}px\" role=\"img\" "
-                     "aria-labelledby=\"{}-t {}-d\" {}>\n<title id=\"{}-t\">{}</title><desc id=\"{}-d\">{}</desc>\n",
-                     width, height, 1.25 * width, id, id, attributes, id, escape(title), id, escape(description));
+std::string head_of(const std::string& id, const std::string& title, const std::string& description,
+                    double width, double height, const std::string& attributes) {
+  return fmt::format(
+      "<svg viewBox=\"0 0 {:.0f} {:.0f}\" style=\"max-width:{:.0f}px\" role=\"img\" "
+      "aria-labelledby=\"{}-t {}-d\" {}>\n<title id=\"{}-t\">{}</title><desc id=\"{}-d\">{}</desc>\n",
+      width, height, 1.25 * width, id, id, attributes, id, escape(title), id, escape(description));
 }
 
 std::string nothing(const std::string& title) {
@@ -293,8 +306,8 @@ std::string draw(const Chart& chart) {
   if (x_range.empty() || y_range.empty()) return nothing(chart.title);
   if (chart.x_range) x_range = {chart.x_range->first, chart.x_range->second};
   if (chart.y_range) y_range = {chart.y_range->first, chart.y_range->second};
-  for (const Rule& rule : chart.rules)
-    if (!chart.log_y || rule.y > 0) y_range.add(rule.y);
+  for (const Guide& guide : chart.guides)
+    if (!chart.log_y || guide.y > 0) y_range.add(guide.y);
   if (x_range.high == x_range.low) x_range.high = x_range.low + 1;
 
   Plot plot{};
@@ -302,12 +315,15 @@ std::string draw(const Chart& chart) {
   plot.y = axis_of(y_range, chart.log_y, chart.zero_y);
   const std::vector<Tick> y_ticks = ticks_of(plot.y, chart.small ? 3 : 5),
                           x_ticks = ticks_of(plot.x, chart.small ? 3 : 7);
-  double left = 16, right = chart.small ? 10 : 16;
+  double left = chart.small ? 16 : chart.least_left, right = chart.small ? 10 : 16;
   for (const Tick& tick : y_ticks) left = std::max(left, width_of(tick.label) + 12);
-  for (const Lane& lane : chart.lanes) left = std::max(left, std::min(120.0, width_of(lane.label)) + 12);
+  for (const Lane& lane : chart.lanes) left = std::max(left, lane_room(lane.label));
+  // One curve needs no name: the axis has it.
+  const auto named_lines =
+      std::count_if(chart.lines.begin(), chart.lines.end(), [](const Line& line) { return line.named; });
+  const bool ends = !chart.small && named_lines > 1;
   for (const Line& line : chart.lines)
-    if (line.named && !line.label.empty() && !chart.small)
-      right = std::max(right, std::min(190.0, width_of(line.label)) + 14);
+    if (line.named && ends) right = std::max(right, std::min(200.0, width_of(line.label, kBoldWidth)) + 14);
   constexpr double kLane = 17;
   const double lanes = kLane * static_cast<double>(chart.lanes.size()) + (chart.lanes.empty() ? 0 : 8);
   plot.left = left, plot.top = 24;
@@ -315,47 +331,55 @@ std::string draw(const Chart& chart) {
   plot.height = chart.height - plot.top - 34 - lanes;
   const double bottom = plot.top + plot.height;
 
-  std::string svg = head_of(
-      chart.id, chart.title, chart.description, chart.width, chart.height,
-      fmt::format("class=\"chart{}\" id=\"{}\" data-x=\"{} {}\" data-y=\"{} {}\" data-log=\"{}\" data-box=\"{:.1f} {:.1f} "
-                  "{:.1f} {:.1f}\" data-xname=\"{}\" data-yname=\"{}\"",
-                  chart.small ? " small" : "", chart.id, plain(plot.x.low), plain(plot.x.high),
-                  fmt::format("{:.9g}", plot.y.low), fmt::format("{:.9g}", plot.y.high), chart.log_y ? 1 : 0, plot.left,
-                  plot.top, plot.width, plot.height, escape(chart.x_label), escape(chart.y_label)));
-  svg += fmt::format("<defs><clipPath id=\"{}-clip\"><rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" "
-                     "height=\"{:.1f}\"/></clipPath></defs>\n",
-                     chart.id, plot.left, plot.top - 3, plot.width + 2, plot.height + 3);
+  std::string svg =
+      head_of(chart.id, chart.title, chart.description, chart.width, chart.height,
+              fmt::format("class=\"chart{}\" id=\"{}\" data-x=\"{} {}\" data-y=\"{} {}\" data-log=\"{}\" "
+                          "data-box=\"{:.1f} {:.1f} "
+                          "{:.1f} {:.1f}\" data-xname=\"{}\" data-yname=\"{}\"",
+                          chart.small ? " small" : "", chart.id, plain(plot.x.low), plain(plot.x.high),
+                          fmt::format("{:.9g}", plot.y.low), fmt::format("{:.9g}", plot.y.high),
+                          chart.log_y ? 1 : 0, plot.left, plot.top, plot.width, plot.height,
+                          escape(chart.x_label), escape(chart.y_label)));
+  svg += fmt::format(
+      "<defs><clipPath id=\"{}-clip\"><rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" "
+      "height=\"{:.1f}\"/></clipPath></defs>\n",
+      chart.id, plot.left, plot.top - 3, plot.width + 2, plot.height + 3);
   // Axes: hairlines at the ticks of y, a line at the foot.
-  svg += "<g class=\"axis y\">";
+  svg += "<g class=\"axis y\"><g class=\"ticks\">";
   for (const Tick& tick : y_ticks) {
     const double y = plot.top + plot.height * (1 - (tick.value - plot.y.low) / (plot.y.high - plot.y.low));
-    svg += fmt::format("<path d=\"M{:.1f} {:.1f}h{:.1f}\"/><text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", plot.left, y,
-                       plot.width, plot.left - 7, y + 3.8, tick.label);
+    svg += fmt::format("<path d=\"M{:.1f} {:.1f}h{:.1f}\"/><text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>",
+                       plot.left, y, plot.width, plot.left - 7, y + 3.8, tick.label);
   }
-  svg += fmt::format("<text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n", chart.small ? 0 : plot.left,
-                     escape(chart.small ? chart.title : chart.y_label));
-  svg += fmt::format("<g class=\"axis x\"><path class=\"foot\" d=\"M{:.1f} {:.1f}h{:.1f}\"/><g class=\"ticks\">", plot.left,
-                     bottom, plot.width);
+  svg += fmt::format("<text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n",
+                     chart.small ? 0 : plot.left, escape(chart.small ? chart.title : chart.y_label));
+  svg +=
+      fmt::format("<g class=\"axis x\"><path class=\"foot\" d=\"M{:.1f} {:.1f}h{:.1f}\"/><g class=\"ticks\">",
+                  plot.left, bottom, plot.width);
   for (const Tick& tick : x_ticks)
     svg += fmt::format("<path d=\"M{0:.1f} {1:.1f}v4\"/><text x=\"{0:.1f}\" y=\"{2:.1f}\">{3}</text>",
                        plot.px(tick.value), bottom, bottom + 16, tick.label);
-  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>\n", plot.left + plot.width,
-                     bottom + 30, escape(chart.x_label));
+  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>\n",
+                     plot.left + plot.width, bottom + 30, escape(chart.x_label));
   // Rules below the curves.
-  for (const Rule& rule : chart.rules) {
-    if (chart.log_y && rule.y <= 0) continue;
-    const double y = plot.py(rule.y);
+  for (const Guide& guide : chart.guides) {
+    if (chart.log_y && guide.y <= 0) continue;
+    const double y = plot.py(guide.y);
     if (!std::isfinite(y) || y < plot.top - 1 || y > bottom + 1) continue;
-    svg += fmt::format("<g class=\"rule\"><path d=\"M{:.1f} {:.1f}h{:.1f}\"/>", plot.left, y, plot.width);
-    if (!rule.label.empty())
-      svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", plot.left + 4, y - 4, escape(rule.label));
+    svg += fmt::format("<g class=\"rule\" data-at=\"{}\"><path d=\"M{:.1f} {:.1f}h{:.1f}\"/>",
+                       plot.grid(guide.y), plot.left, y, plot.width);
+    if (!guide.label.empty())
+      svg +=
+          fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>", plot.left + 4, y - 4, escape(guide.label));
     svg += "</g>\n";
   }
-  svg += fmt::format("<g clip-path=\"url(#{}-clip)\"><g class=\"plot\" transform=\"matrix({:.8g} 0 0 {:.8g} {:.1f} {:.1f})\">\n",
-                     chart.id, plot.width / (plot.x.high - plot.x.low), plot.height / kGrid, plot.left, plot.top);
+  svg += fmt::format(
+      "<g clip-path=\"url(#{}-clip)\"><g class=\"plot\" transform=\"matrix({:.8g} 0 0 {:.8g} {:.1f} "
+      "{:.1f})\">\n",
+      chart.id, plot.width / (plot.x.high - plot.x.low), plot.height / kGrid, plot.left, plot.top);
   for (const Lane& lane : chart.lanes)
     for (const Mark& mark : lane.marks)
-      if (mark.style != "check")
+      if (mark.through)
         svg += fmt::format("<path class=\"happened {}\" d=\"M{} 0V{}\"/>\n", escape(mark.style),
                            plain(mark.x - plot.x.low), kGrid);
   for (const Line& line : chart.lines)
@@ -369,7 +393,7 @@ std::string draw(const Chart& chart) {
   }
   svg += "</g></g>\n";
   // Names at the ends.
-  if (!chart.small) {
+  if (ends) {
     std::vector<double> wanted;
     std::vector<const Line*> named;
     for (const Line& line : chart.lines)
@@ -390,18 +414,21 @@ std::string draw(const Chart& chart) {
     svg += "<g class=\"lanes\">";
     double y = bottom + 34 + 8;
     for (const Lane& lane : chart.lanes) {
-      svg += fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text><path class=\"lane\" d=\"M{:.1f} {:.1f}h{:.1f}\"/>",
-                         lane.style, plot.left - 7, y + 4, escape(lane.label), plot.left, y, plot.width);
+      svg += fmt::format(
+          "<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text><path class=\"lane\" d=\"M{:.1f} "
+          "{:.1f}h{:.1f}\"/>",
+          lane.style, plot.left - 7, y + 4, escape(lane.label), plot.left, y, plot.width);
       for (const Mark& mark : lane.marks)
-        svg += fmt::format("<g class=\"event\" data-at=\"{}\" data-says=\"{}\">{}<title>{}</title></g>", plain(mark.x),
-                           escape(mark.words), glyph(mark.style, plot.px(mark.x), y), escape(mark.words));
+        svg += fmt::format("<g class=\"event\" data-at=\"{}\" data-says=\"{}\">{}<title>{}</title></g>",
+                           plain(mark.x), escape(mark.words), glyph(mark.style, plot.px(mark.x), y),
+                           escape(mark.words));
       y += kLane;
     }
     svg += "</g>\n";
   }
   svg += "</svg>\n";
-  return fmt::format("<figure class=\"drawing{}\"><div class=\"scroll\">{}</div>{}</figure>\n", chart.small ? " small" : "",
-                     svg, chart.small ? "" : table_of(chart));
+  return fmt::format("<figure class=\"drawing{}\"><div class=\"scroll\">{}</div>{}</figure>\n",
+                     chart.small ? " small" : "", svg, chart.small ? "" : table_of(chart));
 }
 
 namespace {
@@ -473,16 +500,18 @@ std::string draw(const HeatMap& whole) {
 
   std::string svg =
       head_of(map.id, map.title, map.description, map.width, bottom + 34,
-              fmt::format("class=\"heat\" id=\"{}\" data-box=\"{:.1f} {:.1f} {:.1f} {:.1f}\" data-cells=\"{}\" data-xs=\"{}\" "
+              fmt::format("class=\"heat\" id=\"{}\" data-box=\"{:.1f} {:.1f} {:.1f} {:.1f}\" "
+                          "data-cells=\"{}\" data-xs=\"{}\" "
                           "data-rows=\"{}\" data-xname=\"{}\" data-yname=\"{}\" data-vname=\"{}\"",
                           map.id, left, top, width, height, values, xs, escape(names), escape(map.x_label),
                           escape(map.y_label), escape(map.value_label)));
   svg += fmt::format("<text class=\"name\" x=\"0\" y=\"12\">{}</text>", escape(map.title));
   const char* const ramp = map.is_signed ? "d" : "q";
-  svg += fmt::format("<g class=\"cells\" transform=\"translate({:.1f} {:.1f}) scale({:.7g} {:.7g})\">", left, top,
-                     width / columns, map.row_height);
+  svg += fmt::format("<g class=\"cells\" transform=\"translate({:.1f} {:.1f}) scale({:.7g} {:.7g})\">", left,
+                     top, width / columns, map.row_height);
   for (size_t level = 0; level < cells.size(); ++level)
-    if (!cells[level].empty()) svg += fmt::format("<path class=\"{}{}\" d=\"{}\"/>", ramp, level, cells[level]);
+    if (!cells[level].empty())
+      svg += fmt::format("<path class=\"{}{}\" d=\"{}\"/>", ramp, level, cells[level]);
   svg += "</g>\n<g class=\"axis y rows\">";
   // As many names of rows as there is room for.
   const size_t every = std::max<size_t>(1, static_cast<size_t>(std::ceil(11 / map.row_height)));
@@ -495,21 +524,22 @@ std::string draw(const HeatMap& whole) {
     // Between columns, where x does not advance evenly, the nearest.
     const auto place = std::lower_bound(map.x.begin(), map.x.end(), tick.value - 1e-9) - map.x.begin();
     const double x = left + width * (static_cast<double>(place) + 0.5) / columns;
-    svg += fmt::format("<path d=\"M{0:.1f} {1:.1f}v4\"/><text x=\"{0:.1f}\" y=\"{2:.1f}\">{3}</text>", x, bottom, bottom + 15,
-                       tick.label);
+    svg += fmt::format("<path d=\"M{0:.1f} {1:.1f}v4\"/><text x=\"{0:.1f}\" y=\"{2:.1f}\">{3}</text>", x,
+                       bottom, bottom + 15, tick.label);
   }
-  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>", left + width, bottom + 29,
-                     escape(map.x_label));
+  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>", left + width,
+                     bottom + 29, escape(map.x_label));
   // The key: a strip of the colours with its ends.
   const double key = std::min(120.0, width / 3);
   const std::string ends[2] = {figure(map.log_value ? std::pow(10.0, range.low) : range.low, 2),
                                figure(map.log_value ? std::pow(10.0, range.high) : range.high, 2)};
   const double key_x = left + width - key - width_of(ends[1]) - 4;
   if (key_x - width_of(ends[0]) > width_of(map.title) + 8) {
-    svg += fmt::format("<g class=\"key\"><text class=\"to\" x=\"{:.1f}\" y=\"12\">{}</text>", key_x - 5, ends[0]);
+    svg += fmt::format("<g class=\"key\"><text class=\"to\" x=\"{:.1f}\" y=\"12\">{}</text>", key_x - 5,
+                       ends[0]);
     for (int level = 0; level < kLevels; ++level)
-      svg += fmt::format("<rect class=\"{}{}\" x=\"{:.2f}\" y=\"4\" width=\"{:.2f}\" height=\"9\"/>", ramp, level,
-                         key_x + key * level / kLevels, key / kLevels + 0.3);
+      svg += fmt::format("<rect class=\"{}{}\" x=\"{:.2f}\" y=\"4\" width=\"{:.2f}\" height=\"9\"/>", ramp,
+                         level, key_x + key * level / kLevels, key / kLevels + 0.3);
     svg += fmt::format("<text x=\"{:.1f}\" y=\"12\">{}</text></g>", key_x + key + 5, ends[1]);
   }
   svg += "</svg>\n";
@@ -520,16 +550,17 @@ std::string draw(const DotPlot& plot) {
   Range range;
   for (const Dot& dot : plot.dots)
     if (!plot.log_x || dot.value > 0) range.add(dot.value);
-  for (const Rule& rule : plot.rules) range.add(rule.y);
+  for (const Guide& guide : plot.guides) range.add(guide.y);
   if (range.empty()) return nothing(plot.title);
   const Axis axis = axis_of(range, plot.log_x, !plot.log_x);
   double left = 16, right = 16;
   for (const Dot& dot : plot.dots) {
-    left = std::max(left, std::min(300.0, width_of(dot.label)) + 14);
+    left = std::max(left, std::min(300.0, width_of(dot.label, kBoldWidth)) + 14);
     right = std::max(right, std::min(170.0, width_of(dot.note)) + 14);
   }
   constexpr double kRow = 24, kTop = 26;
-  const double width = plot.width - left - right, bottom = kTop + kRow * static_cast<double>(plot.dots.size());
+  const double width = plot.width - left - right,
+               bottom = kTop + kRow * static_cast<double>(plot.dots.size());
   const auto px = [&](double value) {
     const double place = axis.place(value);
     return left + width * (std::isnan(place) ? 1 : std::clamp(place, 0.0, 1.0));
@@ -539,22 +570,27 @@ std::string draw(const DotPlot& plot) {
   svg += "<g class=\"axis x\"><g class=\"ticks\">";
   for (const Tick& tick : ticks_of(axis, 6)) {
     const double x = left + width * (tick.value - axis.low) / (axis.high - axis.low);
-    svg += fmt::format("<path class=\"hair\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/><text x=\"{0:.1f}\" y=\"{3:.1f}\">{4}</text>", x,
-                       kTop - 4, bottom, bottom + 16, tick.label);
+    svg += fmt::format(
+        "<path class=\"hair\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/><text x=\"{0:.1f}\" y=\"{3:.1f}\">{4}</text>",
+        x, kTop - 4, bottom, bottom + 16, tick.label);
   }
-  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>", left + width, bottom + 31,
-                     escape(plot.x_label));
-  for (const Rule& rule : plot.rules)
-    svg += fmt::format("<g class=\"rule\"><path d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/><text x=\"{3:.1f}\" y=\"{4:.1f}\">{5}</text></g>",
-                       px(rule.y), kTop - 4, bottom, px(rule.y) + 4, kTop - 8, escape(rule.label));
+  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text></g>", left + width,
+                     bottom + 31, escape(plot.x_label));
+  for (const Guide& guide : plot.guides)
+    svg += fmt::format(
+        "<g class=\"rule\"><path d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/><text x=\"{3:.1f}\" "
+        "y=\"{4:.1f}\">{5}</text></g>",
+        px(guide.y), kTop - 4, bottom, px(guide.y) + 4, kTop - 8, escape(guide.label));
   for (size_t n = 0; n < plot.dots.size(); ++n) {
     const Dot& dot = plot.dots[n];
     const double y = kTop + kRow * (static_cast<double>(n) + 0.5);
-    svg += fmt::format("<g class=\"dot {0}\"><text class=\"label\" x=\"{1:.1f}\" y=\"{2:.1f}\">{3}</text>"
-                       "<path class=\"stem\" d=\"M{4:.1f} {5:.1f}H{6:.1f}\"/><circle cx=\"{6:.1f}\" cy=\"{5:.1f}\" r=\"4.5\"/>"
-                       "<text class=\"note\" x=\"{7:.1f}\" y=\"{2:.1f}\">{8}</text></g>\n",
-                       dot.style, left - 10, y + 4, escape(dot.label), left, y, px(dot.value), left + width + 10,
-                       escape(dot.note));
+    svg += fmt::format(
+        "<g class=\"dot {0}\"><text class=\"label\" x=\"{1:.1f}\" y=\"{2:.1f}\">{3}</text>"
+        "<path class=\"stem\" d=\"M{4:.1f} {5:.1f}H{6:.1f}\"/><circle cx=\"{6:.1f}\" cy=\"{5:.1f}\" "
+        "r=\"4.5\"/>"
+        "<text class=\"note\" x=\"{7:.1f}\" y=\"{2:.1f}\">{8}</text></g>\n",
+        dot.style, left - 10, y + 4, escape(dot.label), left, y, px(dot.value), left + width + 10,
+        escape(dot.note));
   }
   svg += "</svg>\n";
   return fmt::format("<figure class=\"drawing\"><div class=\"scroll\">{}</div></figure>\n", svg);
@@ -594,6 +630,15 @@ Line thin(const Line& line, size_t most) {
     out.x.push_back(line.x[n]), out.y.push_back(line.y[n]);
     if (!line.low.empty()) out.low.push_back(line.low[n]), out.high.push_back(line.high[n]);
   }
+  return out;
+}
+
+Line binned_logarithms(const Line& line, size_t bins) {
+  Line logarithms = line;
+  for (double& y : logarithms.y) y = y > 0 ? std::log10(y) : std::numeric_limits<double>::quiet_NaN();
+  Line out = binned(logarithms, {}, bins);
+  for (std::vector<double>* values : {&out.y, &out.low, &out.high})
+    for (double& value : *values) value = std::pow(10.0, value);
   return out;
 }
 

@@ -17,38 +17,47 @@ struct Term {
 };
 // One sentence each; the words are those of the command line and the records.
 constexpr Term kTerms[] = {
-    {"loss", "What training makes smaller: the mean surprise, in nats a token, at the text that really came next."},
+    {"loss",
+     "What training makes smaller: the mean surprise, in nats a token, at the text that really came next."},
     {"gradient norm", "The length of the gradient of all weights together, before clipping."},
     {"step", "One update of the weights, computed from one batch."},
     {"layer", "One of the model's blocks, counted from 0; each has its own attention."},
     {"head", "One of the independent attentions inside a layer, counted from 0."},
     {"site", "A named place in attention where a number is rounded, such as row_sum or output."},
     {"precision plan", "Which number format every site of attention has, by layer and head."},
-    {"stabiliser", "A change of attention's arithmetic, the same in exact numbers, that keeps rounding from derailing "
-                   "the run."},
+    {"stabiliser",
+     "A change of attention's arithmetic, the same in exact numbers, that keeps rounding from derailing "
+     "the run."},
     {"score", "How well a query fits a key: their scaled product, before softmax."},
     {"row", "One query with all the keys it may look at: one softmax."},
-    {"common mode", "The part that all scores of a row share; softmax cannot see it, so nothing in the loss pulls it "
-                    "back."},
-    {"offset", "The largest common part of the scores over all rows: the mean score of the row where that is largest."},
+    {"common mode",
+     "The part that all scores of a row share; softmax cannot see it, so nothing in the loss pulls it "
+     "back."},
+    {"offset",
+     "The largest common part of the scores over all rows: the mean score of the row where that is largest."},
     {"spread", "How far the scores of a row lie from their own mean: the part that softmax does see."},
-    {"log-sum-exp", "The logarithm of a row's sum of exponentials: the number every flash kernel keeps, and a direct "
-                    "view of the offset."},
+    {"log-sum-exp",
+     "The logarithm of a row's sum of exponentials: the number every flash kernel keeps, and a direct "
+     "view of the offset."},
     {"drift", "A slow walk of the weights along the direction that softmax cannot see."},
     {"tie", "A row in which another score is as large as the largest, in the plan's own numbers."},
     {"delta", "The number each row's backward pass subtracts, so that its gradient sums to zero: dO · O."},
     {"delta error", "Delta as the plan computes it, less delta in 64 bits."},
-    {"zero-sum residual", "What a row of dS really sums to; zero in exact arithmetic, so whatever is there is error."},
+    {"zero-sum residual",
+     "What a row of dS really sums to; zero in exact arithmetic, so whatever is there is error."},
     {"confidence band", "Where the true mean lies in 95 of 100 cases, given how much the rows scatter."},
     {"spectral norm", "A matrix's largest singular value: the most by which it can stretch a vector."},
     {"W_Q", "The weights that make a head's queries."},
     {"PK", "The keys of a row averaged by its probabilities: where an error of delta pushes the query."},
     {"X", "What a layer's projections read: one row of features a token."},
-    {"(PK)ᵀX", "The matrix of one token along which an error of its delta changes W_Q; alike for all tokens, the errors "
-               "add up."},
+    {"(PK)ᵀX",
+     "The matrix of one token along which an error of its delta changes W_Q; alike for all tokens, the "
+     "errors "
+     "add up."},
     {"dO", "The gradient of the loss with respect to attention's output."},
     {"output error", "Attention's output as delta reads it, less the same in 64 bits."},
-    {"V", "The values that attention averages; a feature in which all have one sign rounds in one direction."},
+    {"V",
+     "The values that attention averages; a feature in which all have one sign rounds in one direction."},
     {"O-bar", "The running sum of probabilities times values, before it is divided by the row sum."},
     {"row sum", "The sum of a row's exponentials, which the row is divided by; site row_sum."},
     {"feature", "One component of a vector."},
@@ -56,13 +65,15 @@ constexpr Term kTerms[] = {
     {"sticky bit", "Whether any bit after the round bit is 1: more than half, or just half."},
     {"control", "The same steps on the same batches with all of attention in FP32."},
     {"placebo", "The same steps with a change that cannot matter: it shows what chance alone does."},
-    {"replay", "A stretch of the recorded run again, from a checkpoint, on its own batches, with one thing changed."},
+    {"replay",
+     "A stretch of the recorded run again, from a checkpoint, on its own batches, with one thing changed."},
     {"guard", "The watcher inside training that sets right the heads that drift before the loss notices."},
     {"checkpoint", "Weights and optimiser on disk, from which the run can go on or be replayed."},
     {"finding", "Something that ended the run before its time, such as a loss that is not finite."},
     {"lead time", "Steps between the moment an indicator speaks and the moment the loss moves."},
-    {"zero_sum", "The remedy: delta as the mean of dP under the very probabilities the row uses, so that the row of dS "
-                 "sums to zero whatever was rounded."},
+    {"zero_sum",
+     "The remedy: delta as the mean of dP under the very probabilities the row uses, so that the row of dS "
+     "sums to zero whatever was rounded."},
     {"capture", "What one layer's attention read at one step, frozen in a file."},
 };
 
@@ -144,13 +155,13 @@ std::string power_of_ten(int exponent) {
 }
 
 std::string term(std::string_view name, std::string_view shown) {
-  const auto* found = std::find_if(std::begin(kTerms), std::end(kTerms),
-                                   [&](const Term& t) { return t.name == name; });
+  const auto* found =
+      std::find_if(std::begin(kTerms), std::end(kTerms), [&](const Term& t) { return t.name == name; });
   if (found == std::end(kTerms))
     throw std::logic_error(fmt::format("[report] expected a word of the glossary, got '{}'", name));
   const std::string id = anchor(name);
-  return fmt::format("<a class=\"term\" href=\"#{}\" aria-describedby=\"{}-is\" data-is=\"{}\">{}</a>", id, id,
-                     escape(found->meaning), shown.empty() ? escape(name) : std::string(shown));
+  return fmt::format("<a class=\"term\" href=\"#{}\" aria-describedby=\"{}-is\" data-is=\"{}\">{}</a>", id,
+                     id, escape(found->meaning), shown.empty() ? escape(name) : std::string(shown));
 }
 
 std::string glossary() {

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "diagnosis/indicators.h"
 #include "report/assets.h"
 #include "report/html.h"
 #include "report/panels.h"
@@ -11,6 +14,41 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Judged on the runs of the page: those that do not ail say what is ordinary.
+void find_leads(PageData& data) {
+  if (!ails(data.runs[data.subject], data.symptoms[data.subject])) return;
+  std::vector<IndicatorRun> healthy, derailing;
+  for (size_t n = 0; n < data.runs.size(); ++n) {
+    const bool is_subject = n == data.subject;
+    if (!data.runs[n].has_steps() || (!is_subject && ails(data.runs[n], data.symptoms[n]))) continue;
+    try {
+      (is_subject ? derailing : healthy).push_back(read_indicators(data.runs[n].folder));
+    } catch (const std::exception&) {  // what cannot be read is told where it was read first
+    }
+  }
+  if (derailing.empty()) return;
+  const IndicatorTable table = judge_indicators(healthy, derailing);
+  const int64_t H = std::max<int64_t>(1, derailing[0].heads);
+  data.loss_moved = table.moved[0];
+  for (const IndicatorScore* score : best_rules(table)) {
+    const auto& spoke = score->spoke[0];
+    if (!spoke) continue;
+    const bool is_guard = score->indicator >= kIndicators.size();
+    LeadTime lead{std::string(score->name()),
+                  std::string(is_guard ? "the guard's alarm" : kIndicators[score->indicator].meaning),
+                  std::string(is_guard ? "alarm" : name(score->rule)),
+                  spoke->step,
+                  -1,
+                  -1,
+                  score->healthy,
+                  score->false_alarms};
+    if (spoke->head >= 0) lead.layer = spoke->head / H, lead.head = spoke->head % H;
+    data.leads.push_back(std::move(lead));
+  }
+  std::stable_sort(data.leads.begin(), data.leads.end(),
+                   [](const LeadTime& a, const LeadTime& b) { return a.spoke < b.spoke; });
+}
+
 PageData read_all(std::span<const fs::path> folders, const PageOptions& options) {
   std::vector<RunRecords> runs;
   for (const fs::path& folder : folders) runs.push_back(read_run(folder));
@@ -18,6 +56,7 @@ PageData read_all(std::span<const fs::path> folders, const PageOptions& options)
   std::vector<fs::path> captures = options.captures;
   if (captures.empty()) captures = data.runs[data.subject].captures;
   data.view = look_at(captures, data.layer, data.head, data.capture_notes);
+  find_leads(data);
   return data;
 }
 
@@ -30,10 +69,12 @@ std::string page_body(std::span<const fs::path> runs, const PageOptions& options
 
 std::string page(std::span<const fs::path> runs, const PageOptions& options) {
   std::string names;
-  for (const fs::path& run : runs) names += (names.empty() ? "" : ", ") + (run.has_filename() ? run : run.parent_path()).filename().string();
+  for (const fs::path& run : runs)
+    names += (names.empty() ? "" : ", ") + (run.has_filename() ? run : run.parent_path()).filename().string();
   return fmt::format(
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" content=\"light dark\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" "
+      "content=\"light dark\">\n"
       "<title>{} · Evenkeel</title>\n<style>\n{}</style>\n</head>\n<body>\n"
       "<a class=\"skip\" href=\"#page\">To the report</a>\n"
       "<div class=\"bar\"><span class=\"brand\">Evenkeel</span><span class=\"what\">{}</span>"

@@ -14,19 +14,12 @@ using Json = nlohmann::json;
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
-bool ails(const RunRecords& run, const Symptom& symptom) {
-  if (run.verdict) {
-    const std::string cause = text_at(*run.verdict, "cause");
-    if (!cause.empty()) return cause != name(Cause::healthy);
-  }
-  return symptom.kind != Symptom::Kind::none;
-}
-
 // The first guilty head of a verdict.
 std::optional<std::pair<int64_t, int64_t>> guilty_head(const RunRecords& run) {
   if (!run.verdict) return {};
   const auto heads = run.verdict->find("heads");
-  if (heads == run.verdict->end() || !heads->is_array() || heads->empty() || !(*heads)[0].is_object()) return {};
+  if (heads == run.verdict->end() || !heads->is_array() || heads->empty() || !(*heads)[0].is_object())
+    return {};
   const double layer = number_at((*heads)[0], "layer"), head = number_at((*heads)[0], "head");
   const auto inside = [](double n, int64_t count_of) { return n >= 0 && n < static_cast<double>(count_of); };
   if (!inside(layer, run.layers) || !inside(head, run.heads)) return {};
@@ -59,6 +52,14 @@ void name_apart(std::vector<RunRecords>& runs) {
 }
 
 }  // namespace
+
+bool ails(const RunRecords& run, const Symptom& symptom) {
+  if (run.verdict) {
+    const std::string cause = text_at(*run.verdict, "cause");
+    if (!cause.empty()) return cause != name(Cause::healthy);
+  }
+  return symptom.kind != Symptom::Kind::none;
+}
 
 PageData page_data(std::vector<RunRecords> runs) {
   PageData data;
@@ -94,7 +95,8 @@ std::string missing(const std::string& what, const std::string& command) {
 
 std::string shell_word(const std::string& text) {
   const bool is_plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
-    return std::isalnum(c) || std::string_view("_-./,:=@+").find(static_cast<char>(c)) != std::string_view::npos;
+    return std::isalnum(c) ||
+           std::string_view("_-./,:=@+").find(static_cast<char>(c)) != std::string_view::npos;
   });
   if (is_plain) return text;
   std::string out = "'";
@@ -121,14 +123,16 @@ Line head_line(const HeadSeries& series, int64_t heads, int64_t head) {
   Line line;
   for (size_t n = 0; n < series.steps.size(); ++n) {
     line.x.push_back(static_cast<double>(series.steps[n]));
-    line.y.push_back(static_cast<double>(series.values[n * static_cast<size_t>(heads) + static_cast<size_t>(head)]));
+    line.y.push_back(
+        static_cast<double>(series.values[n * static_cast<size_t>(heads) + static_cast<size_t>(head)]));
   }
   return line;
 }
 
 const HeadSeries* find_series(const RunRecords& run, const char* name) {
   for (const auto* all : {&run.facts, &run.probes})
-    if (const auto found = all->find(name); found != all->end() && !found->second.steps.empty()) return &found->second;
+    if (const auto found = all->find(name); found != all->end() && !found->second.steps.empty())
+      return &found->second;
   return nullptr;
 }
 
@@ -146,24 +150,27 @@ std::string bits_of(const Json& e) {
   const auto cells = [](std::string_view digits, const char* style) {
     std::string text;
     for (const char c : digits.substr(0, kLongest))
-      text += c == '.' ? "<i class=\"point\">.</i>" : fmt::format("<b class=\"{}\">{}</b>", style, c == '1' ? 1 : 0);
+      text += c == '.' ? "<i class=\"point\">.</i>"
+                       : fmt::format("<b class=\"{}\">{}</b>", style, c == '1' ? 1 : 0);
     if (digits.size() > kLongest) text += "<i>…</i>";
     return text;
   };
   // Every row on one grid: the point in the same column, so that the carry is seen to leave it.
   size_t before_point = 1;
   const std::string exact_digits = text_at(e, "exact_digits");
-  const auto whole_places = [](const std::string& digits) { return std::min(digits.find('.'), digits.size()); };
+  const auto whole_places = [](const std::string& digits) {
+    return std::min(digits.find('.'), digits.size());
+  };
   before_point = std::max(before_point, whole_places(exact_digits));
   for (const Json& term_of : list("aligned"))
     if (term_of.is_object()) before_point = std::max(before_point, whole_places(text_at(term_of, "digits")));
-  const auto row = [&](const std::string& what, bool negative, const std::string& digits, const std::string& cells_html,
-                       const std::string& remark) {
+  const auto row = [&](const std::string& what, bool negative, const std::string& digits,
+                       const std::string& cells_html, const std::string& remark) {
     const size_t places = std::min(whole_places(digits), size_t{16});
     std::string blank;
     for (size_t n = places; n < std::min(before_point, size_t{16}); ++n) blank += "<b class=\"none\"></b>";
-    return fmt::format("<tr><th scope=\"row\">{}</th><td class=\"bits\"><i>{}</i>{}{}</td><td>{}</td></tr>\n", what,
-                       negative ? "−" : "+", blank, cells_html, remark);
+    return fmt::format("<tr><th scope=\"row\">{}</th><td class=\"bits\"><i>{}</i>{}{}</td><td>{}</td></tr>\n",
+                       what, negative ? "−" : "+", blank, cells_html, remark);
   };
   std::string text = "<div class=\"scroll\"><table class=\"addition\"><tbody>\n";
   for (const Json& term_of : list("aligned")) {
@@ -171,7 +178,8 @@ std::string bits_of(const Json& e) {
     const std::string digits = text_at(term_of, "digits");
     const double shift = number_at(term_of, "shift");
     text += row(escape(text_at(term_of, "name")), truth(term_of, "negative"), digits, cells(digits, "kept"),
-                shift > 0 ? fmt::format("moved {} place{} right to the common exponent", figure(shift), shift == 1 ? "" : "s")
+                shift > 0 ? fmt::format("moved {} place{} right to the common exponent", figure(shift, 1),
+                                        shift == 1 ? "" : "s")
                           : "");
   }
   if (!exact_digits.empty())
@@ -185,25 +193,31 @@ std::string bits_of(const Json& e) {
     const std::string direction = text_at(r, "direction");
     const double value = number_at(r, "value");
     text += row(fmt::format("to {}", escape(text_at(r, "rounding"))), value < 0, kept,
-                cells(kept, "kept") + "<i class=\"edge\"></i>" + cells(rest.substr(0, std::min<size_t>(1, rest.size())), "round") +
+                cells(kept, "kept") + "<i class=\"edge\"></i>" +
+                    cells(rest.substr(0, std::min<size_t>(1, rest.size())), "round") +
                     (rest.size() > 1 ? cells(rest.substr(1), "sticky") : ""),
-                direction == "exact" ? "nothing is lost"
-                                     : fmt::format("goes {} to {}", direction == "up" ? "away from zero" : "toward zero",
-                                                   figure(value, 6)));
+                direction == "exact"
+                    ? "nothing is lost"
+                    : fmt::format("goes {} to {}", direction == "up" ? "away from zero" : "toward zero",
+                                  figure(value, 6)));
   }
   text += "</tbody></table></div>\n";
-  text += fmt::format("<p class=\"reading\"><span class=\"swatch kept\"></span> kept · <span class=\"swatch round\"></span> {} · "
-                      "<span class=\"swatch sticky\"></span> {}</p>\n",
-                      term("round bit"), term("sticky bit", "sticky bits"));
-  text += fmt::format("<p class=\"reading\"><code>{}</code> is {} exactly and is stored as {}: an error of {}, {} of a step.</p>\n",
-                      escape(text_at(e, "expression")), figure(number_at(e, "exact"), 10), figure(number_at(e, "value"), 8),
-                      figure(number_at(e, "error"), 4), figure(number_at(e, "error_steps"), 2));
+  text += fmt::format(
+      "<p class=\"reading\"><span class=\"swatch kept\"></span> kept · <span class=\"swatch round\"></span> "
+      "{} · "
+      "<span class=\"swatch sticky\"></span> {}</p>\n",
+      term("round bit"), term("sticky bit", "sticky bits"));
+  text += fmt::format(
+      "<p class=\"reading\"><code>{}</code> is {} exactly and is stored as {}: an error of {}, {} of a "
+      "step.</p>\n",
+      escape(text_at(e, "expression")), figure(number_at(e, "exact"), 10), figure(number_at(e, "value"), 8),
+      figure(number_at(e, "error"), 4), figure(number_at(e, "error_steps"), 2));
   return text;
 }
 
 std::string body_of(const PageData& data) {
-  std::string text = verdict_part(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
-                     remedies_part(data) + repeat_part(data);
+  std::string text = verdict_part(data) + loss_part(data) + chain_part(data) + run_panels(data) +
+                     capture_panels(data) + remedies_part(data) + lead_part(data) + repeat_part(data);
   text += section("words", "Words", "Every term of this page in one sentence.", glossary());
   return text;
 }

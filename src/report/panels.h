@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,14 @@
 
 namespace evenkeel {
 
+// When one warning sign spoke in the subject.
+struct LeadTime {
+  std::string name, meaning, rule;
+  int64_t spoke = 0;                      // step
+  int64_t layer = -1, head = -1;          // where; -1: of the whole run
+  int64_t healthy = 0, false_alarms = 0;  // healthy runs that it was judged on, and of these spoke in
+};
+
 struct PageData {
   std::vector<RunRecords> runs;   // at least one
   std::vector<Symptom> symptoms;  // (runs)
@@ -18,6 +27,8 @@ struct PageData {
   int64_t layer = -1, head = -1;  // its head of interest; -1: none is known
   std::shared_ptr<const CaptureView> view;
   std::vector<std::string> capture_notes;
+  std::vector<LeadTime> leads;        // in the order in which they spoke
+  std::optional<int64_t> loss_moved;  // step
 };
 
 // Symptoms, subject and head of interest, from the runs alone. REQUIRES: at least one run.
@@ -33,6 +44,7 @@ std::string chain_part(const PageData& data);
 std::string run_panels(const PageData& data);      // spectral norms to the common mode
 std::string capture_panels(const PageData& data);  // (PK)^T X to the guilty addition
 std::string remedies_part(const PageData& data);
+std::string lead_part(const PageData& data);
 std::string repeat_part(const PageData& data);
 
 // --- for them
@@ -45,12 +57,15 @@ std::string missing(const std::string& what, const std::string& command);
 std::string bits_of(const nlohmann::json& explanation);
 // A word of a shell.
 std::string shell_word(const std::string& text);
+// Does the run's own verdict, or without one its symptom, say that it ails?
+bool ails(const RunRecords& run, const Symptom& symptom);
 // The class of a run's colour: the subject has the first.
 std::string colour_of(const PageData& data, size_t run);
 // Mean of the last 20 recorded values that are finite; NaN for none.
 double recent(const std::vector<double>& values);
 // One head's values.
 Line head_line(const HeadSeries& series, int64_t heads, int64_t head);
-const HeadSeries* find_series(const RunRecords& run, const char* name);  // of facts, else of probes; nullptr: none
+const HeadSeries* find_series(const RunRecords& run,
+                              const char* name);  // of facts, else of probes; nullptr: none
 
 }  // namespace evenkeel

@@ -12,17 +12,19 @@ namespace evenkeel {
 namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-constexpr size_t kPoints = 1200;      // of a curve that is one of few
+constexpr size_t kPoints = 1200;        // of a curve that is one of few
 constexpr size_t kPointsOfAll = 24000;  // of all heads' curves of a panel
 
 size_t points_a_head(const RunRecords& run) {
-  return std::clamp<size_t>(kPointsOfAll / static_cast<size_t>(std::max<int64_t>(1, run.layers * run.heads)), 60, 400);
+  return std::clamp<size_t>(kPointsOfAll / static_cast<size_t>(std::max<int64_t>(1, run.layers * run.heads)),
+                            60, 400);
 }
 
 std::string no_probes(const RunRecords& run) {
   std::string command = "evenkeel train";
   if (run.config) command += " --config " + shell_word((run.folder / "config.toml").string());
-  return missing(fmt::format("{} recorded no full set of probes. They are made by", run.label), command + " --probe-every 50 --out NEW_RUN");
+  return missing(fmt::format("{} recorded no full set of probes. They are made by", run.label),
+                 command + " --probe-every 50 --out NEW_RUN");
 }
 
 std::string multiples(const std::vector<Chart>& charts) {
@@ -49,16 +51,19 @@ int64_t head_of(const RunRecords& run, const PageData& data) { return data.layer
 struct Kind {
   std::string_view suffix, name;
 };
-constexpr Kind kKinds[] = {{"attn.c_attn.weight[q]", "W_Q"},      {"attn.c_attn.weight[k]", "W_K"},
-                           {"attn.c_attn.weight[v]", "W_V"},      {"attn.c_proj.weight", "attention's projection"},
-                           {"mlp.c_fc.weight", "MLP, first"},     {"mlp.c_proj.weight", "MLP, second"}};
+constexpr Kind kKinds[] = {
+    {"attn.c_attn.weight[q]", "W_Q"},  {"attn.c_attn.weight[k]", "W_K"},
+    {"attn.c_attn.weight[v]", "W_V"},  {"attn.c_proj.weight", "attention's projection"},
+    {"mlp.c_fc.weight", "MLP, first"}, {"mlp.c_proj.weight", "MLP, second"}};
 
 // "h.3.attn.c_proj.weight" -> 3, "attn.c_proj.weight"
 std::optional<std::pair<int64_t, std::string_view>> layer_and_kind(std::string_view weight) {
   if (!weight.starts_with("h.")) return {};
   int64_t layer = 0;
   const auto [end, error] = std::from_chars(weight.data() + 2, weight.data() + weight.size(), layer);
-  if (error != std::errc() || end == weight.data() + weight.size() || *end != '.' || layer < 0 || layer >= 4096) return {};
+  if (error != std::errc() || end == weight.data() + weight.size() || *end != '.' || layer < 0 ||
+      layer >= 4096)
+    return {};
   return std::pair(layer, weight.substr(static_cast<size_t>(end + 1 - weight.data())));
 }
 
@@ -71,7 +76,8 @@ std::string norms_panel(const PageData& data) {
       const auto found = layer_and_kind(weight);
       if (!found || found->second != kind.suffix) continue;
       const auto layer = static_cast<size_t>(found->first);
-      if (map.values.size() <= layer) map.values.resize(layer + 1, std::vector<double>(run.norm_steps.size(), kUnknown));
+      if (map.values.size() <= layer)
+        map.values.resize(layer + 1, std::vector<double>(run.norm_steps.size(), kUnknown));
       map.values[layer] = values;
     }
     if (map.values.empty()) continue;
@@ -79,20 +85,25 @@ std::string norms_panel(const PageData& data) {
     map.x.assign(run.norm_steps.begin(), run.norm_steps.end());
     map.id = fmt::format("norms-{}", &kind - kKinds);
     map.title = kind.name, map.x_label = "step", map.y_label = "layer", map.value_label = "spectral norm";
-    map.description = fmt::format("Spectral norm of {} by layer and step; lighter is larger, on a logarithmic scale.", kind.name);
-    map.log_value = true, map.width = 372, map.row_height = std::clamp(84.0 / static_cast<double>(map.values.size()), 10.0, 26.0);
+    map.description = fmt::format(
+        "Spectral norm of {} by layer and step; lighter is larger, on a logarithmic scale.", kind.name);
+    map.log_value = true, map.width = 372,
+    map.row_height = std::clamp(84.0 / static_cast<double>(map.values.size()), 10.0, 26.0);
     maps += draw(map);
   }
-  const std::string content = maps.empty() ? no_probes(run) : fmt::format("<div class=\"multiples wide\">\n{}</div>\n", maps);
-  return section("norms", "Spectral norms over layers and steps",
-                 fmt::format("The {} of every weight matrix of {}, a row a {}: a layer that drifts lights up alone.",
-                             term("spectral norm"), escape(run.label), term("layer")),
-                 content);
+  const std::string content =
+      maps.empty() ? no_probes(run) : fmt::format("<div class=\"multiples wide\">\n{}</div>\n", maps);
+  return section(
+      "norms", "Spectral norms over layers and steps",
+      fmt::format("The {} of every weight matrix of {}, a row a {}: a layer that drifts lights up alone.",
+                  term("spectral norm"), escape(run.label), term("layer")),
+      content);
 }
 
 // --- Small multiples: a chart a layer, a curve a head
 
-std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const HeadSeries& series, const std::string& id, bool is_subject) {
+std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const HeadSeries& series,
+                            const std::string& id, bool is_subject) {
   std::vector<Chart> charts;
   const size_t points = points_a_head(run);
   for (int64_t layer = 0; layer < run.layers; ++layer) {
@@ -109,11 +120,13 @@ std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const H
       if (looked_at)
         chart.lines.push_back(std::move(line));
       else
-        chart.lines.insert(chart.lines.begin() + static_cast<std::ptrdiff_t>(std::min<size_t>(static_cast<size_t>(head), chart.lines.size())),
+        chart.lines.insert(chart.lines.begin() + static_cast<std::ptrdiff_t>(std::min<size_t>(
+                                                     static_cast<size_t>(head), chart.lines.size())),
                            std::move(line));
     }
     if (is_subject && layer == data.layer)
-      std::stable_partition(chart.lines.begin(), chart.lines.end(), [](const Line& l) { return l.style == "quiet"; });
+      std::stable_partition(chart.lines.begin(), chart.lines.end(),
+                            [](const Line& l) { return l.style == "quiet"; });
     charts.push_back(std::move(chart));
   }
   return charts;
@@ -129,17 +142,24 @@ std::string heads_panel(const PageData& data) {
     for (Chart& chart : charts) {
       chart.y_range = range;
       chart.y_label = "spectral norm of W_Q, log axis";
-      chart.description = fmt::format("Spectral norm of W_Q of each head of {} against steps, on a logarithmic axis common to all layers.", chart.title);
+      chart.description = fmt::format(
+          "Spectral norm of W_Q of each head of {} against steps, on a logarithmic axis common to all "
+          "layers.",
+          chart.title);
     }
     content = multiples(charts);
   } else {
     content = no_probes(run);
   }
-  return section("heads", "W_Q by head",
-                 fmt::format("{} of each {}'s {} against {}s, one log axis for all layers{}.", term("spectral norm", "Spectral norm"), term("head"),
-                             term("W_Q"), term("step"),
-                             data.head >= 0 ? fmt::format("; <span class=\"c0\">head {} of layer {}</span> is the one to watch", data.head, data.layer) : ""),
-                 content);
+  return section(
+      "heads", "W_Q by head",
+      fmt::format("{} of each {}'s {} against {}s, one log axis for all layers{}.",
+                  term("spectral norm", "Spectral norm"), term("head"), term("W_Q"), term("step"),
+                  data.head >= 0
+                      ? fmt::format("; <span class=\"c0\">head {} of layer {}</span> is the one to watch",
+                                    data.head, data.layer)
+                      : ""),
+      content);
 }
 
 // --- Ties
@@ -167,6 +187,8 @@ std::string ties_panel(const PageData& data) {
     if (!series) continue;
     Line line = largest_line(run, *series, 100);
     line = binned(line, {}, 240);
+    for (double& low : line.low) low = std::max(0.0, low);
+    for (double& high : line.high) high = std::min(100.0, high);
     line.label = run.label, line.style = colour_of(data, n);
     ties.lines.push_back(std::move(line));
     Line losses{run.label, colour_of(data, n), {run.steps.begin(), run.steps.end()}, run.loss, {}, {}};
@@ -186,7 +208,9 @@ std::string ties_panel(const PageData& data) {
     for (const Line& line : ties.lines)
       if (!line.x.empty()) high = std::max(high, line.x.back());
     ties.id = "ties-chart", ties.title = "Ties", ties.y_label = "rows with a tie, % (the head that has most)";
-    ties.description = "Share of rows in which another score ties with the largest, of the head that has most, against steps; bands are twice the standard error.";
+    ties.description =
+        "Share of rows in which another score ties with the largest, of the head that has most, against "
+        "steps; bands are twice the standard error.";
     ties.zero_y = true, ties.height = 210, ties.x_range = std::pair(low, high);
     loss.id = "ties-loss", loss.title = "Loss", loss.y_label = "loss, nats a token";
     loss.description = "The loss of the same runs on the same axis of steps.";
@@ -194,10 +218,15 @@ std::string ties_panel(const PageData& data) {
     content = draw(ties) + draw(loss);
   }
   return section("ties", "Ties against loss",
-                 fmt::format("A {} is what coarse scores end in; it shows before the {} does.", term("tie"), term("loss")), content);
+                 fmt::format("A {} is what coarse scores end in; it shows before the {} does.", term("tie"),
+                             term("loss")),
+                 content);
 }
 
 // --- The residual
+
+// A head that looks at one key alone has no delta to speak of: shares below this tell nothing.
+constexpr double kLeastShare = 1e-9;
 
 std::string residual_panel(const PageData& data) {
   Chart running, sums, share;
@@ -212,8 +241,10 @@ std::string residual_panel(const PageData& data) {
       line.label = run.label, line.style = colour;
       running.lines.push_back(std::move(line));
     }
-    const HeadSeries *const mean = find_series(run, "residual_mean"), *const error = find_series(run, "residual_error"),
-                     *const rms = find_series(run, "residual_rms"), *const delta = find_series(run, "delta_rms");
+    const HeadSeries *const mean = find_series(run, "residual_mean"),
+                            *const error = find_series(run, "residual_error"),
+                            *const rms = find_series(run, "residual_rms"),
+                            *const delta = find_series(run, "delta_rms");
     if (mean && error && mean->steps == error->steps) {
       const Line means = head_line(*mean, LH, head), errors = head_line(*error, LH, head);
       Line line;
@@ -232,8 +263,10 @@ std::string residual_panel(const PageData& data) {
     if (rms && delta && rms->steps == delta->steps) {
       const Line r = head_line(*rms, LH, head), d = head_line(*delta, LH, head);
       Line line;
-      for (size_t k = 0; k < r.y.size(); ++k) line.x.push_back(r.x[k]), line.y.push_back(d.y[k] > 0 ? r.y[k] / d.y[k] : kUnknown);
-      line = binned(line, {}, 300);
+      for (size_t k = 0; k < r.y.size(); ++k)
+        line.x.push_back(r.x[k]),
+            line.y.push_back(d.y[k] > 0 ? std::max(kLeastShare, r.y[k] / d.y[k]) : kUnknown);
+      line = binned_logarithms(line, 240);
       line.label = run.label, line.style = colour;
       share.lines.push_back(std::move(line));
       any = true;
@@ -245,32 +278,43 @@ std::string residual_panel(const PageData& data) {
   } else {
     const std::string where = fmt::format("layer {} head {}", data.layer, data.head);
     if (!sums.lines.empty()) {
-      sums.id = "residual-sum", sums.title = "Running sum of the residual", sums.y_label = "running sum of the mean zero-sum residual, with a 95 % band";
-      sums.description = fmt::format("Sum over steps of the mean zero-sum residual of {}, with the band that the rows' scatter leaves; a curve that leaves zero is biased.", where);
-      sums.zero_y = true, sums.height = 240, sums.rules.push_back({0, ""});
+      sums.id = "residual-sum", sums.title = "Running sum of the residual",
+      sums.y_label = "running sum of the mean zero-sum residual, with a 95 % band";
+      sums.description = fmt::format(
+          "Sum over steps of the mean zero-sum residual of {}, with the band that the rows' scatter leaves; "
+          "a curve that leaves zero is biased.",
+          where);
+      sums.zero_y = true, sums.height = 240, sums.guides.push_back({0, ""});
       content += draw(sums);
     }
     if (!running.lines.empty()) {
-      running.id = "delta-running", running.title = "Running sum of delta's error", running.y_label = "running sum of delta error over the probed steps";
-      running.description = fmt::format("Sum of delta's error of {} over the probed steps of each run.", where);
-      running.zero_y = true, running.height = 220, running.rules.push_back({0, ""});
+      running.id = "delta-running", running.title = "Running sum of delta's error",
+      running.y_label = "running sum of delta error over the probed steps";
+      running.description =
+          fmt::format("Sum of delta's error of {} over the probed steps of each run.", where);
+      running.zero_y = true, running.height = 220, running.guides.push_back({0, ""});
       content += draw(running);
     }
     if (!share.lines.empty()) {
-      share.id = "residual-share", share.title = "Residual over delta", share.y_label = "residual over delta, root mean squares, log axis";
-      share.description = fmt::format("How large the zero-sum residual of {} is, as a share of delta, on a logarithmic axis.", where);
+      share.id = "residual-share", share.title = "Residual over delta",
+      share.y_label = "residual over delta, root mean squares, log axis";
+      share.description = fmt::format(
+          "How large the zero-sum residual of {} is, as a share of delta, on a logarithmic axis.", where);
       share.log_y = true, share.height = 220;
-      share.rules.push_back({0x1p-23, "FP32's step, 2⁻²³"});
+      share.guides.push_back({0x1p-23, "FP32's step, 2⁻²³"});
       content += draw(share);
     }
   }
-  return section("residual", "The sum that should be zero",
-                 fmt::format("The {} and the {} of {}, in every run.", term("zero-sum residual"), term("delta error"),
-                             data.head >= 0 ? fmt::format("layer {} head {}", data.layer, data.head) : "the head of interest"),
-                 content,
-                 fmt::format("<p>In exact arithmetic each {} of dS sums to zero. What is left drives the {}, whether it has one sign (the curve walks away) or not "
-                             "(it wanders).</p><p>Shaded: the {}.</p>",
-                             term("row"), term("drift"), term("confidence band")));
+  return section(
+      "residual", "The sum that should be zero",
+      fmt::format(
+          "The {} and the {} of {}, in every run.", term("zero-sum residual"), term("delta error"),
+          data.head >= 0 ? fmt::format("layer {} head {}", data.layer, data.head) : "the head of interest"),
+      content,
+      fmt::format("<p>In exact arithmetic each {} of dS sums to zero. What is left drives the {}, whether it "
+                  "has one sign (the curve walks away) or not "
+                  "(it wanders).</p><p>Shaded: the {}.</p>",
+                  term("row"), term("drift"), term("confidence band")));
 }
 
 // --- The common mode
@@ -287,7 +331,8 @@ std::string common_panel(const PageData& data) {
     const HeadSeries* const series = offset ? offset : find_series(run, "largest_lse");
     if (!series) continue;
     const auto found = run.probes.find("largest_row_spread");
-    const HeadSeries* const spread = found != run.probes.end() && !found->second.steps.empty() ? &found->second : nullptr;
+    const HeadSeries* const spread =
+        found != run.probes.end() && !found->second.steps.empty() ? &found->second : nullptr;
     std::vector<Chart> charts = by_layer(data, run, *series, fmt::format("common-{}", n), is_subject);
     // Of the other runs only the layer of interest.
     if (!is_subject && has_head(run, data)) charts = {charts[static_cast<size_t>(data.layer)]};
@@ -295,7 +340,8 @@ std::string common_panel(const PageData& data) {
       const int64_t layer = is_subject || !has_head(run, data) ? &chart - charts.data() : data.layer;
       for (int64_t head = 0; spread && head < run.heads; ++head) {
         const bool looked_at = is_subject && layer == data.layer && head == data.head;
-        Line line = thin(head_line(*spread, run.layers * run.heads, layer * run.heads + head), points_a_head(run));
+        Line line =
+            thin(head_line(*spread, run.layers * run.heads, layer * run.heads + head), points_a_head(run));
         line.label = fmt::format("spread, head {}", head);
         line.style = looked_at ? "c0 dashed" : "quiet dashed";
         line.named = looked_at;
@@ -307,25 +353,32 @@ std::string common_panel(const PageData& data) {
           if (line.label == fmt::format("head {}", data.head)) line.style = colour_of(data, n);
       }
       chart.y_label = offset ? "offset, log axis" : "log-sum-exp, log axis";
-      chart.description = fmt::format("{}: the common part of the scores of each head (solid) and its spread (dashed) against steps, on a logarithmic axis.", chart.title);
-      chart.rules.push_back({kScoreUnit, ""});
-      chart.rules.push_back({kDriftedOffset, ""});
+      chart.description = fmt::format(
+          "{}: the common part of the scores of each head (solid) and its spread (dashed) against steps, on "
+          "a logarithmic axis.",
+          chart.title);
+      chart.guides.push_back({kScoreUnit, ""});
+      chart.guides.push_back({kDriftedOffset, ""});
     }
     all.insert(all.end(), charts.begin(), charts.end());
   }
   if (all.empty()) {
-    content = missing("No scores by head are recorded. They are made by", "evenkeel train ... --facts-every 10");
+    content =
+        missing("No scores by head are recorded. They are made by", "evenkeel train ... --facts-every 10");
   } else {
     const auto range = common_range(all);
     for (Chart& chart : all) chart.y_range = range;
     content = multiples(all);
   }
-  return section("common", "The common mode of the scores",
-                 fmt::format("{} (solid) against {} (dashed), by head, on a log axis: softmax sees only the second.", term("offset", "Offset"), term("spread")),
-                 content,
-                 fmt::format("<p>Lower rule: {}, beyond which no softmax has a use for scores. Upper rule: {}, where a head counts as drifted.</p><p>The {} has no "
-                             "restoring force; {} grows while spread stays.</p>",
-                             figure(kScoreUnit, 3), figure(kDriftedOffset, 3), term("common mode"), term("offset")));
+  return section(
+      "common", "The common mode of the scores",
+      fmt::format("{} (solid) against {} (dashed), by head, on a log axis: softmax sees only the second.",
+                  term("offset", "Offset"), term("spread")),
+      content,
+      fmt::format("<p>Lower rule: {}, beyond which no softmax has a use for scores. Upper rule: {}, where a "
+                  "head counts as drifted.</p><p>The {} has no "
+                  "restoring force; {} grows while spread stays.</p>",
+                  figure(kScoreUnit, 3), figure(kDriftedOffset, 3), term("common mode"), term("offset")));
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include "base/error.h"
 #include "base/json_lines.h"
 #include "base/whole_file.h"
-#include "diagnosis/probes.h"
 
 namespace evenkeel {
 namespace {
@@ -16,14 +15,15 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-constexpr int64_t kSchema = 1;                       // of the records that this program knows
-constexpr int64_t kLargestStep = int64_t{1} << 40;   // a step that no run comes to
-constexpr int64_t kMostHeads = int64_t{1} << 16;     // L H
-constexpr size_t kLargestFile = size_t{1} << 26;     // bytes, of the files that are read whole
+constexpr int64_t kSchema = 1;                      // of the records that this program knows
+constexpr int64_t kLargestStep = int64_t{1} << 40;  // a step that no run comes to
+constexpr int64_t kMostHeads = int64_t{1} << 16;    // L H
+constexpr size_t kLargestFile = size_t{1} << 26;    // bytes, of the files that are read whole
 
 // By head, every step: the names that probe_recorder.h and trainer.h give them.
-constexpr const char* kFacts[] = {"largest_score", "largest_row_mean", "mean_lse",     "largest_lse", "tied_rows",
-                                  "residual_mean", "residual_error",   "residual_rms", "delta_rms"};
+constexpr const char* kFacts[] = {"largest_score",  "largest_row_mean", "mean_lse",
+                                  "largest_lse",    "tied_rows",        "residual_mean",
+                                  "residual_error", "residual_rms",     "delta_rms"};
 
 std::optional<int64_t> step_at(const Json& object) {
   const auto found = object.find("step");
@@ -66,9 +66,8 @@ void cut_from(int64_t step, RunRecords& run) {
 }
 
 void read_probe(const Json& probe, int64_t step, RunRecords& run) {
-  for (const ProbeField& field : kProbeFields)
-    if (const auto found = probe.find(field.name); found != probe.end())
-      append_heads(*found, step, run, run.probes[std::string(field.name)]);
+  for (const auto& [name, value] : probe.items())
+    if (value.is_array()) append_heads(value, step, run, run.probes[name]);
   const auto norms = probe.find("norms");
   if (norms == probe.end() || !norms->is_object()) return;
   for (const auto& [name, value] : norms->items()) {
@@ -83,9 +82,10 @@ void read_probe(const Json& probe, int64_t step, RunRecords& run) {
 void note_schema(const Json& object, const char* file, RunRecords& run) {
   const auto found = object.find("schema");
   if (found != object.end() && found->is_number_integer() && found->get<int64_t>() > kSchema)
-    run.notes.push_back(fmt::format("{} is of schema {}, which is newer than the {} that this program knows: what has "
-                                    "another name there is not shown",
-                                    file, found->get<int64_t>(), kSchema));
+    run.notes.push_back(
+        fmt::format("{} is of schema {}, which is newer than the {} that this program knows: what has "
+                    "another name there is not shown",
+                    file, found->get<int64_t>(), kSchema));
 }
 
 Json parse_object(std::string_view text, const char* file, RunRecords& run) {
@@ -112,9 +112,10 @@ Json parse_object(std::string_view text, const char* file, RunRecords& run) {
 
 void note_faults(const JsonLinesResult& result, const char* file, RunRecords& run) {
   if (result.fault_count > 0)
-    run.notes.push_back(fmt::format("{}: {} of {} lines cannot be read and {} left out, the first of them line {}", file,
-                                    result.fault_count, result.lines, result.fault_count == 1 ? "is" : "are",
-                                    result.faults.empty() ? 0 : result.faults[0].line));
+    run.notes.push_back(
+        fmt::format("{}: {} of {} lines cannot be read and {} left out, the first of them line {}", file,
+                    result.fault_count, result.lines, result.fault_count == 1 ? "is" : "are",
+                    result.faults.empty() ? 0 : result.faults[0].line));
   if (result.torn_bytes > 0)
     run.notes.push_back(
         fmt::format("{} ends in the middle of a line: the run is still being written, or was killed", file));
@@ -175,7 +176,8 @@ std::optional<int64_t> checkpoint_step(const std::string& name) {
 void find_captures(const fs::path& folder, RunRecords& run) {
   std::error_code error;
   for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error))
-    if (it->path().extension() == ".safetensors" && it->is_regular_file(error)) run.captures.push_back(it->path());
+    if (it->path().extension() == ".safetensors" && it->is_regular_file(error))
+      run.captures.push_back(it->path());
   std::sort(run.captures.begin(), run.captures.end());
 }
 
@@ -191,8 +193,9 @@ std::string text_at(const Json& object, const char* key) {
 }
 
 void read_metrics(std::string_view text, RunRecords& run) {
-  note_metrics(parse_json_lines(text, "metrics.jsonl", [&](const JsonLine& line) { take_step(line.object, run); }),
-               run);
+  note_metrics(
+      parse_json_lines(text, "metrics.jsonl", [&](const JsonLine& line) { take_step(line.object, run); }),
+      run);
 }
 
 void read_guard(std::string_view text, RunRecords& run) {
@@ -273,7 +276,8 @@ RunRecords read_run(const fs::path& folder) {
   if (const auto text = text_of(folder / "guard.jsonl", run, nullptr)) read_guard(*text, run);
   if (const auto text = text_of(folder / "findings.json", run, nullptr)) read_findings(*text, run);
   if (const auto text = text_of(folder / "verdict.json", run, nullptr)) read_verdict(*text, run);
-  for (fs::directory_iterator it(folder / "checkpoints", error), end; !error && it != end; it.increment(error))
+  for (fs::directory_iterator it(folder / "checkpoints", error), end; !error && it != end;
+       it.increment(error))
     if (const auto step = checkpoint_step(it->path().filename().string()))
       run.events.push_back({RunEvent::Kind::checkpoint, *step, ""});
   find_captures(folder, run);

@@ -28,7 +28,7 @@ struct RunEvent {
   int64_t step = 0;
   std::string words;
 };
-inline constexpr std::string_view kEventNames[] = {"checkpoint",   "plan change",     "guard: warning",
+inline constexpr std::string_view kEventNames[] = {"checkpoint",    "plan change",      "guard: warning",
                                                    "guard: remedy", "guard: roll-back", "finding"};
 constexpr std::string_view name(RunEvent::Kind kind) { return kEventNames[static_cast<size_t>(kind)]; }
 
@@ -47,8 +47,8 @@ struct RunRecords {
   std::map<std::string, std::vector<double>> norms;  // of weights, by name, (norm_steps)
 
   // --- the rest
-  std::vector<RunEvent> events;      // ascending
-  std::optional<TomlTable> config;   // config.toml
+  std::vector<RunEvent> events;           // ascending
+  std::optional<TomlTable> config;        // config.toml
   std::optional<nlohmann::json> verdict;  // verdict.json: an object
   std::optional<Finding> finding;
   std::vector<std::filesystem::path> captures;

@@ -47,6 +47,9 @@ function start(...words) {
   });
   return child;
 }
+async function until(condition) {
+  while (!condition()) await new Promise((resolve) => setTimeout(resolve, 10));
+}
 const small = ['--set', 'model.layers = 2', '--set', 'model.heads = 2', '--set', 'model.width = 32', '--set',
   'model.context = 48', '--sequences', '8', '--seed', '3', '--lr', '1.2e-2', '--warmup', '20', '--backend', 'cpu'];
 function train(name, steps, plan) {
@@ -57,6 +60,7 @@ function train(name, steps, plan) {
 // A page that must have no fault: what it complains of, and whom it asks.
 async function open(url, options = {}) {
   const context = await browser.newContext({viewport: {width: 1200, height: 900}, reducedMotion: 'reduce', ...options});
+  context.setDefaultTimeout(20_000);
   const page = await context.newPage();
   page.complaints = [];
   page.requests = [];
@@ -91,7 +95,7 @@ after(async () => {
 const report = () => pathToFileURL(at('report.html')).href;
 
 // Every drawing with what is drawn in it: the number of marks and the part of the drawing's size that they span.
-const drawings = (page) => page.evaluate(() => [...document.querySelectorAll('main svg')].map((svg) => {
+const drawings = (page) => page.evaluate(() => [...document.querySelectorAll('main svg:is(.chart, .heat, .dots)')].map((svg) => {
   const own = svg.getBoundingClientRect();
   const marks = [...svg.querySelectorAll('path, rect, circle, line, polyline, polygon, image, text')]
     .map((mark) => mark.getBoundingClientRect()).filter((box) => box.width > 0 || box.height > 0);
@@ -264,12 +268,12 @@ const stepBeyond = (page, step) =>
   page.waitForFunction((than) => Number(document.querySelector('svg.chart')?.dataset.x.split(' ')[1]) > than, step);
 const state = (page, name) => page.locator(`#live[data-state=${name}]`).waitFor();
 
-test('the live view follows a run that trains, stops and goes on; and its server', async () => {
+test('the live view follows a run that trains, stops and goes on; and its server', {timeout: 120_000}, async () => {
   const name = at('live');
   const settings = ['train', '--preset', 'micro', '--data', at('text.txt'), '--plan', 'fp32,row_sum=e5m2', '--steps',
     '1000000', '--facts-every', '5', '--probe-every', '20', '--checkpoint-every', '20', ...small, '--out', name];
   const trainer = start(...settings);
-  await trainer.firstLine;
+  await until(() => fs.existsSync(path.join(name, 'metrics.jsonl')));
   let watch = start('watch', '--port', '0', name);
   const url = await watch.firstLine;
   const page = await open(url), second = await open(url);
@@ -282,14 +286,17 @@ test('the live view follows a run that trains, stops and goes on; and its server
   for (const key of ['Home', '+']) await page.keyboard.press(key);
   const zoomed = page.locator('button.back:visible').first();
   await zoomed.waitFor();
-  await page.evaluate(() => scrollTo(0, 300));
-  const [focused, top] = await page.evaluate(() => [document.activeElement.id, scrollY]);
+  const focusAndPlace = () =>
+    page.evaluate(() => [document.activeElement.id, Math.round(document.activeElement.getBoundingClientRect().top)]);
+  await page.evaluate(() => document.activeElement.scrollIntoView({block: 'start', behavior: 'instant'}));
+  const [focused, top] = await focusAndPlace();
   await page.evaluate(() => { document.getElementById('page').dataset.old = '1'; });
   await page.waitForFunction(() => !document.getElementById('page').dataset.old);
   await stepBeyond(page, await lastStep(page));
-  assert.equal(await page.evaluate(() => document.activeElement.id), focused);
+  const [stillFocused, stillThere] = await focusAndPlace();
+  assert.equal(stillFocused, focused);
+  assert.ok(Math.abs(stillThere - top) <= 2, `${top} px from the top of the window, then ${stillThere}`);
   assert.equal(await zoomed.isVisible(), true);
-  assert.ok(Math.abs(await page.evaluate(() => scrollY) - top) <= 60);
   await stepBeyond(second, 40);
 
   // The run ends, and goes on.

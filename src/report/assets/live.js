@@ -44,8 +44,10 @@
   function remember(main) {
     const focused = main.contains(document.activeElement) ? placeOf(document.activeElement, main) : null;
     const details = [...main.querySelectorAll('details')].map((d) => [placeOf(d, main), d.open]);
-    // Contents above the reader may grow: it is the first section in sight that stays where it is.
-    const anchor = [...main.querySelectorAll('[id]')].find((e) => e.getBoundingClientRect().bottom > 0);
+    // Contents above the reader may grow: what is nearest to the top of the window stays where it is.
+    const distance = (element) => Math.abs(element.getBoundingClientRect().top);
+    const anchor = [...main.querySelectorAll(':is(section, figure, h2, h3, p, svg)[id]')]
+        .reduce((best, element) => (best && distance(best) <= distance(element) ? best : element), null);
     const top = anchor?.getBoundingClientRect().top;
     const [x, y] = [scrollX, scrollY];
     return (fresh) => {

@@ -36,13 +36,29 @@ globalThis.evenkeelPage = (() => {
     const grouped = whole.length > 4 ? whole.replace(/\B(?=(\d{3})+$)/g, ",") : whole;
     return (x < 0 ? "−" : "") + grouped + (part ? "." + part : "");
   }
+  const whole = x => figure(Math.round(x * 1e9) / 1e9, 7).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");  // 253, 0.5
   function ticks(low, high, wanted) {
     const raw = (high - low) / wanted, power = 10 ** Math.floor(Math.log10(raw)), part = raw / power;
     const step = power * (part < 1.5 ? 1 : part < 3.5 ? 2 : part < 7.5 ? 5 : 10), found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * (high - low); ++n) found.push(n * step);
     return found;
   }
-  const tickText = x => Math.abs(x) >= 1e4 && x % 1000 === 0 ? x / 1000 + "k" : figure(x, 6).replace(/\.0+$/, "");
+  // Of a logarithmic axis, from exponent to exponent: decades, or 1, 2 and 5 of each where there are few.
+  function logTicks(low, high, wanted) {
+    const first = Math.ceil(low - 1e-9), last = Math.floor(high + 1e-9), found = [];
+    if (high - low >= 1.5 && last > first) {
+      const every = Math.max(1, Math.floor((last - first + wanted) / wanted));
+      for (let e = first; e <= last; e += every) found.push(e);
+    } else if (high - low > 0.35) {
+      for (let e = first - 1; e <= last; ++e)
+        for (const digit of [1, 2, 5])
+          if (e + Math.log10(digit) >= low && e + Math.log10(digit) <= high) found.push(e + Math.log10(digit));
+    } else {
+      for (const x of ticks(10 ** low, 10 ** high, wanted)) if (x > 0) found.push(Math.log10(x));
+    }
+    return found;
+  }
+  const tickText = x => Math.abs(x) >= 1e4 && x % 1000 === 0 ? x / 1000 + "k" : whole(x);
 
   // "M0 9912l1 -4 1 -2M5 ..." -> [[x, y], ...] in the path's own numbers; at one x the last counts.
   function points(path) {
@@ -107,7 +123,8 @@ globalThis.evenkeelPage = (() => {
   function attachChart(svg) {
     const [x0, x1] = numbers(svg.dataset.x), [y0, y1] = numbers(svg.dataset.y), log = svg.dataset.log === "1";
     const [left, top, width, height] = numbers(svg.dataset.box);
-    const plot = svg.querySelector("g.plot"), xTicks = svg.querySelector(".axis.x .ticks");
+    const plot = svg.querySelector("g.plot"), xTicks = svg.querySelector(".axis.x .ticks"), yTicks = svg.querySelector(".axis.y .ticks");
+    const guides = [...svg.querySelectorAll(".rule")];
     const figureElement = svg.closest("figure"), small = svg.classList.contains("small");
     const curves = [...plot.querySelectorAll("path[data-name]")].map(path => ({
       path, name: path.dataset.name, points: null,
@@ -115,10 +132,24 @@ globalThis.evenkeelPage = (() => {
     }));
     const events = [...svg.querySelectorAll(".event")].map(g => ({g, x: +g.dataset.at, says: g.dataset.says}));
     const tip = tipOf(figureElement);
-    let range = zooms.get(svg.id) || [x0, x1], at = null, drag = null;
+    const all = [...plot.querySelectorAll("path.line")];
+    let range = zooms.get(svg.id) || [x0, x1], rows_ = [0, grid], at = null, drag = null;  // rows_: of y, in parts, from the top
 
     const valueOf = y => { const v = y1 - y / grid * (y1 - y0); return log ? 10 ** v : v; };
     const pxOf = x => left + width * (x - range[0]) / (range[1] - range[0]);
+    const pyOf = y => top + height * (y - rows_[0]) / (rows_[1] - rows_[0]);
+    // The part of y that the curves use between the ends of a zoom.
+    function fitted() {
+      let [low, high] = [Infinity, -Infinity];
+      for (const path of all) {
+        const curve = curves.find(c => c.path === path);
+        for (const [x, y] of curve ? curve.list : points(path))
+          if (x + x0 >= range[0] && x + x0 <= range[1]) low = Math.min(low, y), high = Math.max(high, y);
+      }
+      if (!(high > low)) return [0, grid];
+      const margin = 0.06 * (high - low);
+      return [Math.max(0, low - margin), Math.min(grid, high + margin)];
+    }
     const cross = make("path", {class: "cross", visibility: "hidden"}, svg);
     const dots = curves.map(curve => make("circle", {class: "cross-dot " + curve.path.getAttribute("class").replace("line", ""),
                                                      r: small ? 2.6 : 3.4, visibility: "hidden"}, svg));
@@ -129,15 +160,29 @@ globalThis.evenkeelPage = (() => {
 
     function place() {
       const scale = width / (range[1] - range[0]);
-      plot.setAttribute("transform", `matrix(${scale} 0 0 ${height / grid} ${left - (range[0] - x0) * scale} ${top})`);
-      const whole = range[0] === x0 && range[1] === x1;
-      back.hidden = whole;
-      if (!whole || xTicks.dataset.zoomed) {
+      const unzoomed = range[0] === x0 && range[1] === x1;
+      rows_ = unzoomed ? [0, grid] : fitted();
+      const scaleY = height / (rows_[1] - rows_[0]);
+      plot.setAttribute("transform", `matrix(${scale} 0 0 ${scaleY} ${left - (range[0] - x0) * scale} ${top - rows_[0] * scaleY})`);
+      back.hidden = unzoomed;
+      if (!unzoomed || xTicks.dataset.zoomed) {
         xTicks.dataset.zoomed = "1";
         xTicks.replaceChildren();
         for (const x of ticks(range[0], range[1], small ? 3 : 7)) {
           make("path", {d: `M${pxOf(x)} ${top + height}v4`}, xTicks);
           make("text", {x: pxOf(x), y: top + height + 16}, xTicks).textContent = tickText(x);
+        }
+        yTicks.replaceChildren();
+        const [low, high] = [y1 - rows_[1] / grid * (y1 - y0), y1 - rows_[0] / grid * (y1 - y0)];
+        for (const v of (log ? logTicks : ticks)(low, high, small ? 3 : 5)) {
+          const y = pyOf((y1 - v) / (y1 - y0) * grid);
+          make("path", {d: `M${left} ${y}h${width}`}, yTicks);
+          make("text", {x: left - 7, y: y + 3.8}, yTicks).textContent = log ? figure(10 ** v, 2) : whole(v);
+        }
+        for (const guide of guides) {
+          const y = +guide.dataset.at;
+          guide.setAttribute("visibility", y >= rows_[0] && y <= rows_[1] ? "visible" : "hidden");
+          guide.setAttribute("transform", `translate(0 ${pyOf(y) - (top + height * y / grid)})`);
         }
       }
       for (const event of events) {
@@ -167,14 +212,14 @@ globalThis.evenkeelPage = (() => {
         dots[n].setAttribute("visibility", seen ? "visible" : "hidden");
         if (!seen) return;
         dots[n].setAttribute("cx", pxOf(point[0] + x0));
-        dots[n].setAttribute("cy", Math.min(Math.max(top + height * point[1] / grid, top), top + height));
+        dots[n].setAttribute("cy", Math.min(Math.max(pyOf(point[1]), top), top + height));
         rows.push({name: curve.name, value: valueOf(point[1]), style: curve.path.getAttribute("class")});
       });
       cross.setAttribute("d", `M${pxOf(x)} ${top}v${height}`);
       cross.setAttribute("visibility", "visible");
       if (quiet) return rows;
       const headline = document.createElement("b");
-      headline.textContent = `${svg.dataset.xname} ${figure(Math.round(x * 1000) / 1000, 7).replace(/\.0+$/, "")}`;
+      headline.textContent = `${svg.dataset.xname} ${whole(x)}`;
       const table = document.createElement("table");
       rows.sort((a, b) => b.value - a.value);
       for (const row of rows.slice(0, 16)) {
@@ -248,15 +293,15 @@ globalThis.evenkeelPage = (() => {
     svg.addEventListener("dblclick", () => zoom(x0, x1));
     back.addEventListener("click", () => { zoom(x0, x1); svg.focus(); });
     svg.addEventListener("keydown", event => {
-      const all = [...new Set(curves.flatMap(c => c.list.map(p => p[0] + x0)))].sort((a, b) => a - b)
+      const places = [...new Set(curves.flatMap(c => c.list.map(p => p[0] + x0)))].sort((a, b) => a - b)
           .filter(x => x >= range[0] && x <= range[1]);
-      if (!all.length) return;
-      const now = at === null ? -1 : nearest(all.map(x => [x]), at), stride = event.shiftKey ? 10 : 1;
+      if (!places.length) return;
+      const now = at === null ? -1 : nearest(places.map(x => [x]), at), stride = event.shiftKey ? 10 : 1;
       let next = now;
       if (event.key === "ArrowRight") next = now + stride;
-      else if (event.key === "ArrowLeft") next = now < 0 ? all.length - 1 : now - stride;
+      else if (event.key === "ArrowLeft") next = now < 0 ? places.length - 1 : now - stride;
       else if (event.key === "Home") next = 0;
-      else if (event.key === "End") next = all.length - 1;
+      else if (event.key === "End") next = places.length - 1;
       else if (event.key === "Escape") { hide(); follow(null); zoom(x0, x1); return; }
       else if (event.key === "+" || event.key === "-") {
         const middle = at ?? (range[0] + range[1]) / 2, half = (range[1] - range[0]) * (event.key === "+" ? 0.25 : 1);
@@ -264,9 +309,9 @@ globalThis.evenkeelPage = (() => {
         return;
       } else return;
       event.preventDefault();
-      const x = all[Math.min(Math.max(next, 0), all.length - 1)], rows = show(x, false);
+      const x = places[Math.min(Math.max(next, 0), places.length - 1)], rows = show(x, false);
       follow(x);
-      say(`${svg.dataset.xname} ${figure(x, 7)}: ` + rows.map(r => `${r.name} ${figure(r.value)}`).join(", "));
+      say(`${svg.dataset.xname} ${whole(x)}: ` + rows.map(r => `${r.name} ${figure(r.value)}`).join(", "));
     });
     svg.addEventListener("blur", () => { hide(); follow(null); });
 
@@ -290,7 +335,7 @@ globalThis.evenkeelPage = (() => {
       const w = width / xs.length, h = height / cells.length;
       for (const [key, value] of Object.entries({x: left + w * column, y: top + h * row, width: Math.max(w, 2), height: Math.max(h, 2), visibility: "visible"}))
         mark.setAttribute(key, value);
-      const where = `${rows[row] && rows[row] !== String(row) ? rows[row] : svg.dataset.yname + " " + (rows[row] || row)}, ${svg.dataset.xname} ${figure(xs[column], 7).replace(/\.0+$/, "")}`;
+      const where = `${rows[row] && rows[row] !== String(row) ? rows[row] : svg.dataset.yname + " " + (rows[row] || row)}, ${svg.dataset.xname} ${whole(xs[column])}`;
       const headline = document.createElement("b"), line = document.createElement("div");
       headline.textContent = where;
       line.textContent = `${svg.dataset.vname} ${cells[row][column] === "-" ? "not known" : figure(+cells[row][column], 3)}`;

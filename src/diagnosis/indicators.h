@@ -1,0 +1,161 @@
+// When would each warning sign have spoken, and how long before the loss moved? From the records of runs alone.
+//
+// An indicator is one number a head (or one a run) at every step where it is recorded. It is read in octaves, log2 of its
+// size, smoothed by a running mean over kFast steps (RunningMean: what is recorded every 25 steps is all but not smoothed).
+// Three rules, the same for all, look only at the run's own past, from the end of its warm-up w on:
+//   level      the smoothed size itself
+//   growth     over its median in steps [w, w + max(w, kReference)), judged behind them
+//   deviation  of the smoothed octaves from the median of their last kTrail records, in robust standard deviations
+//              (1.4826 median |.|, at least kSmallestSpread), judged from kFewestTrail records on
+// Each is measured on the same ladder, the powers of two: an indicator speaks at the first step at which some head comes to
+// a rung. Which rung is no choice of ours: the lowest that no healthy run ever comes to. That it raises no false alarm on
+// these runs is then true by construction and says nothing; so every healthy run is also judged by the rung that
+// the *others* give (left out). Without healthy runs: growth at 2^2, deviation at 2^3, level not judged.
+// Numbers that are not finite come to every rung; NaN in a probe is "not known" and passed over.
+//
+// What must be in metrics.jsonl: `train --probe-every N`, nothing else. Every step then has loss, gradient_norm,
+// largest_lse, tied_rows, residual_mean, residual_error, residual_rms and delta_rms; every N-th the others, in `probe`.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "training/run_config.h"
+
+namespace evenkeel {
+
+// A mean that looks back so many steps: exponential weights, over all values until there are as many; values may lie more
+// than a step apart.
+class RunningMean {
+ public:
+  explicit RunningMean(double look_back) : look_back_(look_back) {}
+  void take(int64_t step, double value);
+  double value() const { return value_; }
+
+ private:
+  double look_back_, value_ = 0, count_ = 0;
+  int64_t last_ = 0;
+};
+
+// The guard's alarm (guard.h), one head: the log-sum-exp is beyond what any softmax needs and still rises, and the rows of
+// dS miss their zero sum by more than FP32 does.
+class HeadDrift {
+ public:
+  // Residual over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
+  static constexpr double kLeak = 0x1p-16;
+  static constexpr double kFast = 8, kSlow = 64;  // steps that the two running means look back
+
+  // largest |log-sum-exp|; root mean squares of residual and delta, NaN where they are not known.
+  void take(int64_t step, double lse, double residual, double delta);
+  double log_lse() const { return fast_.value(); }
+  bool beyond_need() const;  // kDriftedOffset
+  bool drifts() const { return beyond_need() && fast_.value() > slow_.value(); }
+  double leak() const;
+  bool alarm() const { return drifts() && leak() > kLeak; }
+
+ private:
+  RunningMean fast_{kFast}, slow_{kSlow};       // of log(largest |log-sum-exp|)
+  RunningMean residual_{kSlow}, delta_{kSlow};  // of squares
+};
+
+enum class Rule { level, growth, deviation };
+inline constexpr std::array<std::string_view, 3> kRuleNames = {"level", "growth", "deviation"};
+constexpr std::string_view name(Rule rule) { return kRuleNames[static_cast<size_t>(rule)]; }
+
+inline constexpr int64_t kReference = 50;          // steps
+inline constexpr size_t kTrail = 128;              // records
+inline constexpr size_t kFewestTrail = 16;         // records
+inline constexpr double kSmallestSpread = 0x1p-6;  // octaves: one per cent
+inline constexpr int kHighestRung = 100;           // where what is not finite stands
+
+struct Indicator {
+  std::string_view name;
+  std::string_view needs;  // the fields of metrics.jsonl that it is read from
+  std::string_view meaning;
+  double least;  // sizes below it count as it: they tell nothing
+  bool by_head = true;
+};
+inline constexpr std::array<Indicator, 13> kIndicators = {{
+    {"log_sum_exp", "largest_lse", "largest |log-sum-exp|", 1},
+    {"offset", "largest_row_mean", "largest |row mean of the scores|: the common mode", 1},
+    {"largest_score", "largest_score", "largest score", 1},
+    {"residual_z", "residual_mean, residual_error",
+     "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3},
+    {"residual_size", "residual_rms, delta_rms", "root mean square of the rows' sums of dS over delta's",
+     0x1p-24},
+    {"leak", "probe.leak_share", "part of W_Q's gradient that these sums make, over the exact gradient",
+     0x1p-24},
+    {"delta_error", "probe.delta_error_running", "|sum over the probed steps of delta's errors|", 0x1p-60},
+    {"tied_rows", "tied_rows", "share of rows where another score ties with the largest", 0x1p-10},
+    {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6},
+    {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6},
+    {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6},
+    {"loss", "loss", "the loss", 0x1p-10, false},
+    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, false},
+}};
+
+// A rung that a run came to for the first time. head: l H + h; -1: of the whole run.
+struct Reached {
+  int rung = 0;
+  int64_t step = 0, head = -1;
+  friend bool operator==(const Reached&, const Reached&) = default;
+};
+
+// A run, condensed to when each indicator came to each rung of its ladder.
+struct IndicatorRun {
+  std::filesystem::path folder;
+  std::optional<RunConfig> config;
+  int64_t warmup = 0, layers = 0, heads = 0;  // L, H; 0: nothing is recorded by head
+  std::vector<double> loss;                   // (steps); NaN where a step is not recorded
+  // Rungs and steps ascending; the first is where it stood when it was first judged, the last its highest.
+  std::array<std::array<std::vector<Reached>, kRuleNames.size()>, kIndicators.size()> reached;
+  bool guard_judged = false;
+  std::optional<Reached> guard;    // its first alarm
+  std::vector<std::string> notes;  // what is damaged or missing
+};
+// folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
+IndicatorRun read_indicators(const std::filesystem::path& folder);
+
+// The loss has moved where its mean over kLossWindow steps lies above that of a healthy twin (same seed, same everything
+// but the plan) by more than kLossMoved, or without one, above its own best by that share of it; not finite counts. It
+// must stay so for kLossHold steps or to the end. Told is the *first* step of the first such window, so that no lead is
+// flattered by the window's length.
+inline constexpr int64_t kLossWindow = 50, kLossHold = 200;  // steps
+inline constexpr double kLossMoved = 0.05;
+std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* twin);
+// The first of these runs that differs from `run` in plan alone; none: nullptr.
+const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy);
+
+// One indicator by one rule over all runs.
+struct IndicatorScore {
+  size_t indicator = 0;  // of kIndicators; kIndicators.size(): the guard, whose alarm has no rungs
+  Rule rule = Rule::level;
+  int rung = 0;                               // at which it speaks
+  std::vector<std::optional<Reached>> spoke;  // (derailing)
+  int64_t judged = 0;                         // derailing runs whose records allow it
+  int64_t healthy = 0,
+          false_alarms = 0;  // healthy runs, each left out when its rung was chosen; how many spoke
+  // Over derailing runs whose loss moved and where it spoke: steps from the one to the other, ascending.
+  std::vector<int64_t> leads;
+  int64_t in_time = 0;  // of these, before
+  std::string_view name() const;
+};
+struct IndicatorTable {
+  std::vector<std::optional<int64_t>> moved;  // (derailing): loss_moved
+  std::vector<const IndicatorRun*> twins;     // (derailing)
+  std::vector<std::optional<int64_t>>
+      healthy_moved;                   // (healthy): should be none; against the first other twin
+  std::vector<IndicatorScore> scores;  // every indicator by every rule that could be judged; the guard first
+};
+IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
+                                const std::vector<IndicatorRun>& derailing);
+// Of an indicator's rules the best: fewest false alarms, then most in time, then the largest median lead. One choice for
+// all; what the other rules gave is in the table.
+std::vector<const IndicatorScore*> best_rules(const IndicatorTable& table);
+
+}  // namespace evenkeel
