@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "isolation_cases.h"
@@ -96,6 +97,21 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
   EXPECT_EQ(told.code, 1);
   EXPECT_NE(told.out.find("row_sum"), std::string::npos) << told.out;
+  // The report has it from here.
+  const nlohmann::json kept =
+      nlohmann::json::parse(read_whole_file(planted.run() / "verdict.json", 1 << 20), nullptr, false);
+  ASSERT_TRUE(kept.is_object());
+  EXPECT_EQ(kept["cause"], "common_mode_drift");
+  EXPECT_EQ(kept["sites"], nlohmann::json{"row_sum"});
+  EXPECT_EQ(kept["formats"].size(), 1u);
+  const auto part = [&](const char* name) {
+    for (const nlohmann::json& entry : kept["parts"])
+      if (entry["part"] == name) return entry;
+    return nlohmann::json();
+  };
+  EXPECT_EQ(part("recorded")["heals"], false);
+  EXPECT_EQ(part("control")["heals"], true);
+  EXPECT_EQ(part("zero_sum")["heals"], true);
   // A record that is none is an error with words.
   write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
   EXPECT_THROW(Replays(planted.run(), kept_in(planted)), DataError);

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "run_folder.h"
+#include "training/replay.h"
 
 namespace evenkeel {
 namespace {
@@ -171,6 +172,29 @@ TEST_F(TrainerTest, a_change_of_plan_holds_from_its_step_on) {
   const auto a = metrics(folder / "a"), b = metrics(folder / "b");
   for (size_t n = 0; n < 5; ++n) EXPECT_EQ(a[n]["loss"], b[n]["loss"]);
   EXPECT_NE(a[11]["loss"], b[11]["loss"]);
+}
+
+TEST_F(TrainerTest, a_branch_is_the_run_until_it_goes_another_way) {
+  RunConfig c = tiny();  // a checkpoint every 4 steps
+  const auto plain = run_to_end(folder / "a", c);
+  branch_run(folder / "a", 4, folder / "same", c);
+  const auto same = Trainer::resume(folder / "same");
+  EXPECT_EQ(same->next_step(), 4);
+  while (!same->done()) same->step();
+  EXPECT_EQ(weights(*same), plain);
+  EXPECT_EQ(metrics(folder / "same").size(), metrics(folder / "a").size());
+
+  c.changes = {{5, "layer 0 head 1: row_sum=e5m2"}};
+  const auto changed = run_to_end(folder / "changed", c);
+  branch_run(folder / "a", 4, folder / "other", c);
+  const auto other = Trainer::resume(folder / "other");
+  while (!other->done()) other->step();
+  EXPECT_EQ(weights(*other), changed);
+
+  EXPECT_THROW(branch_run(folder / "a", 5, folder / "none", c), DataError);
+  EXPECT_FALSE(fs::exists(folder / "none"));
+  EXPECT_THROW(branch_run(folder / "a", 4, folder / "other", c), DataError);
+  EXPECT_THROW(branch_run(folder / "nowhere", 4, folder / "none", c), DataError);
 }
 
 TEST_F(TrainerTest, divergence_is_a_finding_and_ends_the_run_in_order) {

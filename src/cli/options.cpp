@@ -134,6 +134,16 @@ std::string Options::help() const {
   return text + fmt::format("\nexample:\n  evenkeel {}\n", example_);
 }
 
+std::optional<RunStep> parse_run_step(const std::string& text) {
+  const size_t at = text.rfind('@');
+  if (at == std::string::npos || at == 0) return {};
+  int64_t step = 0;
+  const char *begin = text.data() + at + 1, *end = text.data() + text.size();
+  const auto [last, error] = std::from_chars(begin, end, step);
+  if (error != std::errc() || last != end || step < 0) return {};
+  return RunStep{text.substr(0, at), step};
+}
+
 bool use_colour() { return isatty(STDOUT_FILENO) && std::getenv("NO_COLOR") == nullptr; }
 
 }  // namespace evenkeel::cli

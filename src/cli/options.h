@@ -2,6 +2,7 @@
 // errors. Knows no command. A word that looks like a negative number is a value, not an option.
 #pragma once
 
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -49,6 +50,13 @@ class Options {
   std::vector<std::string>* words_ = nullptr;
   size_t least_ = 0, most_ = 0;
 };
+
+// "runs/a@3000": a run before one of its steps; nothing where the text is not of that kind.
+struct RunStep {
+  std::filesystem::path run;
+  int64_t step;
+};
+std::optional<RunStep> parse_run_step(const std::string& text);
 
 // Is standard output a terminal that wants colour (a terminal, and NO_COLOR is not set)?
 bool use_colour();

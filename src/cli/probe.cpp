@@ -24,21 +24,6 @@ using Json = nlohmann::ordered_json;
 
 // --- Where captures come from
 
-// "runs/a@3000"
-struct RunStep {
-  fs::path run;
-  int64_t step;
-};
-std::optional<RunStep> parse_run_step(const std::string& text) {
-  const size_t at = text.rfind('@');
-  if (at == std::string::npos || at == 0) return {};
-  int64_t step = 0;
-  const char *begin = text.data() + at + 1, *end = text.data() + text.size();
-  const auto [last, error] = std::from_chars(begin, end, step);
-  if (error != std::errc() || last != end || step < 0) return {};
-  return RunStep{text.substr(0, at), step};
-}
-
 struct Wanted {
   int64_t layer = -1;  // -1: all
   std::vector<int64_t> heads;

@@ -18,8 +18,8 @@
 #include "cli/options.h"
 #include "diagnosis/guard.h"
 #include "numerics/random.h"
+#include "training/replay.h"
 #include "training/tokenizer.h"
-#include "training/trainer.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -108,15 +108,16 @@ void share_threads(const Launch& launch) {
 
 // Sets `ranks` once it has joined them.
 int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
-  std::string preset, config_file, data, validation, batches, out, resume, plan, schedule, optimizer, lr,
-      backend, guard;
+  std::string preset, config_file, data, validation, batches, out, resume, branch, plan, schedule,
+      optimizer, lr, backend, guard;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
           facts_every = -1, validate_every = -1, probe_every = -1, keel_ramp = -1, threads = 0;
   bool shard_optimizer = false;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
-      "train --preset NAME --data PATH --out RUN [options] | train --resume RUN",
+      "train --preset NAME --data PATH --out RUN [options] | train --resume RUN | train --branch RUN@STEP --out "
+      "NEW [options]",
       "Trains GPT-2 with a precision plan for attention, and records everything needed to repeat any step.\n"
       "Settings come from the preset, then --config, then the options; RUN/config.toml holds them all.\n"
       "Under mpirun, torchrun-style variables or srun, the processes train together: a number of ranks that "
@@ -131,6 +132,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   options.value("--batches", "FILE", "another run's batches.bin: the same batches again", batches);
   options.value("--out", "RUN", "the run's folder, new or empty", out);
   options.value("--resume", "RUN", "go on with a run from its newest checkpoint", resume);
+  options.value("--branch", "RUN@STEP",
+                "a new run from that checkpoint of another, with its settings where no option says otherwise",
+                branch);
   options.value("--plan", "PLAN", "precision plan, by layer and head if wanted", plan);
   options.values("--at", "'STEP CLAUSES'",
                  "from this step on, several allowed: '3000 layer 1: stabiliser=zero_sum'", changes);
@@ -171,9 +175,9 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   std::unique_ptr<Trainer> trainer;
   if (!resume.empty()) {
     require(
-        out.empty() && preset.empty() && data.empty() && plan.empty() && guard.empty(),
+        out.empty() && preset.empty() && data.empty() && plan.empty() && guard.empty() && branch.empty(),
         "--resume takes its settings from the run's own config.toml: expected no --out, --preset, --data, "
-        "--plan or --guard");
+        "--plan, --guard or --branch (which makes a new run of a checkpoint, with other settings)");
     trainer = Trainer::resume(resume, backend.empty() ? std::nullopt : std::optional(parse_backend(backend)),
                               ranks);
     out = resume;
@@ -181,6 +185,14 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     require(!out.empty(), "expected --out RUN or --resume RUN, got neither");
     RunConfig config;
     config.schedule.steps = 1000;
+    std::optional<RunStep> from;
+    if (!branch.empty()) {
+      require(preset.empty() && config_file.empty() && ranks->size() == 1,
+              "--branch takes its settings from RUN's config.toml, on one rank: expected no --preset or --config");
+      from = parse_run_step(branch);
+      require(from.has_value(), "--branch '{}': expected RUN@STEP, as in runs/a@3000", branch);
+      config = config_of_run(from->run);
+    }
     if (!preset.empty()) config.model = gpt2_preset(preset);
     if (!config_file.empty()) read_run_config(std::filesystem::path(config_file), config);
     for (const std::string& setting : settings) read_run_config(parse_toml(setting, "--set"), config);
@@ -208,7 +220,14 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     if (!schedule.empty()) config.schedule.course = parse_course(schedule);
     if (!optimizer.empty()) config.optimizer.kind = parse_optimizer(optimizer);
     for (const std::string& change : changes) config.changes.push_back(parse_change(change));
-    trainer = Trainer::start(out, config, ranks);
+    if (from) {
+      std::stable_sort(config.changes.begin(), config.changes.end(),
+                       [](const PlanChange& a, const PlanChange& b) { return a.step < b.step; });
+      branch_run(from->run, from->step, out, config);
+      trainer = Trainer::resume(out);
+    } else {
+      trainer = Trainer::start(out, config, ranks);
+    }
   }
 
   const RunConfig config = trainer->config();  // a copy: a guard may put another trainer in this one's place

@@ -140,7 +140,7 @@ std::string features_panel(const PageData& data) {
 std::string sign_panel(const PageData& data) {
   const std::string heading = "V's sign";
   const std::string lead = fmt::format(
-      "{} by feature and key: a row of one colour is a feature whose sums always round the same way.",
+      "{} by feature and key: a row of one colour is a feature whose sums tend to be rounded one way.",
       term("V"));
   if (!data.view) return section("sign", heading, lead, no_capture(data));
   const CaptureView& view = *data.view;

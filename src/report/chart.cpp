@@ -249,7 +249,8 @@ std::string table_of(const Chart& chart) {
   const size_t rows = std::min(kRows, xs.size());
   for (size_t r = 0; r < rows; ++r) {
     const double x = xs[rows == 1 ? 0 : r * (xs.size() - 1) / (rows - 1)];
-    text += fmt::format("<tr><th scope=\"row\">{}</th>", figure(x, 6));
+    text += fmt::format("<tr><th scope=\"row\">{}</th>",
+                        x == std::round(x) ? count(static_cast<int64_t>(x)) : figure(x, 6));
     for (const Line* line : named) {
       const auto next = std::lower_bound(line->x.begin(), line->x.end(), x);
       const bool beyond = next == line->x.end();
@@ -268,6 +269,8 @@ std::string glyph(const std::string& style, double x, double y) {
     return fmt::format("<path class=\"mark guard\" d=\"M{:.1f} {:.1f}l5 9h-10z\"/>", x, y - 5);
   if (style == "change")
     return fmt::format("<path class=\"mark change\" d=\"M{:.1f} {:.1f}l5 5-5 5-5-5z\"/>", x, y - 5);
+  if (style == "symptom")
+    return fmt::format("<circle class=\"mark symptom\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\"/>", x, y);
   if (style == "finding")
     return fmt::format("<path class=\"mark finding\" d=\"M{:.1f} {:.1f}l8 8m0-8l-8 8\"/>", x - 4, y - 4);
   return fmt::format("<circle class=\"mark check\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"2.2\"/>", x, y);
@@ -286,6 +289,10 @@ std::string nothing(const std::string& title) {
 }
 
 }  // namespace
+
+std::string legend_mark(const std::string& style) {
+  return fmt::format("<svg viewBox=\"0 0 12 12\" aria-hidden=\"true\">{}</svg>", glyph(style, 6, 6));
+}
 
 std::optional<std::pair<double, double>> common_range(std::span<const Chart> charts) {
   Range range;
@@ -351,7 +358,7 @@ std::string draw(const Chart& chart) {
     svg += fmt::format("<path d=\"M{:.1f} {:.1f}h{:.1f}\"/><text x=\"{:.1f}\" y=\"{:.1f}\">{}</text>",
                        plot.left, y, plot.width, plot.left - 7, y + 3.8, tick.label);
   }
-  svg += fmt::format("<text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n",
+  svg += fmt::format("</g><text class=\"name\" x=\"{:.1f}\" y=\"12\">{}</text></g>\n",
                      chart.small ? 0 : plot.left, escape(chart.small ? chart.title : chart.y_label));
   svg +=
       fmt::format("<g class=\"axis x\"><path class=\"foot\" d=\"M{:.1f} {:.1f}h{:.1f}\"/><g class=\"ticks\">",

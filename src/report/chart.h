@@ -26,7 +26,7 @@ struct Line {
 // Something that happened at x. Drawn in a lane below the curves.
 struct Mark {
   double x = 0;
-  std::string style;  // check, change, guard, finding
+  std::string style;  // check, change, guard, finding, symptom
   std::string words;
   bool through = false;  // a hairline through the curves, too
 };
@@ -54,6 +54,8 @@ struct Chart {
   bool small = false;  // one of many: fewer ticks, no table
 };
 std::string draw(const Chart& chart);
+// The sign of a mark's style, by itself.
+std::string legend_mark(const std::string& style);
 // What the name of a lane takes on the left.
 double lane_room(const std::string& label);
 // The range of y over all charts, so that small multiples have one axis; nothing where there is no number.

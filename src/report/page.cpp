@@ -55,7 +55,9 @@ PageData read_all(std::span<const fs::path> folders, const PageOptions& options)
   PageData data = page_data(std::move(runs));
   std::vector<fs::path> captures = options.captures;
   if (captures.empty()) captures = data.runs[data.subject].captures;
-  data.view = look_at(captures, data.layer, data.head, data.capture_notes);
+  // A healthy run's head of interest is only its largest: then the one that leaks most is worth more.
+  const bool named = ails(data.runs[data.subject], data.symptoms[data.subject]);
+  data.view = look_at(captures, named ? data.layer : -1, named ? data.head : -1, data.capture_notes);
   find_leads(data);
   return data;
 }
@@ -75,7 +77,8 @@ std::string page(std::span<const fs::path> runs, const PageOptions& options) {
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<meta name=\"color-scheme\" "
       "content=\"light dark\">\n"
-      "<title>{} · Evenkeel</title>\n<style>\n{}</style>\n</head>\n<body>\n"
+      "<link rel=\"icon\" href=\"data:,\">\n<title>{} · "
+      "Evenkeel</title>\n<style>\n{}</style>\n</head>\n<body>\n"
       "<a class=\"skip\" href=\"#page\">To the report</a>\n"
       "<div class=\"bar\"><span class=\"brand\">Evenkeel</span><span class=\"what\">{}</span>"
       "<button type=\"button\" id=\"theme\" hidden>Theme</button></div>\n"

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "numerics/explain.h"
 #include "report/html.h"
 
 namespace evenkeel {
@@ -41,6 +42,12 @@ std::optional<std::pair<int64_t, int64_t>> largest_head(const RunRecords& run) {
     if (best >= 0) return std::pair(best / run.heads, best % run.heads);
   }
   return {};
+}
+
+// Every digit: where bits are counted, a rounded decimal would be one more rounding.
+std::string exactly(double x) {
+  const std::string text = shortest(x);
+  return text.starts_with('-') ? "−" + text.substr(1) : text;
 }
 
 // Two runs called alike are told apart by their folders.
@@ -199,7 +206,7 @@ std::string bits_of(const Json& e) {
                 direction == "exact"
                     ? "nothing is lost"
                     : fmt::format("goes {} to {}", direction == "up" ? "away from zero" : "toward zero",
-                                  figure(value, 6)));
+                                  exactly(value)));
   }
   text += "</tbody></table></div>\n";
   text += fmt::format(
@@ -210,7 +217,7 @@ std::string bits_of(const Json& e) {
   text += fmt::format(
       "<p class=\"reading\"><code>{}</code> is {} exactly and is stored as {}: an error of {}, {} of a "
       "step.</p>\n",
-      escape(text_at(e, "expression")), figure(number_at(e, "exact"), 10), figure(number_at(e, "value"), 8),
+      escape(text_at(e, "expression")), exactly(number_at(e, "exact")), exactly(number_at(e, "value")),
       figure(number_at(e, "error"), 4), figure(number_at(e, "error_steps"), 2));
   return text;
 }

@@ -27,9 +27,16 @@ std::string no_probes(const RunRecords& run) {
                  command + " --probe-every 50 --out NEW_RUN");
 }
 
-std::string multiples(const std::vector<Chart>& charts) {
-  std::string text = "<div class=\"multiples\">\n";
-  for (const Chart& chart : charts) text += draw(chart);
+// Side by side, as many as there is room for; few are drawn larger.
+std::string multiples(std::vector<Chart> charts, double room) {
+  constexpr double kLeast = 244, kMost = 330, kGap = 22;
+  const double width =
+      std::clamp(room / static_cast<double>(std::max<size_t>(1, charts.size())) - kGap, kLeast, kMost);
+  std::string text = fmt::format("<div class=\"multiples\" style=\"--least:{:.0f}px\">\n", 0.86 * width);
+  for (Chart& chart : charts) {
+    chart.width = width, chart.height = 0.73 * width;
+    text += draw(chart);
+  }
   return text + "</div>\n";
 }
 
@@ -110,7 +117,7 @@ std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const H
     Chart chart;
     chart.id = fmt::format("{}-{}", id, layer);
     chart.title = fmt::format("layer {}", layer);
-    chart.small = true, chart.log_y = true, chart.width = 244, chart.height = 178;
+    chart.small = true, chart.log_y = true;
     for (int64_t head = 0; head < run.heads; ++head) {
       Line line = thin(head_line(series, run.layers * run.heads, layer * run.heads + head), points);
       line.label = fmt::format("head {}", head);
@@ -147,7 +154,7 @@ std::string heads_panel(const PageData& data) {
           "layers.",
           chart.title);
     }
-    content = multiples(charts);
+    content = multiples(std::move(charts), 1056);
   } else {
     content = no_probes(run);
   }
@@ -217,10 +224,11 @@ std::string ties_panel(const PageData& data) {
     loss.height = 190, loss.x_range = std::pair(low, high);
     content = draw(ties) + draw(loss);
   }
-  return section("ties", "Ties against loss",
-                 fmt::format("A {} is what coarse scores end in; it shows before the {} does.", term("tie"),
-                             term("loss")),
-                 content);
+  return section(
+      "ties", "Ties against loss",
+      fmt::format("A {} is what scores of a coarse format end in: does it climb before the {} does?",
+                  term("tie"), term("loss")),
+      content);
 }
 
 // --- The residual
@@ -368,7 +376,7 @@ std::string common_panel(const PageData& data) {
   } else {
     const auto range = common_range(all);
     for (Chart& chart : all) chart.y_range = range;
-    content = multiples(all);
+    content = multiples(std::move(all), 800);
   }
   return section(
       "common", "The common mode of the scores",
@@ -376,8 +384,8 @@ std::string common_panel(const PageData& data) {
                   term("offset", "Offset"), term("spread")),
       content,
       fmt::format("<p>Lower rule: {}, beyond which no softmax has a use for scores. Upper rule: {}, where a "
-                  "head counts as drifted.</p><p>The {} has no "
-                  "restoring force; {} grows while spread stays.</p>",
+                  "head counts as drifted.</p><p>The {} has no restoring force: where the {} is far beyond "
+                  "the spread, the differences that softmax needs are lost.</p>",
                   figure(kScoreUnit, 3), figure(kDriftedOffset, 3), term("common mode"), term("offset")));
 }
 

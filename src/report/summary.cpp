@@ -78,6 +78,11 @@ std::string tile(const std::string& label, const std::string& value, const std::
   return fmt::format("<div><dt>{}</dt><dd>{}</dd><dd class=\"remark\">{}</dd></div>\n", label, value, remark);
 }
 
+std::string capital(std::string text) {
+  if (!text.empty() && text[0] >= 'a' && text[0] <= 'z') text[0] = static_cast<char>(text[0] - 'a' + 'A');
+  return text;
+}
+
 // "a. b" -> "a.", "b"; not behind "e.g" and numbers, which verdicts do not have.
 std::pair<std::string, std::string> first_sentence(const std::string& text) {
   const size_t end = text.find(". ");
@@ -165,7 +170,7 @@ std::string verdict_part(const PageData& data) {
       "{}</p>\n<h1>{}</h1>\n",
       colour_of(data, data.subject), escape(run.label), badge(state_of(run, symptom)), escape(sentence));
   if (!more.empty()) text += fmt::format("<p class=\"more\">{}</p>\n", escape(more));
-  if (!sure.empty()) text += fmt::format("<p class=\"sure\">How sure: {}.</p>\n", escape(sure));
+  if (!sure.empty()) text += fmt::format("<p class=\"sure\">How sure? {}.</p>\n", escape(capital(sure)));
   if (!run.verdict && symptom.kind != Symptom::Kind::none)
     text +=
         missing("The cause is found by", fmt::format("evenkeel isolate {}", shell_word(run.folder.string())));
@@ -240,6 +245,10 @@ std::string loss_part(const PageData& data) {
           thin({run.label + ", validation", colour + " dashed", valid_x, valid_y, {}, {}}, points));
     norm.lines.push_back(thin({run.label, colour, x, smoothed(run.gradient_norm), {}, {}}, points));
     loss.lanes.push_back(lane_of(run, colour));
+    if (const Symptom& symptom = data.symptoms[n]; symptom.kind != Symptom::Kind::none)
+      loss.lanes.back().marks.push_back(
+          {static_cast<double>(symptom.since), "symptom",
+           fmt::format("symptom since step {}: {}", symptom.since, symptom.words), true});
     loss.least_left = norm.least_left = std::max(norm.least_left, lane_room(run.label));
   }
   if (!any) return section("loss", "The loss", "", missing("No step is recorded yet.", ""));
@@ -252,18 +261,20 @@ std::string loss_part(const PageData& data) {
   norm.id = "gradient-chart", norm.title = "Gradient norm", norm.y_label = "gradient norm, log axis";
   norm.description = "Norm of the whole gradient of each run against steps, smoothed, on a logarithmic axis.";
   norm.log_y = true, norm.height = 200;
+  std::string key;
+  const std::pair<const char*, std::string> kMarks[] = {
+      {"check", term("checkpoint")},
+      {"change", "change of the " + term("precision plan", "plan")},
+      {"guard", term("guard")},
+      {"symptom", "symptom, since when"},
+      {"finding", term("finding")}};
+  for (const auto& [style, meaning] : kMarks)
+    key += fmt::format("<li>{} {}</li>", legend_mark(style), meaning);
   const std::string aside = fmt::format(
-      "<p>Thin: single steps. Bold: the mean around each.</p><ul class=\"marks\"><li><svg viewBox=\"0 0 12 "
-      "12\" aria-hidden=\"true\">"
-      "<circle class=\"mark check\" cx=\"6\" cy=\"6\" r=\"2.2\"/></svg> {}</li><li><svg viewBox=\"0 0 12 "
-      "12\" aria-hidden=\"true\"><path class=\"mark change\" "
-      "d=\"M6 1l5 5-5 5-5-5z\"/></svg> change of the {}</li><li><svg viewBox=\"0 0 12 12\" "
-      "aria-hidden=\"true\"><path class=\"mark guard\" d=\"M6 1l5 9h-10z\"/>"
-      "</svg> {}</li><li><svg viewBox=\"0 0 12 12\" aria-hidden=\"true\"><path class=\"mark finding\" d=\"M2 "
-      "2l8 8m0-8l-8 8\"/></svg> {}</li></ul>"
-      "<p class=\"hint\">Drag to zoom, double-click to go back; arrow keys walk through the steps of a chart "
-      "that has the focus.</p>",
-      term("checkpoint"), term("precision plan", "plan"), term("guard"), term("finding"));
+      "<p>Thin: single steps. Bold: the mean around each.</p><ul class=\"marks\">{}</ul><p "
+      "class=\"hint\">Drag to zoom, double-click to "
+      "go back; arrow keys walk through the steps of a chart that has the focus.</p>",
+      key);
   return section(
       "loss", "The loss",
       fmt::format("{} of the runs, on one axis, with what happened to each.", term("loss", "Loss")),
@@ -386,7 +397,7 @@ std::string chain_part(const PageData& data) {
 std::string remedies_part(const PageData& data) {
   std::string table =
       "<div class=\"scroll\"><table class=\"runs\"><thead><tr><th scope=\"col\">run</th><th "
-      "scope=\"col\">plan</th><th scope=\"col\">steps</th>"
+      "scope=\"col\" class=\"plan\">plan</th><th scope=\"col\">steps</th>"
       "<th scope=\"col\">loss</th><th scope=\"col\">offset</th><th scope=\"col\">gradient norm</th><th "
       "scope=\"col\">ties, %</th>"
       "<th scope=\"col\">state</th></tr></thead><tbody>\n";
@@ -394,9 +405,13 @@ std::string remedies_part(const PageData& data) {
     const RunRecords& run = data.runs[n];
     const double ties = last_largest(run, "tied_rows");
     std::string plan = run.setting("attention", "plan");
+    std::vector<const RunEvent*> changes;
     for (const RunEvent& event : run.events)
-      if (event.kind == RunEvent::Kind::plan_change && plan.size() < 300)
-        plan += fmt::format("; from step {}: {}", event.step, event.words);
+      if (event.kind == RunEvent::Kind::plan_change) changes.push_back(&event);
+    if (changes.size() == 1)
+      plan += fmt::format("; from step {}: {}", changes[0]->step, changes[0]->words);
+    else if (!changes.empty())
+      plan += fmt::format("; {} changes from step {} on", changes.size(), changes[0]->step);
     const auto cell = [](double x, int digits) {
       return std::isnan(x) ? std::string("–") : figure(x, digits);
     };
@@ -601,7 +616,8 @@ std::string repeat_part(const PageData& data) {
   text += fmt::format("<h3>Commands</h3><pre class=\"commands\" tabindex=\"0\"><code>{}</code></pre>\n",
                       escape(commands));
   return section("repeat", "Repeat it",
-                 "A run repeats to the last bit from its own configuration; these are the commands that made "
+                 "A run repeats to the last bit from its own configuration, on the same backend; these are "
+                 "the commands that made "
                  "what is on this page.",
                  text);
 }

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "base/error.h"
@@ -15,16 +16,6 @@ namespace fs = std::filesystem;
 fs::path scratch_folder() {
   static std::atomic<int> count = 0;
   return fs::temp_directory_path() / fmt::format("evenkeel-replay-{}-{}", getpid(), count++);
-}
-
-RunConfig config_of(const fs::path& run) {
-  const fs::path file = run / "config.toml";
-  std::error_code error;
-  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
-               run.string());
-  RunConfig config;
-  read_run_config(file, config);
-  return config;
 }
 
 // Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. That
@@ -42,10 +33,45 @@ void check_batches(const fs::path& run, const RunConfig& config, int64_t step) {
 
 }  // namespace
 
+RunConfig config_of_run(const fs::path& run) {
+  const fs::path file = run / "config.toml";
+  std::error_code error;
+  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
+               run.string());
+  RunConfig config;
+  read_run_config(file, config);
+  return config;
+}
+
+void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const RunConfig& config) {
+  validate(config);
+  std::error_code error;
+  require_data(!fs::exists(folder, error) || fs::is_empty(folder, error),
+               "{}: expected a new or an empty folder for the branch, found files in it", folder.string());
+  const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
+  const auto from = std::find_if(checkpoints.begin(), checkpoints.end(),
+                                 [&](const Checkpoint& c) { return c.step == step; });
+  std::string steps;
+  for (const Checkpoint& c : checkpoints) steps += fmt::format("{}{}", steps.empty() ? "" : ", ", c.step);
+  require_data(from != checkpoints.end(), "{}: expected a checkpoint of step {}, found {}", run.string(), step,
+               steps.empty() ? "none" : "those of " + steps);
+  try {
+    fs::create_directories(folder / "checkpoints");
+    // What they hold of later steps is cut off when the branch is resumed.
+    for (const char* name : {"batches.bin", "metrics.jsonl"}) fs::copy_file(run / name, folder / name);
+    fs::copy(from->folder, folder / "checkpoints" / from->folder.filename(), fs::copy_options::recursive);
+    // Last: a folder without it is no run.
+    write_whole_file(folder / "config.toml", to_toml(to_toml_table(config)));
+  } catch (const fs::filesystem_error& failure) {
+    throw DataError(fmt::format("{}: cannot be made a branch of {}: {}", folder.string(), run.string(),
+                                failure.code().message()));
+  }
+}
+
 Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend,
                const std::function<void(RunConfig&)>& change)
     : scratch_(scratch_folder()) {
-  RunConfig config = config_of(run);
+  RunConfig config = config_of_run(run);
   check_batches(run, config, step);
   config.checkpoint_every = config.validate_every = config.probe_every = 0;
   config.guard = GuardMode::off;

@@ -1,5 +1,5 @@
-// A run again: some of its steps, from one of its checkpoints, to the same bits. A replay is a run of its own, in a
-// scratch folder that goes when it goes; the original's folder is only read.
+// A run again, from one of its checkpoints. A replay is a run of its own, in a scratch folder that goes when it goes, and
+// gives the same bits; a branch is one that stays, and goes another way. The original's folder is only read.
 #pragma once
 
 #include <filesystem>
@@ -10,6 +10,15 @@
 #include "training/trainer.h"
 
 namespace evenkeel {
+
+// DataError where the folder is no run.
+RunConfig config_of_run(const std::filesystem::path& run);
+
+// Makes `folder`, which must be new or empty, a run that stands where `run` stood before `step`, with the records of the
+// steps before and with `config` for those to come; Trainer::resume goes on with it. DataError where `run` has no
+// checkpoint of that very step.
+void branch_run(const std::filesystem::path& run, int64_t step, const std::filesystem::path& folder,
+                const RunConfig& config);
 
 class Replay {
  public:
