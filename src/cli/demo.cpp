@@ -47,8 +47,9 @@ Scale full_scale() {
   Scale scale;
   scale.config.model = gpt2_preset("micro");
   scale.config.sequences = 16;
+  scale.config.schedule.peak = 9e-3;
   scale.config.schedule.warmup = 100;
-  scale.config.schedule.steps = 501;  // the facts of step 500 are the last
+  scale.config.schedule.steps = 401;  // the facts of step 400 are the last
   scale.replay_steps = 100;
   return scale;
 }
@@ -63,6 +64,7 @@ Scale quick_scale() {
   scale.config.model.width = 64;
   scale.config.model.context = 64;
   scale.config.sequences = 8;
+  scale.config.schedule.peak = 6e-3;
   scale.config.schedule.warmup = 50;
   scale.config.schedule.steps = 401;
   scale.replay_steps = 100;
@@ -72,10 +74,8 @@ Scale quick_scale() {
 void complete(RunConfig& config, const std::string& data) {
   config.data = data;
   config.backend = Backend::cpu;
-  config.schedule.peak = 6e-3;
   config.facts_every = 10;
   config.probe_every = 50;
-  config.checkpoint_every = 50;
   config.checkpoints_kept = 20;
   config.divergence = 0;  // what goes wrong shall go on
 }
@@ -239,6 +239,7 @@ int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
       config.model.layers, config.model.heads, config.schedule.steps - 1);
   for (Run& run : runs) {
     config.plan = run.plan;
+    config.checkpoint_every = &run == &runs[0] ? 100 : 0;  // replays start from them
     run.folder = out / run.name;
     run.run = std::make_unique<GuardedRun>(run.folder, Trainer::start(run.folder, config));
   }
@@ -304,8 +305,10 @@ int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
   const auto offset_of = [](const Trial* trial) {
     return trial ? fmt::format("{:.0f}", trial->health.offset) : std::string("not tried");
   };
-  fmt::print("proof:   offset {} as recorded, {} with that in FP32, {} with zero_sum, {} all in FP32\n",
-             offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum), offset_of(e.control));
+  fmt::print(
+      "proof:   offset {} as recorded, {} with that in FP32, {} with zero_sum there{}, {} all in FP32\n",
+      offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum),
+      e.zero_sum_all ? fmt::format(" ({} everywhere)", offset_of(e.zero_sum_all)) : "", offset_of(e.control));
   fmt::print("verdict: {}: {}\n", name(found.verdict.cause), found.verdict.words);
   fmt::print("on a GPU: {}\n", of_gpu.empty() ? "no capture here" : of_gpu);
   fmt::print("time:    {:.0f} s: {:.0f} training, {:.0f} for {} replays\n", seconds_since(start), trained,

@@ -19,7 +19,7 @@ struct Command {
   int (*run)(int, char**);
 };
 constexpr Command kCommands[] = {
-    {"demo", "the story so far, on built-in inputs: no GPU, no download", cli::run_demo},
+    {"demo", "the whole job on this machine: no GPU, no download", cli::run_demo},
     {"explain", "one operation, or one tensor-core sum, bit by bit", cli::run_explain},
     {"conform", "judge attention by the sign of its errors, on hard inputs", cli::run_conform},
     {"data", "text to tokens: prepare | synth | inspect", cli::run_data},
