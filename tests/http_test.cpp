@@ -283,7 +283,7 @@ TEST_F(HttpServerTest, publishes_to_every_reader_and_drops_those_who_do_not_read
     client->hear_until("hello\n\n");
   }
   while (server->streams() < 2) std::this_thread::yield();  // counted behind the answer
-  EXPECT_EQ(reader.hear_until(":\n\n"), ":\n\n");  // nothing is said, but that it is there
+  EXPECT_EQ(reader.hear_until(":\n\n"), ":\n\n");           // nothing is said, but that it is there
   const std::string event = "data: " + std::string(100'000, 'y') + "\n\n";
   // More than the buffers of a socket hold: the one who does not read is let go, the other gets everything.
   while (server->streams() == 2) {
