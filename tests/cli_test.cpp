@@ -60,6 +60,10 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"bench attention --gpu --plan bf17", "'bf17'", "flash2"},
       {"demo extra", "'extra'", "usage"},
       {"demo --plan nonsense", "'nonsense'", "bf16_all"},
+      {"demo --plan fp32", "--plan", "--story"},
+      {"demo --story --quick", "--story", "no --quick"},
+      {"watch", "RUN", "usage"},
+      {"watch . --port 65536", "65536", "from 0 to 65535"},
       {"info --verbose", "'--verbose'", "--json"},
   };
   for (const auto& row : table) {
