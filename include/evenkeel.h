@@ -1,4 +1,5 @@
-/* The C interface of Evenkeel: attention forward and backward by a precision plan, on the CPU or on a GPU.
+/* The C interface of Evenkeel: attention forward and backward by a precision plan, on the CPU or on a GPU; a judge of
+ * anyone's attention; probes of a captured layer.
  *
  * No call allocates device memory, synchronises a stream or a device, or lets an exception through. Calls may be made
  * from any thread, several at once. Every call that can fail returns an evenkeel_status; evenkeel_last_error()
@@ -32,12 +33,15 @@ extern "C" {
 typedef enum evenkeel_status {
   EVENKEEL_OK = 0,
   EVENKEEL_BAD_ARGUMENT = 1, /* a request that cannot be meant: the caller's fault */
-  EVENKEEL_ENVIRONMENT = 2,  /* no GPU, built without CUDA, or an error that CUDA reports */
-  EVENKEEL_INTERNAL = 3      /* anything else, out of memory included */
+  EVENKEEL_ENVIRONMENT =
+      2,                /* no GPU, built without CUDA, an error that CUDA reports, a capture that is none */
+  EVENKEEL_INTERNAL = 3 /* anything else, out of memory included */
 } evenkeel_status;
 
 typedef enum evenkeel_device { EVENKEEL_CPU = 0, EVENKEEL_CUDA = 1 } evenkeel_device;
-typedef enum evenkeel_type { EVENKEEL_BF16 = 0, EVENKEEL_FP32 = 1 } evenkeel_type; /* the CPU takes FP32 */
+/* A GPU takes BF16 and FP32, the CPU FP32 and FP64. FP64 is the definition of attention, where nothing is rounded: it
+ * takes plans that round nothing ("fp32", with keel if wanted) and has no facts but delta. */
+typedef enum evenkeel_type { EVENKEEL_BF16 = 0, EVENKEEL_FP32 = 1, EVENKEEL_FP64 = 2 } evenkeel_type;
 
 typedef struct evenkeel_tensor {
   void* data;
@@ -82,8 +86,9 @@ typedef struct evenkeel_forward {
   uint64_t struct_size;
   evenkeel_tensor q, k, v;
   evenkeel_tensor o;
-  float* lse;      /* L = log sum exp, -inf for a row that sees no key */
-  void* saved;     /* evenkeel_sizes.saved bytes, aligned to 256: for backward; opaque */
+  float* lse; /* L = log sum exp, -inf for a row that sees no key */
+  void*
+      saved; /* evenkeel_sizes.saved bytes, aligned to 256: for backward; opaque (wide_output: O's missing bits) */
   void* workspace; /* evenkeel_sizes.workspace bytes, aligned to 256: free for other use after the pass */
   int32_t* ties;   /* optional: visible scores within tie_tolerance of the row's maximum */
 } evenkeel_forward;
@@ -122,6 +127,54 @@ EVENKEEL_API int32_t evenkeel_attention_forward(const evenkeel_attention* attent
                                                 const evenkeel_forward* pass, void* stream);
 EVENKEEL_API int32_t evenkeel_attention_backward(const evenkeel_attention* attention,
                                                  const evenkeel_backward* pass, void* stream);
+
+/* --- Conform: any attention judged by the sign of its errors on families of hard inputs (docs/numerics.md has the
+ * bounds). The inputs are BF16 numbers; the zero-sum residual is read off dQ, since every key ends with the same feature. */
+
+/* One chunk of a family, in host memory, contiguous, FP32: B is 1, G is H, scale is 1 / sqrt(D). */
+typedef struct evenkeel_conform_problem {
+  uint64_t struct_size;
+  int64_t H, T, N, D;
+  int32_t causal;               /* T is N then */
+  const uint8_t* visible;       /* (H, T, N), or NULL: all */
+  const float *q, *grad_output; /* (H, T, D) */
+  const float *k, *v;           /* (H, N, D) */
+  float *o, *dq;                /* (H, T, D): to be written */
+  float *dk, *dv;               /* (H, N, D) */
+} evenkeel_conform_problem;
+/* Writes o, dq, dk, dv. 0: done; anything else ends the call with EVENKEEL_BAD_ARGUMENT. Called by the calling thread. */
+typedef int32_t (*evenkeel_conform_kernel)(void* context, const evenkeel_conform_problem* problem);
+
+typedef struct evenkeel_conform_request {
+  uint64_t struct_size;
+  const char* family; /* a name of evenkeel_conform_family */
+  const char* plan; /* the plan whose rounding of dS is granted as noise: "flash2" for BF16 kernels, "fp32" */
+  int64_t rows;     /* at least so many; under 100000 no family is judged for bias */
+  uint64_t seed;
+} evenkeel_conform_request;
+
+/* The residual is in units of delta's root mean square; errors of O, dQ, dK, dV are in BF16 ulps of the row's largest true
+ * value: mean, and mean over its standard error. */
+typedef struct evenkeel_conform_result {
+  uint64_t struct_size;
+  int64_t rows, nonfinite;
+  int32_t passes;
+  const char* verdict; /* "ok", "BIASED", "NOISY", "BIASED, NOISY", "NOT FINITE"; static */
+  double residual_mean, residual_z, residual_rms, residual_bound;
+  double o_bias, o_z, dq_bias, dq_z, dk_bias, dk_z, dv_bias, dv_z;
+} evenkeel_conform_result;
+
+/* The index-th family, or NULL beyond the last: its name, and what it is. `masked`: does it come with `visible`? Static. */
+EVENKEEL_API const char* evenkeel_conform_family(int32_t index, const char** description, int32_t* masked);
+EVENKEEL_API int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_conform_kernel kernel,
+                                      void* context, evenkeel_conform_result* result);
+
+/* --- Probes: what can be told of the heads of one layer at one step. `capture` is the content of a capture file. */
+
+/* The name of a probe, or NULL beyond the last; static. */
+EVENKEEL_API const char* evenkeel_probe_field(int32_t index);
+/* values: (heads, fields), `count` numbers in all; NaN where a number is not known. */
+EVENKEEL_API int32_t evenkeel_probe(const void* capture, size_t bytes, double* values, size_t count);
 
 #ifdef __cplusplus
 }

@@ -25,6 +25,8 @@ except Exception as error:  # whatever keeps PyTorch from a GPU
     print(f"no PyTorch with a GPU: {error}", file=sys.stderr)
     sys.exit(77)
 
+from evenkeel._library import ABI_VERSION, Attention, Backward, Forward, Sizes, Tensor
+
 aten = torch.ops.aten
 
 SETS_BYTES = 200e6  # q, k and v of all sets, against a cache of some tens of MB
@@ -32,61 +34,7 @@ GRAPH_SECONDS = 6e-3  # one graph: long against the gap between two
 WARM_SECONDS = 0.3  # of one group, so that clocks settle
 WRONG = 0.05  # ||ours - rival|| / ||rival|| beyond this is another function, not another rounding
 
-# --- the C interface: include/evenkeel.h
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4)]
-
-
-class Attention(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("device", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        *[(size, ctypes.c_int64) for size in "BHGTND"],
-        ("plan", ctypes.c_char_p),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("causal", ctypes.c_int32),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("query_lengths", ctypes.c_void_p),
-        ("key_lengths", ctypes.c_void_p),
-        ("query_offsets", ctypes.c_void_p),
-        ("key_offsets", ctypes.c_void_p),
-        ("query_rows", ctypes.c_int64),
-        ("key_rows", ctypes.c_int64),
-        ("visible", Tensor),
-        ("tile_keys", ctypes.c_int64),
-        ("step", ctypes.c_uint32),
-        ("layer", ctypes.c_uint32),
-        ("device_step", ctypes.c_void_p),
-        ("with_facts", ctypes.c_int32),
-        ("aligned", ctypes.c_int32),
-    ]
-
-
-class Forward(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        *[(name, Tensor) for name in ("q", "k", "v", "o")],
-        *[(name, ctypes.c_void_p) for name in ("lse", "saved", "workspace", "ties")],
-    ]
-
-
-class Backward(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        *[(name, Tensor) for name in ("q", "k", "v", "grad_output", "o")],
-        *[(name, ctypes.c_void_p) for name in ("lse", "saved", "workspace")],
-        *[(name, Tensor) for name in ("dq", "dk", "dv")],
-        *[(name, ctypes.c_void_p) for name in ("delta", "residual", "residual_floor", "delta_error")],
-    ]
-
-
-class Sizes(ctypes.Structure):
-    _fields_ = [("saved", ctypes.c_uint64), ("workspace", ctypes.c_uint64)]
+# --- the C interface
 
 
 def view(tensor):
@@ -94,8 +42,6 @@ def view(tensor):
 
 
 class Library:
-    ABI_VERSION = 1
-
     def __init__(self, path):
         self.c = ctypes.CDLL(path)
         self.c.evenkeel_last_error.restype = ctypes.c_char_p
@@ -104,8 +50,8 @@ class Library:
         for call in ("forward", "backward"):
             getattr(self.c, f"evenkeel_attention_{call}").argtypes = [ctypes.c_void_p] * 3
         found = self.c.evenkeel_abi_version()
-        if found != self.ABI_VERSION:
-            raise RuntimeError(f"{path}: expected ABI version {self.ABI_VERSION}, found {found}")
+        if found != ABI_VERSION:
+            raise RuntimeError(f"{path}: expected ABI version {ABI_VERSION}, found {found}")
 
     def check(self, status):
         if status != 0:

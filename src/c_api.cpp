@@ -9,6 +9,8 @@
 #include "attention/attention_cuda.h"
 #include "base/error.h"
 #include "base/threads.h"
+#include "diagnosis/conform.h"
+#include "diagnosis/probes.h"
 #include "numerics/cpu.h"
 
 namespace {
@@ -75,8 +77,8 @@ evenkeel_attention adopt(const evenkeel_attention* given) {
       adopt("evenkeel_attention", given, defaults(), offsetof(evenkeel_attention, scale));
   require(a.device == EVENKEEL_CPU || a.device == EVENKEEL_CUDA,
           "expected device EVENKEEL_CPU (0) or EVENKEEL_CUDA (1), got {}", a.device);
-  require(a.type == EVENKEEL_BF16 || a.type == EVENKEEL_FP32,
-          "expected type EVENKEEL_BF16 (0) or EVENKEEL_FP32 (1), got {}", a.type);
+  require(a.type == EVENKEEL_BF16 || a.type == EVENKEEL_FP32 || a.type == EVENKEEL_FP64,
+          "expected type EVENKEEL_BF16 (0), EVENKEEL_FP32 (1) or EVENKEEL_FP64 (2), got {}", a.type);
   require(a.plan != nullptr, "expected a plan such as \"flash2\", got NULL");
   return a;
 }
@@ -100,6 +102,8 @@ DeviceTensor device_tensor(const evenkeel_tensor& t) {
 }
 
 CudaAttention cuda_problem(const evenkeel_attention& a) {
+  require(a.type != EVENKEEL_FP64,
+          "the GPU: expected type EVENKEEL_BF16 or EVENKEEL_FP32, got EVENKEEL_FP64");
   CudaAttention p;
   p.B = a.B;
   p.H = a.H;
@@ -131,10 +135,16 @@ CudaAttention cuda_problem(const evenkeel_attention& a) {
 
 // --- CPU
 
+bool rounds_nothing(const PrecisionPlan& plan) {
+  return plan.stabiliser == Stabiliser::none && std::all_of(plan.rounding.begin(), plan.rounding.end(),
+                                                            [](const Rounding& r) { return is_identity(r); });
+}
+
 // A CPU request in attention.h's words. The lengths are owned here: config.mask looks at them.
 struct CpuRequest {
   explicit CpuRequest(const evenkeel_attention& a) : shape(a) {
-    require(a.type == EVENKEEL_FP32, "the CPU: expected type EVENKEEL_FP32, got EVENKEEL_BF16");
+    require(a.type != EVENKEEL_BF16,
+            "the CPU: expected type EVENKEEL_FP32 or EVENKEEL_FP64, got EVENKEEL_BF16");
     require(!a.query_offsets && !a.key_offsets,
             "the CPU: expected padded sequences, got packed ones (query_offsets or key_offsets)");
     require(!a.device_step, "the CPU: expected the step in `step`, got device_step");
@@ -147,6 +157,10 @@ struct CpuRequest {
       require(!__builtin_mul_overflow(elements, size, &elements) && elements < int64_t{1} << 48,
               "the CPU: expected fewer than 2^48 elements a tensor");
     config.plans = plans_of(a);
+    for (const PrecisionPlan& plan : config.plans)
+      require(!is_definition() || rounds_nothing(plan),
+              "the CPU: expected a plan that rounds nothing with FP64 tensors, such as \"fp32\", got \"{}\"",
+              to_string(plan));
     config.scale = a.scale;
     config.softcap = a.softcap;
     config.tile_keys = a.tile_keys;
@@ -185,9 +199,17 @@ struct CpuRequest {
     return data ? contiguous_view(data, {shape.B, shape.H, shape.T, 1}) : View<T>{};
   }
   size_t row_count() const { return static_cast<size_t>(shape.B * shape.H * shape.T); }
+  bool is_definition() const { return shape.type == EVENKEEL_FP64; }
+  template <class Real>
+  AttentionInputsOf<Real> inputs(const evenkeel_tensor& q, const evenkeel_tensor& k,
+                                 const evenkeel_tensor& v) const {
+    return {query<const Real>("q", q), key<const Real>("k", k), key<const Real>("v", v)};
+  }
 
   // `saved` is o_for_delta (B, H, T, D), row_max and row_sum (B, H, T).
-  size_t saved_bytes() const { return row_count() * static_cast<size_t>(shape.D + 2) * sizeof(float); }
+  size_t saved_bytes() const {
+    return is_definition() ? 0 : row_count() * static_cast<size_t>(shape.D + 2) * sizeof(float);
+  }
   AttentionForward forward(const evenkeel_tensor& o, float* lse, void* saved) const {
     require(lse != nullptr, "the CPU: expected lse, got NULL");
     require(saved != nullptr, "the CPU: expected saved of {} bytes, got NULL", saved_bytes());
@@ -209,21 +231,56 @@ struct CpuRequest {
   std::vector<int64_t> query_lengths, key_lengths;
 };
 
+void copy(const Tensor<double>& from, View<double> to) {
+  const auto [B, H, rows, D] = to.shape;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t h = 0; h < H; ++h)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t d = 0; d < D; ++d) *to.at(b, h, i, d) = *from.view().at(b, h, i, d);
+}
+void narrow(const std::vector<double>& from, float* to) {
+  std::transform(from.begin(), from.end(), to, [](double x) { return static_cast<float>(x); });
+}
+
+// FP64: the definition. Nothing is saved; backward computes everything again.
+void forward_definition(const CpuRequest& request, const evenkeel_forward& pass) {
+  require(pass.lse != nullptr, "the CPU: expected lse, got NULL");
+  require(pass.ties == nullptr, "the CPU: expected no ties with FP64 tensors");
+  const View<double> o = request.query<double>("o", pass.o);
+  const AttentionReference exact =
+      attention_reference(request.config, request.inputs<double>(pass.q, pass.k, pass.v));
+  copy(exact.o, o);
+  narrow(exact.lse.values(), pass.lse);
+}
+
+void backward_definition(const CpuRequest& request, const evenkeel_backward& pass) {
+  require(!pass.residual && !pass.residual_floor,
+          "the CPU: expected no residual and no residual_floor with FP64 tensors");
+  const View<double> dq = request.query<double>("dq", pass.dq), dk = request.key<double>("dk", pass.dk),
+                     dv = request.key<double>("dv", pass.dv);
+  const AttentionReference exact =
+      attention_reference(request.config, request.inputs<double>(pass.q, pass.k, pass.v),
+                          request.query<const double>("grad_output", pass.grad_output));
+  copy(exact.dq, dq);
+  copy(exact.dk, dk);
+  copy(exact.dv, dv);
+  if (pass.delta) narrow(exact.delta.values(), pass.delta);
+}
+
 void forward_cpu(const evenkeel_attention& a, const evenkeel_forward& pass, void* stream) {
   require(stream == nullptr, "the CPU: expected no stream, got one");
   const CpuRequest request(a);
+  if (request.is_definition()) return forward_definition(request, pass);
   AttentionForward out = request.forward(pass.o, pass.lse, pass.saved);
   out.ties = request.rows(pass.ties);
-  attention_forward(request.config,
-                    {request.query<const float>("q", pass.q), request.key<const float>("k", pass.k),
-                     request.key<const float>("v", pass.v)},
-                    out);
+  attention_forward(request.config, request.inputs<float>(pass.q, pass.k, pass.v), out);
 }
 
 void backward_cpu(const evenkeel_attention& a, const evenkeel_backward& pass, void* stream) {
   require(stream == nullptr, "the CPU: expected no stream, got one");
   require(pass.delta_error == nullptr, "the CPU: expected no delta_error, which only the GPU gives");
   const CpuRequest request(a);
+  if (request.is_definition()) return backward_definition(request, pass);
   AttentionBackward out{};
   out.dq = request.query<float>("dq", pass.dq);
   out.dk = request.key<float>("dk", pass.dk);
@@ -234,15 +291,44 @@ void backward_cpu(const evenkeel_attention& a, const evenkeel_backward& pass, vo
       floor(pass.residual_floor ? request.row_count() : 0);
   if (pass.residual) out.residual = request.rows(residual.data());
   if (pass.residual_floor) out.residual_floor = request.rows(floor.data());
-  attention_backward(request.config,
-                     {request.query<const float>("q", pass.q), request.key<const float>("k", pass.k),
-                      request.key<const float>("v", pass.v)},
+  attention_backward(request.config, request.inputs<float>(pass.q, pass.k, pass.v),
                      request.query<const float>("grad_output", pass.grad_output),
                      request.forward(pass.o, const_cast<float*>(pass.lse), const_cast<void*>(pass.saved)),
                      out);
-  const auto narrow = [](double x) { return static_cast<float>(x); };
-  std::transform(residual.begin(), residual.end(), pass.residual, narrow);
-  std::transform(floor.begin(), floor.end(), pass.residual_floor, narrow);
+  narrow(residual, pass.residual);
+  narrow(floor, pass.residual_floor);
+}
+
+// --- Conform
+
+const ConformCase& family_named(const char* name) {
+  require(name != nullptr, "expected the name of a family such as \"ties_2_tail\", got NULL");
+  for (const ConformCase& c : conform_cases())
+    if (c.name == name) return c;
+  throw std::invalid_argument(
+      fmt::format("unknown family '{}': expected a name that evenkeel_conform_family gives", name));
+}
+
+// The caller's function as conform's kernel.
+void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionConfig& config,
+                 const AttentionInputs& in, View<const float> grad_output, AttentionBuffers& out) {
+  const AttentionShape shape(config, in);
+  std::vector<uint8_t> visible;
+  if (const View<const uint8_t>& mask = config.mask.visible; mask.present())
+    for (int64_t h = 0; h < shape.H; ++h)
+      for (int64_t i = 0; i < shape.T; ++i)
+        for (int64_t j = 0; j < shape.N; ++j) visible.push_back(*mask.at(0, h, i, j) != 0);
+  evenkeel_conform_problem p{};
+  p.struct_size = sizeof p;
+  p.H = shape.H, p.T = shape.T, p.N = shape.N, p.D = shape.D;
+  p.causal = config.mask.causal;
+  p.visible = visible.empty() ? nullptr : visible.data();
+  p.q = in.q.data, p.k = in.k.data, p.v = in.v.data, p.grad_output = grad_output.data;
+  p.o = out.o.values().data(), p.dq = out.dq.values().data();
+  p.dk = out.dk.values().data(), p.dv = out.dv.values().data();
+  const int32_t status = kernel(context, &p);
+  require(status == 0, "[conform] the kernel under test returned {}, expected 0", status);
+  read_off_outputs(config, in, grad_output, out);
 }
 
 }  // namespace
@@ -319,5 +405,63 @@ int32_t evenkeel_attention_backward(const evenkeel_attention* attention, const e
         {device_tensor(b.dq), device_tensor(b.dk), device_tensor(b.dv), b.delta, b.residual, b.residual_floor,
          b.delta_error},
         a.with_facts != 0, b.workspace, stream);
+  });
+}
+
+const char* evenkeel_conform_family(int32_t index, const char** description, int32_t* masked) {
+  const std::vector<ConformCase>& cases = conform_cases();
+  if (index < 0 || static_cast<size_t>(index) >= cases.size()) return nullptr;
+  const ConformCase& c = cases[static_cast<size_t>(index)];
+  if (description) *description = c.description.data();  // literals: they end with a zero
+  if (masked) *masked = c.masked_rows;
+  return c.name.data();
+}
+
+int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_conform_kernel kernel,
+                         void* context, evenkeel_conform_result* result) {
+  return guarded([&] {
+    const evenkeel_conform_request r = adopt("evenkeel_conform_request", request, evenkeel_conform_request{},
+                                             sizeof(evenkeel_conform_request));
+    require(kernel != nullptr, "expected a kernel to judge, got NULL");
+    require(r.plan != nullptr, "expected a plan such as \"flash2\", got NULL");
+    require(r.rows >= 1 && r.rows <= 100'000'000, "expected rows from 1 to 10^8, got {}", r.rows);
+    const evenkeel_conform_result to =
+        adopt("evenkeel_conform_result", result, evenkeel_conform_result{}, sizeof(evenkeel_conform_result));
+    std::vector<ConformPlan> plans = {{r.plan, parse_plan(r.plan), {}}};
+    conform(
+        plans, {family_named(r.family)}, r.rows, r.seed,
+        [&](const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+            AttentionBuffers& out) { call_kernel(kernel, context, config, in, grad_output, out); },
+        {}, /*constant_feature=*/true);
+    const ConformResult& found = plans[0].results[0];
+    evenkeel_conform_result told{};
+    told.struct_size = to.struct_size;
+    told.rows = found.rows, told.nonfinite = found.nonfinite;
+    told.passes = found.passes(), told.verdict = found.verdict();
+    told.residual_mean = found.residual.mean(), told.residual_z = found.residual.z();
+    told.residual_rms = found.residual.rms(), told.residual_bound = found.noise_bound();
+    told.o_bias = found.o.mean(), told.o_z = found.o.z();
+    told.dq_bias = found.dq.mean(), told.dq_z = found.dq.z();
+    told.dk_bias = found.dk.mean(), told.dk_z = found.dk.z();
+    told.dv_bias = found.dv.mean(), told.dv_z = found.dv.z();
+    *result = told;
+  });
+}
+
+const char* evenkeel_probe_field(int32_t index) {
+  if (index < 0 || static_cast<size_t>(index) >= kProbeFields.size()) return nullptr;
+  return kProbeFields[static_cast<size_t>(index)].name.data();
+}
+
+int32_t evenkeel_probe(const void* capture, size_t bytes, double* values, size_t count) {
+  return guarded([&] {
+    require(capture != nullptr && values != nullptr, "expected a capture and values to write to, got NULL");
+    const Capture c = read_capture(
+        Safetensors({static_cast<const std::byte*>(capture), bytes}, "the capture"), "the capture");
+    const size_t expected = c.heads.size() * kProbeFields.size();
+    require(count == expected, "expected room for {} numbers ({} heads, {} probes), got {}", expected,
+            c.heads.size(), kProbeFields.size(), count);
+    for (const HeadProbe& head : probe(c))
+      for (const ProbeField& field : kProbeFields) *values++ = head.*field.value;
   });
 }

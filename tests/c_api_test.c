@@ -168,6 +168,169 @@ static void test_facts_and_lengths(Problem* p) {
   EXPECT(p->o[((1 * H + 0) * T + 2) * D] == 0); /* beyond the second sequence */
 }
 
+/* FP64 is the definition: O and the gradients to 1e-12, and only plans that round nothing. */
+static void test_definition(Problem* p) {
+  static double q[B * H * T * D], k[B * G * N * D], v[B * G * N * D], grad_output[B * H * T * D];
+  static double o[B * H * T * D], dq[B * H * T * D], dk[B * G * N * D], dv[B * G * N * D];
+  evenkeel_sizes sizes = {1, 1};
+  double change = 0;
+  int n, side, m;
+  make(p);
+  for (n = 0; n < B * H * T * D; ++n) q[n] = p->q[n], grad_output[n] = p->grad_output[n];
+  for (n = 0; n < B * G * N * D; ++n) k[n] = p->k[n], v[n] = p->v[n];
+  p->attention.type = EVENKEEL_FP64;
+  p->attention.causal = 1;
+  p->forward.q.data = p->backward.q.data = q;
+  p->forward.k.data = p->backward.k.data = k;
+  p->forward.v.data = p->backward.v.data = v;
+  p->forward.o.data = p->backward.o.data = o;
+  p->backward.grad_output.data = grad_output;
+  p->backward.dq.data = dq, p->backward.dk.data = dk, p->backward.dv.data = dv;
+  p->backward.delta = p->delta;
+  EXPECT(evenkeel_attention_sizes(&p->attention, &sizes) == EVENKEEL_OK);
+  EXPECT(sizes.saved == 0 && sizes.workspace == 0);
+  p->forward.saved = NULL;
+  p->backward.saved = NULL;
+  EXPECT(forward(p) == EVENKEEL_OK);
+  EXPECT(backward(p) == EVENKEEL_OK);
+  EXPECT(isfinite(p->lse[0]) && isfinite(p->delta[0]));
+  for (side = -1; side <= 1; side += 2) {
+    q[13] = (double)p->q[13] + side * 1e-5;
+    EXPECT(forward(p) == EVENKEEL_OK);
+    for (m = 0; m < B * H * T * D; ++m) change += side * o[m] * grad_output[m];
+  }
+  EXPECT(fabs(change / 2e-5 - dq[13]) < 1e-9);
+  q[13] = p->q[13];
+  p->attention.plan = "flash2";
+  EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "rounds nothing");
+  p->attention.plan = "fp32";
+  p->forward.ties = p->ties;
+  EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "ties");
+  p->backward.residual = p->residual;
+  EXPECT_FAILS(backward(p), EVENKEEL_BAD_ARGUMENT, "residual");
+  p->forward.ties = NULL;
+  p->attention.device = EVENKEEL_CUDA;
+  EXPECT(forward(p) != EVENKEEL_OK);
+}
+
+/* Our own attention under the judge, through the C interface. `context`: what to spoil. */
+static int32_t judged_kernel(void* context, const evenkeel_conform_problem* c) {
+  const int64_t rows[4] = {c->T, c->N, c->N, c->T};
+  evenkeel_tensor t[4];
+  evenkeel_attention a;
+  evenkeel_forward f;
+  evenkeel_backward b;
+  float* const lse = malloc((size_t)(c->H * c->T) * sizeof *lse);
+  float* const saved = malloc((size_t)(c->H * c->T * (c->D + 2)) * sizeof *saved);
+  const char* const fault = context;
+  int32_t status;
+  int64_t n;
+  for (n = 0; n < 4; ++n) {
+    const float* const data[4] = {c->q, c->k, c->v, c->grad_output};
+    t[n].data = (void*)data[n];
+    t[n].stride[0] = c->H * rows[n] * c->D, t[n].stride[1] = rows[n] * c->D, t[n].stride[2] = c->D,
+    t[n].stride[3] = 1;
+  }
+  evenkeel_attention_defaults(&a, sizeof a);
+  a.type = EVENKEEL_FP32, a.plan = "fp32", a.causal = c->causal;
+  a.B = 1, a.H = a.G = c->H, a.T = c->T, a.N = c->N, a.D = c->D;
+  if (c->visible) {
+    a.visible.data = (void*)c->visible;
+    a.visible.stride[1] = c->T * c->N, a.visible.stride[2] = c->N, a.visible.stride[3] = 1;
+  }
+  memset(&f, 0, sizeof f);
+  f.struct_size = sizeof f;
+  f.q = t[0], f.k = t[1], f.v = t[2], f.o = t[0], f.lse = lse, f.saved = saved;
+  f.o.data = c->o;
+  memset(&b, 0, sizeof b);
+  b.struct_size = sizeof b;
+  b.q = t[0], b.k = t[1], b.v = t[2], b.grad_output = t[3], b.o = f.o, b.lse = lse, b.saved = saved;
+  b.dq = t[0], b.dk = t[1], b.dv = t[2];
+  b.dq.data = c->dq, b.dk.data = c->dk, b.dv.data = c->dv;
+  status = evenkeel_attention_forward(&a, &f, NULL);
+  if (status == EVENKEEL_OK) status = evenkeel_attention_backward(&a, &b, NULL);
+  if (fault && strcmp(fault, "leak") == 0)
+    for (n = 0; n < c->H * c->T * c->D; ++n) c->dq[n] += 1e-3f;
+  if (fault && strcmp(fault, "nan") == 0) c->o[0] = NAN;
+  if (fault && strcmp(fault, "refuse") == 0) status = 7;
+  free(lse);
+  free(saved);
+  return status;
+}
+
+static void test_conform(void) {
+  evenkeel_conform_request request;
+  evenkeel_conform_result result;
+  const char *name, *words = NULL;
+  int32_t index, masked = 0, families = 0, with_masks = 0;
+  char leak[] = "leak", nan[] = "nan", refuse[] = "refuse";
+  memset(&result, 0, sizeof result);
+  request.struct_size = sizeof request, request.plan = "fp32", request.rows = 64, request.seed = 1;
+  result.struct_size = sizeof result;
+  for (index = 0; (name = evenkeel_conform_family(index, &words, &masked)) != NULL; ++index) {
+    ++families;
+    with_masks += masked;
+    request.family = name;
+    EXPECT(strlen(words) > 0);
+    EXPECT(evenkeel_conform(&request, judged_kernel, NULL, &result) == EVENKEEL_OK);
+    if (!result.passes) fprintf(stderr, "%s: %s\n", name, result.verdict);
+    EXPECT(result.passes && strcmp(result.verdict, "ok") == 0 && result.rows >= 1);
+  }
+  EXPECT(families > 20 && with_masks == 1);
+  EXPECT(evenkeel_conform_family(-1, NULL, NULL) == NULL);
+  request.family = "random";
+  EXPECT(evenkeel_conform(&request, judged_kernel, leak, &result) == EVENKEEL_OK);
+  EXPECT(!result.passes && strcmp(result.verdict, "NOISY") == 0 && result.residual_mean > 0);
+  EXPECT(evenkeel_conform(&request, judged_kernel, nan, &result) == EVENKEEL_OK);
+  EXPECT(!result.passes && strcmp(result.verdict, "NOT FINITE") == 0 && result.nonfinite > 0);
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, refuse, &result), EVENKEEL_BAD_ARGUMENT,
+               "returned 7");
+  EXPECT_FAILS(evenkeel_conform(&request, NULL, NULL, &result), EVENKEEL_BAD_ARGUMENT, "kernel");
+  EXPECT_FAILS(evenkeel_conform(NULL, judged_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "NULL");
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, NULL, NULL), EVENKEEL_BAD_ARGUMENT, "NULL");
+  request.family = "no such";
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "no such");
+  request.family = NULL;
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "NULL");
+  request.family = "random", request.rows = 0;
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "rows");
+  request.rows = 64, request.plan = "bf17";
+  EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "bf17");
+}
+
+/* A capture of one head, one row and one feature, by hand. */
+static void test_probe(void) {
+  static const char header[] =
+      "{\"__metadata__\":{\"evenkeel_capture\":\"1\",\"source\":\"\",\"model\":\"\",\"step\":\"0\",\"layer\":"
+      "\"0\","
+      "\"heads\":\"0\",\"loss\":\"1\",\"scale\":\"1\",\"softcap\":\"0\",\"causal\":\"1\",\"tile_keys\":"
+      "\"64\","
+      "\"plans\":\"fp32\"},"
+      "\"q\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1],\"data_offsets\":[0,4]},"
+      "\"k\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1],\"data_offsets\":[4,8]},"
+      "\"v\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1],\"data_offsets\":[8,12]},"
+      "\"d_o\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1],\"data_offsets\":[12,16]}}";
+  const float numbers[4] = {2, 3, 1, 1}; /* q, k, v, dO: the one score is 6 */
+  char file[8 + sizeof header - 1 + sizeof numbers];
+  const uint64_t length = sizeof header - 1;
+  double values[256];
+  size_t fields = 0, score = 256;
+  const char* name;
+  memcpy(file, &length, sizeof length);
+  memcpy(file + 8, header, length);
+  memcpy(file + 8 + length, numbers, sizeof numbers);
+  for (; (name = evenkeel_probe_field((int32_t)fields)) != NULL; ++fields)
+    if (strcmp(name, "largest_score") == 0) score = fields;
+  EXPECT(fields > 20 && fields <= 256 && score < fields);
+  EXPECT(evenkeel_probe_field(-1) == NULL);
+  EXPECT(evenkeel_probe(file, sizeof file, values, fields) == EVENKEEL_OK);
+  EXPECT(values[score] == 6);
+  EXPECT_FAILS(evenkeel_probe(file, sizeof file, values, fields + 1), EVENKEEL_BAD_ARGUMENT, "1 heads");
+  EXPECT_FAILS(evenkeel_probe(file, sizeof file - 1, values, fields), EVENKEEL_ENVIRONMENT, "the capture");
+  EXPECT_FAILS(evenkeel_probe(file, 3, values, fields), EVENKEEL_ENVIRONMENT, "the capture");
+  EXPECT_FAILS(evenkeel_probe(NULL, 0, values, fields), EVENKEEL_BAD_ARGUMENT, "NULL");
+}
+
 /* A caller with a shorter struct gets defaults; one with a longer struct may only ask for zeros. */
 static void test_struct_sizes(Problem* p) {
   struct {
@@ -287,6 +450,9 @@ int main(void) {
   test_facts_and_lengths(p);
   test_struct_sizes(p);
   test_errors(p);
+  test_definition(p);
+  test_conform();
+  test_probe();
   free(p);
   if (failures == 0) printf("all is as expected\n");
   return failures != 0;

@@ -32,6 +32,18 @@ target_compile_options(c_api_test PRIVATE -pedantic -Werror)
 target_link_libraries(c_api_test PRIVATE evenkeel_shared m)
 add_test(NAME c_api_test COMMAND c_api_test)
 
+# The Python package over the same library. Skipped (exit code 77), and said so, where no Python has PyTorch; a library with
+# sanitizers cannot be loaded by a Python without.
+if(NOT EVENKEEL_SANITIZE)
+  file(GLOB python_tests CONFIGURE_DEPENDS tests/python/*_test.py)
+  foreach(source ${python_tests})
+    get_filename_component(test ${source} NAME_WE)
+    add_test(NAME ${test} COMMAND ${CMAKE_SOURCE_DIR}/tests/python/run_test.sh ${source})
+    set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77 ENVIRONMENT
+      "EVENKEEL_LIBRARY=$<TARGET_FILE:evenkeel_shared>;EVENKEEL_PROGRAM=$<TARGET_FILE:evenkeel>")
+  endforeach()
+endif()
+
 # Each says that it was skipped (exit code 77) where there is no GPU. One at a time: they share it.
 if(EVENKEEL_GPU_TESTS AND EVENKEEL_HAS_CUDA)
   file(GLOB gpu_test_sources CONFIGURE_DEPENDS tests/gpu/*_test.cpp)

@@ -2,7 +2,7 @@
 // attention_cpu.cpp runs any precision plan, tiled, with every rounding at its named site.
 //
 // One alphabet of sizes: B batch, H query heads, G key/value heads (H a multiple of G), T query rows, N keys,
-// D head size. Tensors are FP32 with any strides.
+// D head size. Tensors are FP32 with any strides; the definition takes FP64, too.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,12 @@
 
 namespace evenkeel {
 
-struct AttentionInputs {
-  View<const float> q;     // (B, H, T, D)
-  View<const float> k, v;  // (B, G, N, D)
+template <class Real>
+struct AttentionInputsOf {
+  View<const Real> q;     // (B, H, T, D)
+  View<const Real> k, v;  // (B, G, N, D)
 };
+using AttentionInputs = AttentionInputsOf<float>;
 
 // The shape of the problem: what is attended to.
 struct AttentionMask {
@@ -106,6 +108,8 @@ struct AttentionReference {
 };
 AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputs& in,
                                        View<const float> grad_output = {});
+AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputsOf<double>& in,
+                                       View<const double> grad_output = {});
 
 // Owns everything that a forward and backward write.
 struct AttentionBuffers {
@@ -124,7 +128,8 @@ struct AttentionShape {
   float scale;
 
   // Throws std::invalid_argument with what was expected and what was found.
-  AttentionShape(const AttentionConfig& config, const AttentionInputs& in);
+  template <class Real>
+  AttentionShape(const AttentionConfig& config, const AttentionInputsOf<Real>& in);
   int64_t rows(const AttentionMask& mask, int64_t b) const;  // of sequence b
   int64_t keys(const AttentionMask& mask, int64_t b) const;
   // Keys [first, last) that row i of sequence b may see by causal and window alone.

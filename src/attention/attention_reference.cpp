@@ -10,19 +10,23 @@
 namespace evenkeel {
 namespace {
 
+template <class Real>
 struct Problem {
   const AttentionConfig& config;
-  const AttentionInputs& in;
+  const AttentionInputsOf<Real>& in;
+  View<const Real> grad_output;  // (B, H, T, D), or none
   AttentionShape shape;
 };
 
-bool is_visible(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t j) {
+template <class Real>
+bool is_visible(const Problem<Real>& p, int64_t b, int64_t h, int64_t i, int64_t j) {
   const AttentionMask& mask = p.config.mask;
   const auto [first, last] = p.shape.key_range(mask, b, i);
   return j >= first && j < last && (!mask.visible.present() || *mask.visible.at(b, h, i, j) != 0);
 }
 
-double dot(int64_t D, View<const float> x, int64_t x_head, int64_t x_row, View<const float> y, int64_t y_head,
+template <class Real>
+double dot(int64_t D, View<const Real> x, int64_t x_head, int64_t x_row, View<const Real> y, int64_t y_head,
            int64_t y_row, int64_t b) {
   double sum = 0;
   for (int64_t d = 0; d < D; ++d)
@@ -31,8 +35,9 @@ double dot(int64_t D, View<const float> x, int64_t x_head, int64_t x_row, View<c
 }
 
 // One row of one head. Adds to dk and dv.
-void reference_row(const Problem& p, View<const float> grad_output, int64_t b, int64_t h, int64_t i,
-                   AttentionReference& out) {
+template <class Real>
+void reference_row(const Problem<Real>& p, int64_t b, int64_t h, int64_t i, AttentionReference& out) {
+  const View<const Real>& grad_output = p.grad_output;
   const auto& [B, H, G, T, N, D, scale] = p.shape;
   const int64_t g = h / (H / G);
   const double a = scale, c = p.config.softcap;
@@ -81,11 +86,10 @@ void reference_row(const Problem& p, View<const float> grad_output, int64_t b, i
   }
 }
 
-}  // namespace
-
-AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputs& in,
-                                       View<const float> grad_output) {
-  const Problem p{config, in, AttentionShape(config, in)};
+template <class Real>
+AttentionReference reference(const AttentionConfig& config, const AttentionInputsOf<Real>& in,
+                             View<const Real> grad_output) {
+  const Problem<Real> p{config, in, grad_output, AttentionShape(config, in)};
   const auto& [B, H, G, T, N, D, scale] = p.shape;
   const std::array<int64_t, 4> per_feature{B, H, T, D}, per_key{B, G, N, D}, per_row{B, H, T, 1};
 
@@ -105,9 +109,20 @@ AttentionReference attention_reference(const AttentionConfig& config, const Atte
   parallel_for(B * G, [&](int64_t item, int) {
     const int64_t b = item / p.shape.G, g = item % p.shape.G, group = p.shape.H / p.shape.G;
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
-      for (int64_t i = 0; i < p.shape.rows(config.mask, b); ++i) reference_row(p, grad_output, b, h, i, out);
+      for (int64_t i = 0; i < p.shape.rows(config.mask, b); ++i) reference_row(p, b, h, i, out);
   });
   return out;
+}
+
+}  // namespace
+
+AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputs& in,
+                                       View<const float> grad_output) {
+  return reference(config, in, grad_output);
+}
+AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputsOf<double>& in,
+                                       View<const double> grad_output) {
+  return reference(config, in, grad_output);
 }
 
 }  // namespace evenkeel

@@ -30,7 +30,8 @@ void require_lengths(const char* name, std::span<const int64_t> lengths, int64_t
 
 }  // namespace
 
-AttentionShape::AttentionShape(const AttentionConfig& config, const AttentionInputs& in)
+template <class Real>
+AttentionShape::AttentionShape(const AttentionConfig& config, const AttentionInputsOf<Real>& in)
     : B(in.q.shape[0]),
       H(in.q.shape[1]),
       G(in.k.shape[1]),
@@ -70,6 +71,8 @@ AttentionShape::AttentionShape(const AttentionConfig& config, const AttentionInp
 
   scale = config.scale != 0 ? config.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
 }
+template AttentionShape::AttentionShape(const AttentionConfig&, const AttentionInputsOf<float>&);
+template AttentionShape::AttentionShape(const AttentionConfig&, const AttentionInputsOf<double>&);
 
 int64_t AttentionShape::rows(const AttentionMask& mask, int64_t b) const {
   return mask.query_lengths.empty() ? T : mask.query_lengths[static_cast<size_t>(b)];

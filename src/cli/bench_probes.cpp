@@ -47,7 +47,10 @@ int bench_probes(bool check, bool json) {
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2"));
   const auto optimizer = make_optimizer(Backend::cpu, {}, model->table());
   const RandomBatch random(16, config);
-  ProbeRecorder recorder(kEvery, "", 0, /*captures=*/true);
+  RunConfig run;
+  run.model = config;
+  run.probe_every = kEvery;
+  ProbeRecorder recorder(run, "", 0);
 
   enum Kind { plain, cheap, full };
   const auto step = [&](Kind kind) {

@@ -21,12 +21,6 @@ std::string marked(std::string text, bool good, bool colour) {
   return colour ? fmt::format("\033[{}m{}\033[0m", good ? 32 : 31, text) : text;
 }
 
-std::string verdict_of(const ConformResult& r) {
-  if (r.nonfinite > 0) return "NOT FINITE";
-  if (r.biased() && r.noisy()) return "BIASED, NOISY";
-  return r.biased() ? "BIASED" : r.noisy() ? "NOISY" : "ok";
-}
-
 // z with three digits, and "inf" for an error without any spread.
 std::string z_text(const ErrorStats& s) { return fmt::format("{:+.1f}", s.z()); }
 
@@ -37,7 +31,7 @@ void print_plan(const ConformPlan& plan, bool errors, bool colour) {
   for (const ConformResult& r : plan.results)
     fmt::print("  {:<17}{:>8} {:>+11.2e} {:>9} {:>10.2e} {:>10.2e}  {}\n", r.case_name, r.rows,
                r.residual.mean(), z_text(r.residual), r.residual.rms(), r.noise_bound(),
-               marked(verdict_of(r), r.passes(), colour));
+               marked(r.verdict(), r.passes(), colour));
   if (!errors) return;
   fmt::print("  {:<17}{:>16}{:>16}{:>16}{:>16}{:>16}   {}\n", "bias, ulps (z)", "O", "delta", "dQ", "dK",
              "dV", "largest error of O, delta, dQ, dK, dV");
@@ -83,7 +77,7 @@ Json to_json(const std::vector<ConformPlan>& plans) {
     for (const ConformResult& r : plan.results)
       cases.push_back({{"case", r.case_name},
                        {"rows", r.rows},
-                       {"verdict", verdict_of(r)},
+                       {"verdict", r.verdict()},
                        {"residual",
                         {{"mean", r.residual.mean()},
                          {"standard_error", r.residual.standard_error()},

@@ -50,25 +50,27 @@ std::string where(const Reached& reached, const IndicatorRun& run) {
 }
 
 void print_table(const std::vector<const IndicatorScore*>& rows) {
-  fmt::print("{:<15}{:<11}{:>11}{:>9}{:>9}   {:<31}{}\n", "indicator", "rule", "speaks at", "spoke",
-             "in time", "lead: median (least..most)", "false alarms, left out");
+  constexpr auto kRow = "{:<15}{:<11}{:>11}{:>8}{:>9}   {:<28}{:<16}{}\n";
+  fmt::print(kRow, "indicator", "rule", "speaks at", "spoke", "in time", "lead: median (least..most)",
+             "false: left out", "half out");
   for (const IndicatorScore* score : rows) {
     const std::vector<int64_t>& leads = score->leads;
     const auto spoke = std::ranges::count_if(score->spoke, [](const auto& s) { return s.has_value(); });
-    fmt::print("{:<15}{:<11}{:>11}{:>9}{:>9}   {:<31}{}\n", score->name(), rule_of(*score), speaks_at(*score),
-               fmt::format("{}/{}", spoke, score->judged), fmt::format("{}/{}", score->in_time, leads.size()),
+    fmt::print(kRow, score->name(), rule_of(*score), speaks_at(*score),
+               fmt::format("{}/{}", spoke, score->judged), fmt::format("{}/{}", score->in_time, score->moved),
                leads.empty()
                    ? "-"
                    : fmt::format("{} ({}..{})", leads[leads.size() / 2], leads.front(), leads.back()),
-               score->healthy == 0 ? "-" : fmt::format("{} of {}", score->false_alarms, score->healthy));
+               score->healthy == 0 ? "-" : fmt::format("{} of {}", score->false_alarms, score->healthy),
+               score->healthy == 0 ? "-" : fmt::format("{:.0f} %", 100 * score->half_alarms));
   }
 }
 
 void print_run(size_t n, const IndicatorRun& run, const IndicatorTable& table,
                const std::vector<const IndicatorScore*>& rows) {
   const std::string against =
-      table.twins[n] ? fmt::format("against {}", table.twins[n]->folder.string()) : "against its own best";
-  fmt::print("\n{}: {} steps; the loss {} ({})\n", run.folder.string(), run.loss.size(),
+      table.twins[n].empty() ? "its own best" : fmt::format("{} healthy twins", table.twins[n].size());
+  fmt::print("\n{}: {} steps; the loss {} (against {})\n", run.folder.string(), run.loss.size(),
              table.moved[n] ? fmt::format("moved at step {}", *table.moved[n]) : "has not moved", against);
   for (const IndicatorScore* score : rows) {
     const std::optional<Reached>& spoke = score->spoke[n];
@@ -84,6 +86,12 @@ void print_run(size_t n, const IndicatorRun& run, const IndicatorTable& table,
 
 Json step_or_null(const std::optional<int64_t>& step) { return step ? Json(*step) : Json(nullptr); }
 
+Json twins_of(const Twins& twins) {
+  Json folders = Json::array();
+  for (const IndicatorRun* twin : twins) folders.push_back(twin->folder.string());
+  return folders;
+}
+
 void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<IndicatorRun>& derailing,
                 const IndicatorTable& table, const std::vector<const IndicatorScore*>& best) {
   Json of_healthy = Json::array(), of_derailing = Json::array(), indicators = Json::array();
@@ -95,7 +103,7 @@ void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<Indi
     of_derailing.push_back({{"run", derailing[n].folder.string()},
                             {"steps", derailing[n].loss.size()},
                             {"loss_moved", step_or_null(table.moved[n])},
-                            {"twin", table.twins[n] ? Json(table.twins[n]->folder.string()) : Json(nullptr)},
+                            {"twins", twins_of(table.twins[n])},
                             {"notes", derailing[n].notes}});
   for (const IndicatorScore& score : table.scores) {
     Json spoke = Json::array();
@@ -114,9 +122,11 @@ void print_json(const std::vector<IndicatorRun>& healthy, const std::vector<Indi
                           {"judged", score.judged},
                           {"spoke", spoke},
                           {"leads", score.leads},
+                          {"moved", score.moved},
                           {"in_time", score.in_time},
                           {"healthy", score.healthy},
-                          {"false_alarms_left_out", score.false_alarms}});
+                          {"false_alarms_left_out", score.false_alarms},
+                          {"false_alarms_half_out", score.half_alarms}});
   }
   fmt::print("{}\n",
              Json{{"healthy", of_healthy}, {"derailing", of_derailing}, {"indicators", indicators}}.dump(2));
@@ -129,15 +139,16 @@ int run_indicators(int argc, char** argv) {
   bool each = false, all_rules = false, json = false;
   Options options(
       "indicators RUN... | indicators --healthy RUN... --derailing RUN...",
-      "When each warning sign would have spoken, from the records of runs (train --probe-every N), and how "
+      "When each warning sign would have spoken, by the records of runs (train --probe-every N), and how "
       "long\n"
-      "before the loss moved. Every sign is judged by the same rules and speaks where no healthy run ever "
-      "came;\n"
-      "false alarms are counted on each healthy run with the limits that the others give. Without healthy "
-      "runs:\n"
-      "where it grows fourfold or deviates by 8 standard deviations. A healthy run of the same settings, "
-      "list\n"
-      "FP32's first, is the twin against which a loss has moved; without one it is the run's own best.",
+      "before the loss moved. Every sign is judged by the same rules, and speaks where no healthy run ever "
+      "came.\n"
+      "False alarms are those of each healthy run at the limit that all others give, and that half of the\n"
+      "others give on average. A loss has moved against the healthy runs of the same settings and seed, only "
+      "the\n"
+      "plan apart; where there are none, against its own best. Without healthy runs at all: a sign speaks "
+      "where it\n"
+      "grows more than small healthy runs did.",
       "indicators --healthy study/healthy-* --derailing study/derailing-*");
   options.words("RUN", folders, 0, static_cast<size_t>(-1));
   options.lists("--healthy", "RUN...", "folders of runs that stayed healthy", healthy_folders);

@@ -27,7 +27,7 @@ using Json = nlohmann::ordered_json;
 struct Wanted {
   int64_t layer = -1;  // -1: all
   std::vector<int64_t> heads;
-  int64_t sequences = 4;
+  int64_t sequences = 4, rows = 0;  // rows 0: all
   std::optional<Backend> backend;
 };
 
@@ -38,6 +38,7 @@ class Taker : public StepWatcher {
   void prepare(int64_t step, StepContext& context) override {
     if (step != from_.step) return;
     context.capture_sequences = wanted_.sequences;
+    context.capture_rows = wanted_.rows;
     context.capture_layer = wanted_.layer;
   }
   void see(int64_t step, double loss, Gpt2& model, nlohmann::json&) override {
@@ -461,7 +462,7 @@ int run_probe(int argc, char** argv) {
 int run_capture(int argc, char** argv) {
   std::vector<std::string> targets;
   std::string out, heads, backend;
-  int64_t layer = 0, sequences = 1, threads = 0;
+  int64_t layer = 0, sequences = 1, rows = 0, threads = 0;
   bool json = false;
   Options options(
       "capture RUN@STEP --layer L [--heads 0,3] -o FILE [options]",
@@ -473,6 +474,7 @@ int run_capture(int argc, char** argv) {
   options.value("--layer", "L", "from 0 on (default 0)", layer, 0, 4095);
   options.value("--heads", "LIST", "from 0 on, as in 0,3 (default: all)", heads);
   options.value("--sequences", "N", "the step's first N sequences", sequences, 1, 1 << 20);
+  options.value("--rows", "N", "of each the first N rows; 0: all", rows, 0, 1 << 20);
   options.value("-o", "FILE", "where it goes", out);
   options.value("--backend", "NAME", "replay on cpu or cuda (default: where the run ran)", backend);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
@@ -486,6 +488,7 @@ int run_capture(int argc, char** argv) {
   wanted.layer = layer;
   wanted.heads = parse_heads(heads);
   wanted.sequences = sequences;
+  wanted.rows = rows;
   if (!backend.empty()) wanted.backend = parse_backend(backend);
   const Capture capture = replay_captures(*run_step, wanted).at(0);
   write_capture(out, capture);

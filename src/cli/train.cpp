@@ -196,8 +196,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     if (!preset.empty()) config.model = gpt2_preset(preset);
     if (!config_file.empty()) read_run_config(std::filesystem::path(config_file), config);
     for (const std::string& setting : settings) read_run_config(parse_toml(setting, "--set"), config);
-    const auto take = [](auto& to, const auto& from, bool given) {
-      if (given) to = static_cast<std::remove_reference_t<decltype(to)>>(from);
+    const auto take = [](auto& to, const auto& value, bool given) {
+      if (given) to = static_cast<std::remove_reference_t<decltype(to)>>(value);
     };
     take(config.data, data, !data.empty());
     take(config.validation, validation, !validation.empty());

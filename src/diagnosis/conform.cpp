@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/error.h"
 #include "base/threads.h"
 #include "numerics/random.h"
 
@@ -324,6 +325,12 @@ bool ConformResult::biased() const {
   return rows >= kBiasRows && std::fabs(residual.z()) >= kBiasZ && std::fabs(residual.mean()) > bias_floor;
 }
 
+const char* ConformResult::verdict() const {
+  if (nonfinite > 0) return "NOT FINITE";
+  if (biased() && noisy()) return "BIASED, NOISY";
+  return biased() ? "BIASED" : noisy() ? "NOISY" : "ok";
+}
+
 bool ConformPlan::passes() const {
   return std::all_of(results.begin(), results.end(), [](const ConformResult& r) { return r.passes(); });
 }
@@ -380,6 +387,40 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
     }
     for (size_t p = 0; p < plans.size(); ++p) finish(totals[p], plans[p].results.back());
   }
+}
+
+void read_off_outputs(const AttentionConfig& given, const AttentionInputs& in, View<const float> grad_output,
+                      AttentionBuffers& out) {
+  const AttentionShape shape(given, in);
+  for (int64_t b = 0; b < shape.B; ++b)
+    for (int64_t g = 0; g < shape.G; ++g)
+      for (int64_t j = 0; j < shape.N; ++j)
+        require(*in.k.at(b, g, j, shape.D - 1) == kKeyConstant,
+                "[conform] expected keys whose last feature is {}, got {}", kKeyConstant,
+                *in.k.at(b, g, j, shape.D - 1));
+  // delta as exact arithmetic has it, and what rounding dS must leave: from the CPU, which rounds nothing else here.
+  AttentionConfig config = given;
+  PrecisionPlan plan;
+  plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
+  plan.stabiliser = Stabiliser::zero_sum;
+  config.plans = {plan};
+  AttentionBuffers cpu(in, /*with_facts=*/true);
+  attention_forward(config, in, cpu.forward());
+  attention_backward(config, in, grad_output, cpu.forward(), cpu.backward());
+  out.delta = cpu.delta;
+  out.residual_floor = cpu.residual_floor;
+  for (int64_t b = 0; b < shape.B; ++b)
+    for (int64_t h = 0; h < shape.H; ++h)
+      for (int64_t i = 0; i < shape.T; ++i) {
+        const double z = given.plans[0].keel, L = z == 0 ? 0 : *out.lse.view().at(b, h, i);
+        const double keel = std::isfinite(L) ? 2 * z * L : 0;
+        const double residual =
+            *out.dq.view().at(b, h, i, shape.D - 1) / (static_cast<double>(kKeyConstant) * shape.scale) -
+            keel;
+        *out.residual.view().at(b, h, i) = residual;
+        // sum P (dP - delta) = residual + keel's part, with sum P = 1.
+        *out.delta.view().at(b, h, i) -= static_cast<float>(residual + keel);
+      }
 }
 
 void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,

@@ -69,6 +69,7 @@ struct ConformResult {
   bool biased() const;         // |z| >= kBiasZ on at least kBiasRows rows, and above FP32's own arithmetic
   bool noisy() const { return residual.rms() > noise_bound(); }
   bool passes() const { return nonfinite == 0 && !biased() && !noisy(); }
+  const char* verdict() const;  // "ok", "BIASED", "NOISY", "BIASED, NOISY" or "NOT FINITE"
 };
 inline constexpr double kBiasZ = 4;
 inline constexpr int64_t kBiasRows = 100'000;
@@ -90,6 +91,12 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
              uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
              bool constant_feature = false);
 int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows);
+
+// For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel): the residual, read off dQ at
+// the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.
+// REQUIRES: one plan; inputs with the constant feature.
+void read_off_outputs(const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+                      AttentionBuffers& out);
 
 // attention_forward and attention_backward of the CPU.
 void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,

@@ -1,6 +1,7 @@
 #include "diagnosis/conform_gpu.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "base/error.h"
 
@@ -62,22 +63,6 @@ TensorType type_for(const PrecisionPlan& plan) {
   return TensorType::bf16;
 }
 
-// delta as exact arithmetic has it, and what rounding dS must leave in a row: both from the CPU, which rounds nothing
-// else here.
-void exact_facts(const AttentionConfig& given, const AttentionInputs& in, View<const float> grad_output,
-                 AttentionBuffers& out) {
-  AttentionConfig config = given;
-  PrecisionPlan plan;
-  plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
-  plan.stabiliser = Stabiliser::zero_sum;
-  config.plans = {plan};
-  AttentionBuffers cpu(in, /*with_facts=*/true);
-  attention_forward(config, in, cpu.forward());
-  attention_backward(config, in, grad_output, cpu.forward(), cpu.backward());
-  out.delta = cpu.delta;
-  out.residual_floor = cpu.residual_floor;
-}
-
 }  // namespace
 
 ConformKernel GpuConform::kernel() {
@@ -90,11 +75,6 @@ void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, V
   const AttentionShape shape(config, in);
   const PrecisionPlan& plan = config.plans[0];
   require(config.plans.size() == 1, "conform on the GPU: expected 1 plan, got {}", config.plans.size());
-  for (int64_t h = 0; h < shape.G; ++h)
-    for (int64_t j = 0; j < shape.N; ++j)
-      require(*in.k.at(0, h, j, shape.D - 1) == kKeyConstant,
-              "conform on the GPU: expected keys whose last feature is {}, got {}", kKeyConstant,
-              *in.k.at(0, h, j, shape.D - 1));
 
   CudaAttention problem;
   problem.B = shape.B;
@@ -156,19 +136,7 @@ void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, V
   transfer.down(dv, out.dv);
   memory_.download(out.lse.values().data(), rows, transfer.offset(lse));
 
-  exact_facts(config, in, grad_output, out);
-  for (int64_t b = 0; b < shape.B; ++b)
-    for (int64_t h = 0; h < shape.H; ++h)
-      for (int64_t i = 0; i < shape.T; ++i) {
-        const double L = *out.lse.view().at(b, h, i);
-        const double keel = std::isfinite(L) ? 2.0 * plan.keel * L : 0;
-        const double residual =
-            *out.dq.view().at(b, h, i, shape.D - 1) / (static_cast<double>(kKeyConstant) * shape.scale) -
-            keel;
-        *out.residual.view().at(b, h, i) = residual;
-        // sum P (dP - delta) = residual + keel's part, with sum P = 1.
-        *out.delta.view().at(b, h, i) -= static_cast<float>(residual + keel);
-      }
+  read_off_outputs(config, in, grad_output, out);
 }
 
 }  // namespace evenkeel

@@ -202,8 +202,7 @@ void GuardedRun::watch() {
   const RunConfig& config = trainer_->config();
   StepWatcher* watcher = nullptr;
   if (config.probe_every > 0)
-    watcher = &probes_.emplace(config.probe_every, folder_ / "metrics.jsonl", trainer_->next_step(),
-                               /*captures=*/true);
+    watcher = &probes_.emplace(config, folder_ / "metrics.jsonl", trainer_->next_step());
   if (config.guard != GuardMode::off)
     watcher = &guard_.emplace(config, folder_, trainer_->next_step(), watcher);
   trainer_->set_watcher(watcher);

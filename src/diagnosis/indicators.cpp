@@ -358,9 +358,15 @@ std::vector<double> window_means(const std::vector<double>& loss) {
 
 }  // namespace
 
-std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* twin) {
+std::optional<int64_t> loss_moved(const IndicatorRun& run, const Twins& twins) {
   const std::vector<double> mean = window_means(run.loss);
-  const std::vector<double> healthy = twin ? window_means(twin->loss) : std::vector<double>();
+  std::vector<double> healthy;  // the highest of the twins' means; -infinity where none has one
+  for (const IndicatorRun* twin : twins) {
+    const std::vector<double> of_twin = window_means(twin->loss);
+    healthy.resize(std::max(healthy.size(), of_twin.size()), -kInfinity);
+    for (size_t n = 0; n < of_twin.size(); ++n)
+      if (std::isfinite(of_twin[n])) healthy[n] = std::max(healthy[n], of_twin[n]);
+  }
   double best = kInfinity;
   int64_t since = -1;  // the end of the first window of the stretch that is above
   const auto steps = static_cast<int64_t>(mean.size());
@@ -368,10 +374,11 @@ std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* t
     const auto at = static_cast<size_t>(n);
     if (std::isnan(mean[at])) continue;
     best = std::min(best, mean[at]);
-    // Behind the twin's end there is only the run's own past.
+    // Behind the twins' end there is only the run's own past.
     const double limit = at < healthy.size() && std::isfinite(healthy[at]) ? healthy[at] + kLossMoved
                                                                            : best * (1 + kLossMoved);
-    const bool above = n >= run.warmup && (std::isinf(mean[at]) || mean[at] > limit);
+    const bool calm = n - kLossWindow + 1 >= run.warmup;  // the window lies behind the warm-up
+    const bool above = std::isinf(mean[at]) || (calm && mean[at] > limit);
     if (!above)
       since = -1;
     else if (since < 0)
@@ -384,77 +391,116 @@ std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* t
   return std::isinf(mean[at]) ? since : std::max<int64_t>(0, since - kLossWindow + 1);
 }
 
-const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy) {
-  if (!run.config) return nullptr;
+Twins find_twins(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy) {
+  Twins twins;
+  if (!run.config) return twins;
   const std::string settings = shared_settings(*run.config);
   for (const IndicatorRun& other : healthy)
-    if (&other != &run && other.config && shared_settings(*other.config) == settings) return &other;
-  return nullptr;
+    if (&other != &run && other.config && shared_settings(*other.config) == settings) twins.push_back(&other);
+  return twins;
 }
 
 std::string_view IndicatorScore::name() const {
   return indicator < kIndicators.size() ? kIndicators[indicator].name : "guard";
 }
 
+double IndicatorScore::merit() const {
+  const auto share = [](int64_t part, int64_t whole) {
+    return whole == 0 ? 0 : static_cast<double>(part) / static_cast<double>(whole);
+  };
+  return share(in_time, moved) - share(false_alarms, healthy);
+}
+
+namespace {
+
+// highest: rungs of n healthy runs, descending. A run with k others at its height or above speaks where none of these is
+// among the m chosen of the n - 1 others: C(n - 1 - k, m) / C(n - 1, m), a product of m factors.
+double half_alarms(const std::vector<int>& highest) {
+  const size_t n = highest.size(), m = n / 2;
+  if (m == 0) return 0;
+  double sum = 0;
+  for (const int rung : highest) {
+    const auto others =
+        static_cast<size_t>(std::ranges::count_if(highest, [&](int other) { return other >= rung; }) - 1);
+    double chance = 1;
+    for (size_t j = 0; j < m; ++j)
+      chance *=
+          n - 1 - j > others ? static_cast<double>(n - 1 - j - others) / static_cast<double>(n - 1 - j) : 0;
+    sum += chance;
+  }
+  return sum / static_cast<double>(n);
+}
+
+}  // namespace
+
 IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
                                 const std::vector<IndicatorRun>& derailing) {
   IndicatorTable table;
   for (const IndicatorRun& run : derailing) {
-    table.twins.push_back(find_twin(run, healthy));
+    table.twins.push_back(find_twins(run, healthy));
     table.moved.push_back(loss_moved(run, table.twins.back()));
   }
   for (const IndicatorRun& run : healthy)
-    table.healthy_moved.push_back(loss_moved(run, find_twin(run, healthy)));
+    table.healthy_moved.push_back(loss_moved(run, find_twins(run, healthy)));
 
-  const auto add_leads = [&](IndicatorScore& score) {
-    for (size_t n = 0; n < derailing.size(); ++n)
+  const auto add = [&](IndicatorScore& score, const std::vector<bool>& judged) {
+    for (size_t n = 0; n < derailing.size(); ++n) {
+      score.judged += judged[n];
+      score.moved += judged[n] && table.moved[n];
       if (score.spoke[n] && table.moved[n]) {
         score.leads.push_back(*table.moved[n] - score.spoke[n]->step);
         score.in_time += score.leads.back() > 0;
       }
+    }
+    if (score.judged + score.healthy == 0) return;
     std::ranges::sort(score.leads);
     table.scores.push_back(std::move(score));
   };
 
+  std::vector<bool> judged;  // (derailing)
   IndicatorScore guard;
   guard.indicator = kIndicators.size();
   for (const IndicatorRun& run : derailing) {
     guard.spoke.push_back(run.guard);
-    guard.judged += run.guard_judged;
+    judged.push_back(run.guard_judged);
   }
   for (const IndicatorRun& run : healthy) {
     guard.healthy += run.guard_judged;
     guard.false_alarms += run.guard.has_value();
   }
-  if (guard.judged + guard.healthy > 0) add_leads(guard);
+  if (guard.healthy > 0)
+    guard.half_alarms = static_cast<double>(guard.false_alarms) / static_cast<double>(guard.healthy);
+  add(guard, judged);
 
   for (size_t i = 0; i < kIndicators.size(); ++i)
     for (size_t r = 0; r < kRules; ++r) {
       IndicatorScore score;
       score.indicator = i;
       score.rule = static_cast<Rule>(r);
-      // The two highest rungs that healthy runs came to: who left out the highest would have stood at the second.
+      // Of the highest rungs of healthy runs: only one that stands alone at the top is above all others.
       std::vector<int> highest;
       for (const IndicatorRun& run : healthy)
         if (!run.reached[i][r].empty()) highest.push_back(run.reached[i][r].back().rung);
       std::ranges::sort(highest, std::greater<>());
       score.healthy = static_cast<int64_t>(highest.size());
       if (healthy.empty()) {
-        if (score.rule == Rule::level) continue;
-        score.rung = score.rule == Rule::growth ? 2 : 3;
+        if (score.rule != Rule::growth) continue;
+        score.rung = kIndicators[i].growth;
       } else {
         if (highest.empty()) continue;
         score.rung = highest[0] + 1;
         score.false_alarms = highest.size() > 1 && highest[0] > highest[1] ? 1 : 0;
+        score.half_alarms = half_alarms(highest);
       }
+      judged.clear();
       for (const IndicatorRun& run : derailing) {
         const std::vector<Reached>& reached = run.reached[i][r];
-        score.judged += !reached.empty();
+        judged.push_back(!reached.empty());
         const auto first =
             std::ranges::find_if(reached, [&](const Reached& x) { return x.rung >= score.rung; });
         score.spoke.push_back(first == reached.end() ? std::nullopt : std::optional(*first));
       }
-      if (score.judged + score.healthy > 0) add_leads(score);
+      add(score, judged);
     }
   return table;
 }
@@ -465,9 +511,7 @@ std::vector<const IndicatorScore*> best_rules(const IndicatorTable& table) {
     return s.leads.empty() ? std::numeric_limits<int64_t>::min() : s.leads[s.leads.size() / 2];
   };
   const auto better = [&](const IndicatorScore& a, const IndicatorScore& b) {
-    if (a.false_alarms != b.false_alarms) return a.false_alarms < b.false_alarms;
-    if (a.in_time != b.in_time) return a.in_time > b.in_time;
-    return median_lead(a) > median_lead(b);
+    return a.merit() != b.merit() ? a.merit() > b.merit() : median_lead(a) > median_lead(b);
   };
   for (const IndicatorScore& score : table.scores)
     if (best.empty() || best.back()->indicator != score.indicator)

@@ -7,10 +7,11 @@
 //   growth     over its median in steps [w, w + max(w, kReference)), judged behind them
 //   deviation  of the smoothed octaves from the median of their last kTrail records, in robust standard deviations
 //              (1.4826 median |.|, at least kSmallestSpread), judged from kFewestTrail records on
-// Each is measured on the same ladder, the powers of two: an indicator speaks at the first step at which some head comes to
-// a rung. Which rung is no choice of ours: the lowest that no healthy run ever comes to. That it raises no false alarm on
-// these runs is then true by construction and says nothing; so every healthy run is also judged by the rung that
-// the *others* give (left out). Without healthy runs: growth at 2^2, deviation at 2^3, level not judged.
+// Each is measured on the same ladder, the powers of two: an indicator speaks at the first step at which some head comes
+// to a rung. Which rung is no choice of ours: the lowest that no healthy run ever comes to. That it raises no false alarm
+// on these runs is then true by construction and says nothing; so every healthy run is also judged by the rung that the
+// *others* give (left out), and by what random halves of the others give, which says how well so few runs teach a limit.
+// Without healthy runs only growth is judged, at Indicator::growth.
 // Numbers that are not finite come to every rung; NaN in a probe is "not known" and passed over.
 //
 // What must be in metrics.jsonl: `train --probe-every N`, nothing else. Every step then has loss, gradient_norm,
@@ -78,25 +79,27 @@ struct Indicator {
   std::string_view needs;  // the fields of metrics.jsonl that it is read from
   std::string_view meaning;
   double least;  // sizes below it count as it: they tell nothing
+  int growth;    // the rung below which 18 small healthy runs stayed (docs/experiments.md)
   bool by_head = true;
 };
 inline constexpr std::array<Indicator, 13> kIndicators = {{
-    {"log_sum_exp", "largest_lse", "largest |log-sum-exp|", 1},
-    {"offset", "largest_row_mean", "largest |row mean of the scores|: the common mode", 1},
-    {"largest_score", "largest_score", "largest score", 1},
+    {"log_sum_exp", "largest_lse", "largest |log-sum-exp|", 1, 3},
+    {"offset", "largest_row_mean", "largest |row mean of the scores|: the common mode", 1, 4},
+    {"largest_score", "largest_score", "largest score", 1, 5},
     {"residual_z", "residual_mean, residual_error",
-     "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3},
+     "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3, 4},
     {"residual_size", "residual_rms, delta_rms", "root mean square of the rows' sums of dS over delta's",
-     0x1p-24},
+     0x1p-24, 2},
     {"leak", "probe.leak_share", "part of W_Q's gradient that these sums make, over the exact gradient",
-     0x1p-24},
-    {"delta_error", "probe.delta_error_running", "|sum over the probed steps of delta's errors|", 0x1p-60},
-    {"tied_rows", "tied_rows", "share of rows where another score ties with the largest", 0x1p-10},
-    {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6},
-    {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6},
-    {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6},
-    {"loss", "loss", "the loss", 0x1p-10, false},
-    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, false},
+     0x1p-24, 6},
+    {"delta_error", "probe.delta_error_running", "|sum over the probed steps of delta's errors|", 0x1p-60,
+     10},
+    {"tied_rows", "tied_rows", "share of rows where another score ties with the largest", 0x1p-10, 3},
+    {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6, 3},
+    {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6, 3},
+    {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6, 2},
+    {"loss", "loss", "the loss", 0x1p-10, 1, false},
+    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, 2, false},
 }};
 
 // A rung that a run came to for the first time. head: l H + h; -1: of the whole run.
@@ -115,21 +118,21 @@ struct IndicatorRun {
   // Rungs and steps ascending; the first is where it stood when it was first judged, the last its highest.
   std::array<std::array<std::vector<Reached>, kRuleNames.size()>, kIndicators.size()> reached;
   bool guard_judged = false;
-  std::optional<Reached> guard;    // its first alarm
+  std::optional<Reached> guard;    // its first alarm, in the warm-up too
   std::vector<std::string> notes;  // what is damaged or missing
 };
 // folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
 IndicatorRun read_indicators(const std::filesystem::path& folder);
 
-// The loss has moved where its mean over kLossWindow steps lies above that of a healthy twin (same seed, same everything
-// but the plan) by more than kLossMoved, or without one, above its own best by that share of it; not finite counts. It
-// must stay so for kLossHold steps or to the end. Told is the *first* step of the first such window, so that no lead is
-// flattered by the window's length.
+// The loss has moved where its mean over kLossWindow steps behind the warm-up lies more than kLossMoved above that of all
+// its twins (healthy runs that differ in the plan alone: how far these lie apart is chance), or without twins, by that
+// share above its own best; where a loss is not finite, too. It must stay so for kLossHold steps or to the end. Told is the
+// *first* step of the first such window, so that no lead is flattered by the window's length.
 inline constexpr int64_t kLossWindow = 50, kLossHold = 200;  // steps
 inline constexpr double kLossMoved = 0.05;
-std::optional<int64_t> loss_moved(const IndicatorRun& run, const IndicatorRun* twin);
-// The first of these runs that differs from `run` in plan alone; none: nullptr.
-const IndicatorRun* find_twin(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy);
+using Twins = std::vector<const IndicatorRun*>;
+std::optional<int64_t> loss_moved(const IndicatorRun& run, const Twins& twins);
+Twins find_twins(const IndicatorRun& run, const std::vector<IndicatorRun>& healthy);
 
 // One indicator by one rule over all runs.
 struct IndicatorScore {
@@ -137,25 +140,28 @@ struct IndicatorScore {
   Rule rule = Rule::level;
   int rung = 0;                               // at which it speaks
   std::vector<std::optional<Reached>> spoke;  // (derailing)
-  int64_t judged = 0;                         // derailing runs whose records allow it
-  int64_t healthy = 0,
-          false_alarms = 0;  // healthy runs, each left out when its rung was chosen; how many spoke
+  int64_t judged = 0, moved = 0;  // derailing runs whose records allow it; of these, with a loss that moved
+  int64_t healthy = 0;            // healthy runs whose records allow it
+  int64_t false_alarms = 0;       // of these, that speak at the rung that all others give
+  double half_alarms =
+      0;  // share of these that would speak at the rung that half of the others give, on average
   // Over derailing runs whose loss moved and where it spoke: steps from the one to the other, ascending.
   std::vector<int64_t> leads;
   int64_t in_time = 0;  // of these, before
+  // Share of losses foreseen less share of false alarms (left out): 1 is perfect, 0 a coin. Youden's index.
+  double merit() const;
   std::string_view name() const;
 };
 struct IndicatorTable {
-  std::vector<std::optional<int64_t>> moved;  // (derailing): loss_moved
-  std::vector<const IndicatorRun*> twins;     // (derailing)
-  std::vector<std::optional<int64_t>>
-      healthy_moved;                   // (healthy): should be none; against the first other twin
+  std::vector<std::optional<int64_t>> moved;          // (derailing)
+  std::vector<Twins> twins;                           // (derailing)
+  std::vector<std::optional<int64_t>> healthy_moved;  // (healthy): each against the others; should be none
   std::vector<IndicatorScore> scores;  // every indicator by every rule that could be judged; the guard first
 };
 IndicatorTable judge_indicators(const std::vector<IndicatorRun>& healthy,
                                 const std::vector<IndicatorRun>& derailing);
-// Of an indicator's rules the best: fewest false alarms, then most in time, then the largest median lead. One choice for
-// all; what the other rules gave is in the table.
+// Of an indicator's rules the one with the most merit, then the largest median lead. One choice for all, made on the same
+// runs; what the other rules gave is in the table.
 std::vector<const IndicatorScore*> best_rules(const IndicatorTable& table);
 
 }  // namespace evenkeel

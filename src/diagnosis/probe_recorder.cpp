@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "base/json_lines.h"
+#include "base/threads.h"
 
 namespace evenkeel {
 namespace {
@@ -57,10 +59,13 @@ std::vector<double> from_heads(const Json& value, int64_t& L, int64_t& H) {
   return out;
 }
 
-ProbeRecorder::ProbeRecorder(int64_t every, const std::filesystem::path& metrics, int64_t next_step,
-                             bool captures)
-    : every_(every), captures_(captures) {
-  require(every >= 1, "[probe] expected 1 or more steps between probes, got {}", every);
+ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::path& metrics, int64_t next_step)
+    : every_(config.probe_every),
+      steps_(config.schedule.steps),
+      sequences_(std::clamp<int64_t>(kRows / config.model.context, 1, kSequences)),
+      rows_(std::min(kRows, config.model.context)),
+      background_(config.backend == Backend::cuda) {
+  require(every_ >= 1, "[probe] expected 1 or more steps between probes, got {}", every_);
   std::error_code error;
   if (next_step == 0 || !std::filesystem::exists(metrics, error)) return;
   read_json_lines(metrics, [&](const JsonLine& line) {
@@ -72,17 +77,19 @@ ProbeRecorder::ProbeRecorder(int64_t every, const std::filesystem::path& metrics
   });
 }
 
+ProbeRecorder::~ProbeRecorder() {
+  if (pending_.valid()) pending_.wait();
+}
+
 void ProbeRecorder::prepare(int64_t step, StepContext& context) {
   context.tie_facts = context.residual_facts = true;
   context.fact_sequences = kFactSequences;
   if (!full(step)) return;
-  if (captures_)
-    context.capture_sequences = std::max(context.capture_sequences, kSequences);
-  else
-    context.score_facts = true;
+  context.capture_sequences = sequences_;
+  context.capture_rows = rows_;
 }
 
-void ProbeRecorder::see(int64_t step, double, Gpt2& model, Json& line) {
+void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
   const int64_t L = model.config().layers, H = model.config().heads;
   const std::vector<HeadFacts>& facts = model.facts();
   const auto add = [&](const char* name, auto HeadFacts::*value) {
@@ -96,45 +103,55 @@ void ProbeRecorder::see(int64_t step, double, Gpt2& model, Json& line) {
   add("residual_error", &HeadFacts::residual_error);
   add("residual_rms", &HeadFacts::residual_rms);
   add("delta_rms", &HeadFacts::delta_rms);
-  if (!full(step)) return;
+  if (full(step)) {
+    snapshot_.step = step;
+    snapshot_.loss = loss;
+    snapshot_.parameters.resize(static_cast<size_t>(model.table().size()));
+    model.read_parameters(snapshot_.parameters);
+    snapshot_.layers.clear();
+    for (int64_t l = 0; l < L; ++l)
+      snapshot_.layers.push_back(capture_of(model, l, {}, snapshot_.parameters));
+    pending_ = std::async(background_ ? std::launch::async : std::launch::deferred,
+                          [this, table = model.table()] { return full_set(table); });
+  }
+  // Always in the same line, however long it took: a record does not depend on the machine's load.
+  if (pending_.valid() && (!background_ || full(step + 1) || step + 1 == steps_)) line["probe"] = pending_.get();
+}
 
-  std::vector<float> parameters(static_cast<size_t>(model.table().size()));
-  model.read_parameters(parameters);
+Json ProbeRecorder::full_set(const ParameterTable& table) {
+  const auto L = static_cast<int64_t>(snapshot_.layers.size()), H = snapshot_.layers[0].q.shape()[1];
   const auto heads = static_cast<size_t>(L * H);
-  probes_.assign(heads, {});
+  std::vector<HeadProbe> probes(heads);  // (L, H)
   norms_.resize(heads);
   delta_error_running_.resize(heads);
-  probed_step_ = step;
-  int64_t sequences = 0, rows = 0;
-  for (int64_t l = 0; captures_ && l < L; ++l) {
-    const Capture capture = capture_of(model, l, {}, parameters);
-    sequences = capture.q.shape()[0], rows = sequences * capture.q.shape()[2];
+  for (int64_t l = 0; l < L; ++l) {
     const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
-    std::ranges::copy(probe(capture, norms), probes_.begin() + l * H);
+    std::ranges::copy(probe(snapshot_.layers[static_cast<size_t>(l)], norms), probes.begin() + l * H);
   }
   for (size_t n = 0; n < heads; ++n) {
-    HeadProbe& p = probes_[n];
-    if (captures_) {
-      if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
-      p.delta_error_running = delta_error_running_[n];
-    } else {
-      const HeadFacts& f = facts[n];
-      p.largest_score = f.largest_score, p.largest_row_mean = f.largest_row_mean;
-      p.mean_lse = f.mean_lse, p.largest_lse = f.largest_lse, p.tied_rows = f.tied_rows;
-      p.residual_mean = f.residual_mean, p.residual_error = f.residual_error, p.residual_rms = f.residual_rms;
-      p.residual_z = f.residual_mean / f.residual_error;
-      p.delta_rms = f.delta_rms, p.residual_share = f.residual_rms / f.delta_rms;
-    }
+    HeadProbe& p = probes[n];
+    if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
+    p.delta_error_running = delta_error_running_[n];
   }
-  Json record = {{"sequences", sequences}, {"rows", rows}};
+  const auto [sequences, _, rows, size] = snapshot_.layers[0].q.shape();
+  Json record = {
+      {"step", snapshot_.step}, {"loss", snapshot_.loss}, {"sequences", sequences}, {"rows", sequences * rows}};
   for (const ProbeField& field : kProbeFields)
-    record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes_[n].*field.value; });
+    record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
   Json& norms = record["norms"] = Json::object();
-  for_each_matrix(model.table(), parameters,
+  std::vector<std::pair<std::string, std::function<double()>>> matrices;
+  for_each_matrix(table, snapshot_.parameters,
                   [&](const std::string& name, const Matrix& matrix, int64_t matrix_rows, int64_t columns) {
-                    norms[name] = short_number(matrix_norms_[name].of(matrix, matrix_rows, columns));
+                    SpectralNorm& norm = matrix_norms_[name];
+                    matrices.emplace_back(
+                        name, [&norm, matrix, matrix_rows, columns] { return norm.of(matrix, matrix_rows, columns); });
                   });
-  line["probe"] = std::move(record);
+  std::vector<double> found(matrices.size());
+  parallel_for(static_cast<int64_t>(matrices.size()), [&](int64_t n, int) {
+    found[static_cast<size_t>(n)] = matrices[static_cast<size_t>(n)].second();
+  });
+  for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].first] = short_number(found[n]);
+  return record;
 }
 
 ProbeHistory read_probe_history(const std::filesystem::path& metrics) {
@@ -145,6 +162,8 @@ ProbeHistory read_probe_history(const std::filesystem::path& metrics) {
     if (step == line.object.end() || !step->is_number_integer() || found == line.object.end() ||
         !found->is_object())
       return;
+    // Its own step and loss; without them (the first version's records) those of the line.
+    const auto own_step = found->find("step"), own_loss = found->find("loss");
     std::vector<HeadProbe> probes;
     for (const ProbeField& field : kProbeFields) {
       const auto values = found->find(std::string(field.name));
@@ -162,8 +181,10 @@ ProbeHistory read_probe_history(const std::filesystem::path& metrics) {
         values.resize(history.steps.size(), kNotKnown);
         values.push_back(json_number(value).value_or(kNotKnown));
       }
-    history.steps.push_back(step->get<int64_t>());
-    history.loss.push_back(loss == line.object.end() ? kNotKnown : json_number(*loss).value_or(kNotKnown));
+    const bool own = own_step != found->end() && own_step->is_number_integer() && own_loss != found->end();
+    const Json& loss_of = own ? *own_loss : loss == line.object.end() ? Json() : *loss;
+    history.steps.push_back((own ? *own_step : *step).get<int64_t>());
+    history.loss.push_back(json_number(loss_of).value_or(kNotKnown));
     history.probes.push_back(std::move(probes));
     for (auto& [name, values] : history.norms) values.resize(history.steps.size(), kNotKnown);
   });

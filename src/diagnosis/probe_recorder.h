@@ -2,15 +2,18 @@
 //   every step         mean_lse, largest_lse: over all rows of the step; tied_rows, residual_mean, residual_error,
 //                      residual_rms, delta_rms: over its first fact_sequences sequences (on a GPU: over all);
 //                      (L, H) each. Where a step is computed in parts, of the last one.
-//   every n-th step    probe: { sequences, rows, <the names of kProbeFields>: (L, H) each, norms: { <weight>: number } }
-//                      over the step's first `sequences` sequences: a batch is random, so any are as good
+//   every n-th step    probe: { step, loss, sequences, rows, <the names of kProbeFields>: (L, H) each,
+//                      norms: { <weight>: number } } over the first rows of the step's first sequences: a batch is
+//                      random, so any are as good. On a GPU the CPU does this while the next steps are trained, and
+//                      the probe is in the line of a later step, never after the next one is due; `step` is its own.
 // Numbers have five digits. Costs and what moves when: docs/experiments.md.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <future>
 #include <map>
-#include <nlohmann/json_fwd.hpp>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -21,26 +24,33 @@ namespace evenkeel {
 
 class ProbeRecorder : public StepWatcher {
  public:
-  static constexpr int64_t kSequences = 2;      // that the full set looks at
+  // What the full set looks at: two sequences at most, and so many rows in all (their cost is their square).
+  static constexpr int64_t kSequences = 2, kRows = 256;
   static constexpr int64_t kFactSequences = 1;  // that the cheap set's ties and residuals are of
 
-  // every: steps between full sets. metrics: of the run that goes on at next_step, for the running sums; need not be
-  // there. captures: whether the backend has them; without, a full set is the facts and the weights' norms.
-  ProbeRecorder(int64_t every, const std::filesystem::path& metrics, int64_t next_step, bool captures);
+  // Full sets every config.probe_every steps. metrics: of the run that goes on at next_step, for the running sums; need
+  // not be there.
+  ProbeRecorder(const RunConfig& config, const std::filesystem::path& metrics, int64_t next_step);
+  ~ProbeRecorder() override;
 
   void prepare(int64_t step, StepContext& context) override;
   void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
-  // The last full set, (L, H), and the step it is of; none: -1.
-  const std::vector<HeadProbe>& probes() const { return probes_; }
-  int64_t probed_step() const { return probed_step_; }
 
  private:
+  // A full set's input, copied: the model goes on.
+  struct Snapshot {
+    int64_t step = 0;
+    double loss = 0;
+    std::vector<Capture> layers;    // (L)
+    std::vector<float> parameters;  // (table.size())
+  };
   bool full(int64_t step) const { return step % every_ == 0; }
+  nlohmann::json full_set(const ParameterTable& table);  // of snapshot_
 
-  const int64_t every_;
-  const bool captures_;
-  int64_t probed_step_ = -1;
-  std::vector<HeadProbe> probes_;                     // (L, H)
+  const int64_t every_, steps_, sequences_, rows_;
+  const bool background_;
+  Snapshot snapshot_;                                 // the worker's while pending_ is valid
+  std::future<nlohmann::json> pending_;
   std::vector<HeadNorms> norms_;                      // (L, H)
   std::map<std::string, SpectralNorm> matrix_norms_;  // by the weight's name
   std::vector<double> delta_error_running_;           // (L, H)

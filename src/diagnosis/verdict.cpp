@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/json_lines.h"
 #include "base/whole_file.h"
+#include "diagnosis/probe_recorder.h"
 
 namespace evenkeel {
 namespace {
@@ -28,20 +29,10 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// (L, H) numbers of a line, flat; empty where they are not of that shape. The first that is read gives the shape.
+// (L, H) numbers of a line, flat; empty where they are not of the record's shape, which the first that is read gives.
 std::vector<double> by_head(const Json& line, const char* field, RunRecord& record) {
   const auto found = line.find(field);
-  if (found == line.end() || !found->is_array() || found->empty() || !(*found)[0].is_array()) return {};
-  if (record.layers == 0)
-    record.layers = static_cast<int64_t>(found->size()),
-    record.heads = static_cast<int64_t>((*found)[0].size());
-  std::vector<double> values;
-  for (const Json& layer : *found) {
-    if (!layer.is_array() || static_cast<int64_t>(layer.size()) != record.heads) return {};
-    for (const Json& value : layer) values.push_back(json_number(value).value_or(kUnknown));
-  }
-  if (static_cast<int64_t>(values.size()) != record.layers * record.heads) return {};
-  return values;
+  return found == line.end() ? std::vector<double>() : from_heads(*found, record.layers, record.heads);
 }
 
 // What each step's loss is above the median of its neighbours on both sides, so that a loss that falls is no jump; NaN for
@@ -125,22 +116,30 @@ double loss_noise(const std::vector<double>& loss) {
 
 Symptom find_symptom(const RunRecord& record) {
   Symptom symptom;
-  // The common mode: the head with the largest offset at the end, if that is beyond all need.
+  // The common mode, where an offset is beyond all need at the end. Drift spreads, so the head that has gone furthest need
+  // not be the one it began with: of those that have gone at least half as far (in logarithms), the first to leave for
+  // good.
   if (!record.offset.empty()) {
     const std::vector<double>& last = record.offset.back();
-    const auto larger = [](double a, double b) { return !std::isnan(a) && (a < b || std::isnan(b)); };
-    const auto worst = static_cast<size_t>(std::max_element(last.begin(), last.end(), larger) - last.begin());
-    if (!(last[worst] <= kDriftedOffset)) {
+    double worst = 0;
+    for (const double value : last) worst = std::max(worst, std::isnan(value) ? HUGE_VAL : value);
+    if (worst > kDriftedOffset) {
+      const double far = std::isinf(worst) ? worst : std::sqrt(worst * kDriftedOffset);
+      size_t head = 0, since = record.offset.size();
+      for (size_t n = 0; n < last.size(); ++n) {
+        if (last[n] < far) continue;
+        size_t first = record.offset.size() - 1;
+        while (first > 0 && !(record.offset[first - 1][n] <= kDriftedOffset)) --first;
+        if (first < since) since = first, head = n;
+      }
       symptom.kind = Symptom::Kind::offset;
-      symptom.layer = static_cast<int64_t>(worst) / record.heads;
-      symptom.head = static_cast<int64_t>(worst) % record.heads;
-      size_t first = record.offset.size() - 1;
-      while (first > 0 && !(record.offset[first - 1][worst] <= kDriftedOffset)) --first;
-      symptom.since = record.fact_steps[first];
+      symptom.layer = static_cast<int64_t>(head) / record.heads;
+      symptom.head = static_cast<int64_t>(head) % record.heads;
+      symptom.since = record.fact_steps[since];
       symptom.words = fmt::format(
           "layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} (no softmax has a use for more "
           "than {:.0f})",
-          symptom.layer, symptom.head, record.offset_is, kDriftedOffset, symptom.since, last[worst],
+          symptom.layer, symptom.head, record.offset_is, kDriftedOffset, symptom.since, last[head],
           record.fact_steps.back(), kScoreUnit);
       return symptom;
     }

@@ -301,7 +301,8 @@ const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {
 }
 
 void Gpt2::start_captures(const Batch& batch, const StepContext& context) {
-  const int64_t B = std::min(batch.B, context.capture_sequences), T = batch.T, H = config_.heads;
+  const int64_t B = std::min(batch.B, context.capture_sequences), H = config_.heads,
+                T = context.capture_rows > 0 ? std::min(batch.T, context.capture_rows) : batch.T;
   captures_.assign(static_cast<size_t>(config_.layers), {});
   for (int64_t l = 0; l < config_.layers; ++l) {
     if (context.capture_layer >= 0 && l != context.capture_layer) continue;

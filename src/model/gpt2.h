@@ -112,8 +112,9 @@ struct StepContext {
   bool residual_facts = false;  // its zero-sum residual
   // Ties and residuals, which cost time, need only be of the first so many sequences of the batch; 0: of all.
   int64_t fact_sequences = 0;
-  // Gpt2::captured, of the first so many sequences of the batch (or all of them); of all layers, or of one.
-  int64_t capture_sequences = 0;
+  // Gpt2::captured, of the first so many sequences of the batch (or all of them), of each the first so many rows (0: all;
+  // as no row sees a later one, they are a whole attention of their own); of all layers, or of one.
+  int64_t capture_sequences = 0, capture_rows = 0;
   int64_t capture_layer = -1;
 };
 

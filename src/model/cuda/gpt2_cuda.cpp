@@ -867,7 +867,8 @@ void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   if (c.x.values().empty()) return;
   c.plans = plans;
   const LayerMemory& m = a_->layers[at(layer)];
-  const int64_t rows = c.x.shape()[0] * T_, C = config_.width;
+  // Up to the last row that is wanted
+  const int64_t rows = (c.x.shape()[0] - 1) * T_ + c.x.shape()[2], C = config_.width;
   // The first rows of (N, columns), in FP32.
   const auto download = [&](const void* from, int64_t columns) {
     std::vector<float> values(at(rows * columns));
@@ -890,7 +891,7 @@ void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
     for (int64_t b = 0; b < B; ++b)
       for (int64_t h = 0; h < H; ++h)
         for (int64_t t = 0; t < T; ++t)
-          std::copy_n(from.begin() + (b * T + t) * columns + first + h * D, D, all.at(b, h, t));
+          std::copy_n(from.begin() + (b * T_ + t) * columns + first + h * D, D, all.at(b, h, t));
   };
   const std::vector<float> qkv = download(m.qkv, 3 * C);
   const int64_t qk_columns = (config_.qk_norm ? 2 : 3) * C;
@@ -901,9 +902,12 @@ void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   keep(c.v, qkv, 3 * C, 2 * C);
   keep(c.o, download(m.o, C), C, 0);
   keep(c.d_o, download(a_->d_o, C), C, 0);
-  std::vector<float>& lse = c.lse.values();  // (B, H, T), as it lies there
+  const auto [B, H, T, one] = c.lse.shape();
+  std::vector<float> lse(at(B * H * T_));  // (B, H, T), as it lies there
   copy_down(lse.data(), m.lse, lse.size() * sizeof(float));
   wait();
+  for (int64_t n = 0; n < B * H; ++n)
+    std::copy_n(lse.begin() + n * T_, T, c.lse.values().begin() + n * T);
 }
 
 void Gpt2Cuda::run(const CallKind& kind) {

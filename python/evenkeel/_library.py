@@ -1,0 +1,133 @@
+"""libevenkeel.so by ctypes: the structs of include/evenkeel.h, its calls, and its status codes as exceptions."""
+import ctypes
+import functools
+import os
+import pathlib
+
+ABI_VERSION = 1
+CPU, CUDA = 0, 1
+BF16, FP32, FP64 = 0, 1, 2
+BAD_ARGUMENT = 1
+
+
+class EvenkeelError(RuntimeError):
+    """The library, the GPU or the data is not as it must be. A bad argument is a ValueError or a TypeError."""
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4)]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64), ("device", ctypes.c_int32), ("type", ctypes.c_int32),
+        *[(size, ctypes.c_int64) for size in "BHGTND"],
+        ("plan", ctypes.c_char_p), ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("causal", ctypes.c_int32),
+        ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("query_lengths", "key_lengths", "query_offsets", "key_offsets")],
+        ("query_rows", ctypes.c_int64), ("key_rows", ctypes.c_int64),
+        ("visible", Tensor), ("tile_keys", ctypes.c_int64), ("step", ctypes.c_uint32), ("layer", ctypes.c_uint32),
+        ("device_step", ctypes.c_void_p), ("with_facts", ctypes.c_int32), ("aligned", ctypes.c_int32),
+    ]
+
+
+class Forward(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        *[(name, Tensor) for name in ("q", "k", "v", "o")],
+        *[(name, ctypes.c_void_p) for name in ("lse", "saved", "workspace", "ties")],
+    ]
+
+
+class Backward(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        *[(name, Tensor) for name in ("q", "k", "v", "grad_output", "o")],
+        *[(name, ctypes.c_void_p) for name in ("lse", "saved", "workspace")],
+        *[(name, Tensor) for name in ("dq", "dk", "dv")],
+        *[(name, ctypes.c_void_p) for name in ("delta", "residual", "residual_floor", "delta_error")],
+    ]
+
+
+class Sizes(ctypes.Structure):
+    _fields_ = [("saved", ctypes.c_uint64), ("workspace", ctypes.c_uint64)]
+
+
+class ConformProblem(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64), *[(size, ctypes.c_int64) for size in "HTND"], ("causal", ctypes.c_int32),
+        *[(name, ctypes.c_void_p)
+          for name in ("visible", "q", "grad_output", "k", "v", "o", "dq", "dk", "dv")],
+    ]
+
+
+ConformKernel = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ConformProblem))
+
+
+class ConformRequest(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint64), ("family", ctypes.c_char_p), ("plan", ctypes.c_char_p),
+                ("rows", ctypes.c_int64), ("seed", ctypes.c_uint64)]
+
+
+class ConformResult(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64), ("rows", ctypes.c_int64), ("nonfinite", ctypes.c_int64),
+        ("passes", ctypes.c_int32), ("verdict", ctypes.c_char_p),
+        *[(name, ctypes.c_double)
+          for name in ("residual_mean", "residual_z", "residual_rms", "residual_bound", "o_bias", "o_z", "dq_bias",
+                       "dq_z", "dk_bias", "dk_z", "dv_bias", "dv_z")],
+    ]
+
+
+def library_path():
+    """EVENKEEL_LIBRARY, or the library beside this package (pip install .), or that of the source tree's build."""
+    asked = os.environ.get("EVENKEEL_LIBRARY")
+    if asked:
+        return pathlib.Path(asked)
+    here = pathlib.Path(__file__).resolve().parent
+    places = [here / "libevenkeel.so", here.parents[1] / "build" / "libevenkeel.so"]
+    for place in places:
+        if place.exists():
+            return place
+    raise EvenkeelError("evenkeel: expected libevenkeel.so at one of " + ", ".join(map(str, places)) +
+                        ", found none; `pip install .` builds it, EVENKEEL_LIBRARY names another one")
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    path = library_path()
+    try:
+        c = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise EvenkeelError(f"evenkeel: {path} cannot be loaded: {error}") from None
+    c.evenkeel_abi_version.restype = ctypes.c_int32
+    found = c.evenkeel_abi_version()
+    if found != ABI_VERSION:
+        raise EvenkeelError(f"evenkeel: expected a library of ABI version {ABI_VERSION}, found {found} in {path}")
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32
+    for name, result, arguments in (
+            ("version", text, []),
+            ("last_error", text, []),
+            ("attention_defaults", None, [pointer, ctypes.c_size_t]),
+            ("attention_sizes", number, [pointer, pointer]),
+            ("attention_kernel", number, [pointer, ctypes.POINTER(text), ctypes.POINTER(text)]),
+            ("attention_forward", number, [pointer] * 3),
+            ("attention_backward", number, [pointer] * 3),
+            ("conform_family", text, [number, ctypes.POINTER(text), ctypes.POINTER(number)]),
+            ("conform", number, [pointer, ConformKernel, pointer, pointer]),
+            ("probe_field", text, [number]),
+            ("probe", number, [pointer, ctypes.c_size_t, pointer, ctypes.c_size_t])):
+        call = getattr(c, "evenkeel_" + name)
+        call.restype, call.argtypes = result, arguments
+    return c
+
+
+def library_version():
+    return library().evenkeel_version().decode()
+
+
+def check(status, function):
+    """Raises where a call of the library failed, with the function that the user called and the library's words."""
+    if status != 0:
+        words = f"{function}: {library().evenkeel_last_error().decode()}"
+        raise ValueError(words) if status == BAD_ARGUMENT else EvenkeelError(words)

@@ -1,0 +1,226 @@
+"""Attention's two passes as PyTorch operations: custom ops from torch 2.4 on, so that torch.compile and CUDA graphs take
+them; an autograd.Function before. Tensors are (B, H, T, D) and (B, G, N, D) with any strides; memory comes from torch.
+
+No check of its own: the library checks, and says what it expected and found.
+"""
+import ctypes
+import functools
+from typing import Optional, Tuple
+
+import torch
+
+from . import _library
+from ._library import check, library
+
+Tensor = torch.Tensor
+NAME = "evenkeel.attention"
+TYPES = {torch.bfloat16: _library.BF16, torch.float32: _library.FP32, torch.float64: _library.FP64}
+
+
+def _problem(device, dtype, shape, masked, plan, causal, scale, softcap, window_left, window_right, step, layer, facts):
+    """The options of a call; `shape` is (B, H, G, T, N, D)."""
+    a = _library.Attention()
+    library().evenkeel_attention_defaults(ctypes.byref(a), ctypes.sizeof(a))
+    a.device = _library.CUDA if device.type == "cuda" else _library.CPU
+    # The CPU has no BF16 tensors: they are widened, which is exact.
+    a.type = _library.FP32 if device.type == "cpu" and dtype == torch.bfloat16 else TYPES[dtype]
+    a.B, a.H, a.G, a.T, a.N, a.D = shape
+    a.plan = plan.encode()
+    a.scale, a.softcap, a.causal = scale, softcap, causal
+    a.window_left, a.window_right = window_left, window_right
+    a.step, a.layer = step % 2**32, layer
+    a.with_facts = facts
+    if masked:
+        a.visible.data = 1  # for the sizes; a call sets the mask itself
+    return a
+
+
+def _shape(q, k):
+    return tuple(int(n) for n in (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(device, dtype, shape, masked, *options):
+    sizes = _library.Sizes()
+    problem = _problem(device, dtype, shape, masked, *options)
+    with _on(device):
+        check(library().evenkeel_attention_sizes(ctypes.byref(problem), ctypes.byref(sizes)), NAME)
+    return sizes.saved, sizes.workspace
+
+
+class _Nowhere:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+def _on(device):
+    return torch.cuda.device(device) if device.type == "cuda" else _Nowhere()
+
+
+def _stream(device):
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _like(x):
+    """Memory for something of x's shape, rows outermost but for the batch: (B, T, H, D) seen as (B, H, T, D). What
+    follows attention in a model wants it so."""
+    B, H, T, D = x.shape
+    return x.new_empty((B, T, H, D)).transpose(1, 2)
+
+
+def _is_aligned(x):
+    """As evenkeel.h's `aligned` promises."""
+    if x.data_ptr() % 16 != 0 or (x.shape[3] > 1 and x.stride(3) != 1):
+        return False
+    return all(size == 1 or (stride % 8 == 0 and (stride > 0 or axis == 0))
+               for axis, (size, stride) in enumerate(zip(x.shape[:3], x.stride()[:3])))
+
+
+def _readable(x):
+    """x as the library reads it. A copy where the fast kernels could not: it costs far less than the slow ones."""
+    if x.device.type == "cpu":
+        return x.float() if x.dtype == torch.bfloat16 else x
+    if x.dtype == torch.bfloat16 and x.shape[3] % 8 == 0 and not _is_aligned(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x
+
+
+def _view(x):
+    return _library.Tensor(x.data_ptr(), (ctypes.c_int64 * 4)(*x.stride()))
+
+
+def _bytes(count, device):
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def _forward(q, k, v, visible, device_step, options, ties=None):
+    """o (B, H, T, D), lse (B, H, T), saved (bytes)."""
+    shape, dtype, device = _shape(q, k), q.dtype, q.device
+    saved_bytes, workspace_bytes = _sizes(device, dtype, shape, visible is not None, *options)
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    o = _like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    saved, workspace = _bytes(saved_bytes, device), _bytes(workspace_bytes, device)
+    a = _problem(device, dtype, shape, False, *options)
+    if visible is not None:
+        a.visible = _view(visible)
+    if device_step is not None:
+        a.device_step = device_step.data_ptr()
+    p = _library.Forward(struct_size=ctypes.sizeof(_library.Forward), q=_view(q), k=_view(k), v=_view(v), o=_view(o),
+                         lse=lse.data_ptr(), saved=saved.data_ptr(), workspace=workspace.data_ptr())
+    if ties is not None:
+        p.ties = ties.data_ptr()
+    with _on(device):
+        check(library().evenkeel_attention_forward(ctypes.byref(a), ctypes.byref(p), _stream(device)), NAME)
+    return o.to(dtype), lse, saved
+
+
+def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options, facts=None):
+    """dq (B, H, T, D), dk, dv (B, G, N, D). facts: tensors to be filled, by name."""
+    shape, dtype, device = _shape(q, k), q.dtype, q.device
+    _, workspace_bytes = _sizes(device, dtype, shape, visible is not None, *options)
+    grad_output, q, k, v, o = (_readable(x) for x in (grad_output, q, k, v, o))
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    workspace = _bytes(workspace_bytes, device)
+    a = _problem(device, dtype, shape, False, *options)
+    if visible is not None:
+        a.visible = _view(visible)
+    if device_step is not None:
+        a.device_step = device_step.data_ptr()
+    p = _library.Backward(struct_size=ctypes.sizeof(_library.Backward), q=_view(q), k=_view(k), v=_view(v),
+                          grad_output=_view(grad_output), o=_view(o), lse=lse.data_ptr(), saved=saved.data_ptr(),
+                          workspace=workspace.data_ptr(), dq=_view(dq), dk=_view(dk), dv=_view(dv))
+    for name, tensor in (facts or {}).items():
+        setattr(p, name, tensor.data_ptr())
+    with _on(device):
+        check(library().evenkeel_attention_backward(ctypes.byref(a), ctypes.byref(p), _stream(device)), NAME)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+class _Function(torch.autograd.Function):
+    """Before torch 2.4."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, visible, device_step, *options):
+        ctx.options = (*options, 0)
+        o, lse, saved = _forward(q, k, v, visible, device_step, ctx.options)
+        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
+        ctx.mark_non_differentiable(lse, saved)
+        return o, lse, saved
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output, _lse, _saved):
+        q, k, v, o, lse, saved, visible, device_step = ctx.saved_tensors
+        dq, dk, dv = _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, ctx.options)
+        return (dq, dk, dv, *[None] * 10)
+
+
+HAS_CUSTOM_OPS = hasattr(torch.library, "custom_op") and hasattr(torch.library, "register_autograd")
+
+if HAS_CUSTOM_OPS:
+
+    @torch.library.custom_op("evenkeel::attention", mutates_args=(), device_types=("cpu", "cuda"))
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor], device_step: Optional[Tensor], plan: str,
+                   causal: bool, scale: float, softcap: float, window_left: int, window_right: int, step: int,
+                   layer: int) -> Tuple[Tensor, Tensor, Tensor]:
+        options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
+        return _forward(q, k, v, visible, device_step, options)
+
+    @forward_op.register_fake
+    def _(q, k, v, visible, device_step, plan, causal, scale, softcap, window_left, window_right, step, layer):
+        options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
+        saved_bytes, _ = _sizes(q.device, q.dtype, _shape(q, k), visible is not None, *options)
+        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), _bytes(saved_bytes, q.device)
+
+    @torch.library.custom_op("evenkeel::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
+    def backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
+                    visible: Optional[Tensor], device_step: Optional[Tensor], plan: str, causal: bool, scale: float,
+                    softcap: float, window_left: int, window_right: int, step: int,
+                    layer: int) -> Tuple[Tensor, Tensor, Tensor]:
+        options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
+        return _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options)
+
+    @backward_op.register_fake
+    def _(grad_output, q, k, v, o, lse, saved, visible, device_step, plan, causal, scale, softcap, window_left,
+          window_right, step, layer):
+        return _like(q), _like(k), _like(v)
+
+    def _setup_context(ctx, inputs, output):
+        q, k, v, visible, device_step, *ctx.options = inputs
+        o, lse, saved = output
+        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
+        ctx.mark_non_differentiable(lse, saved)
+
+    def _autograd(ctx, grad_output, _lse, _saved):
+        q, k, v, o, lse, saved, visible, device_step = ctx.saved_tensors
+        dq, dk, dv = backward_op(grad_output, q, k, v, o, lse, saved, visible, device_step, *ctx.options)
+        return (dq, dk, dv, *[None] * 10)
+
+    forward_op.register_autograd(_autograd, setup_context=_setup_context)
+else:
+
+    def forward_op(*arguments):
+        return _Function.apply(*arguments)
+
+
+def facts(q, k, v, grad_output, visible, *options):
+    """Both passes with every fact of every row; no autograd. options: as forward_op's from `plan` on."""
+    options = (*options, 1)
+    rows = lambda dtype: q.new_zeros(q.shape[:3], dtype=dtype)
+    told = {"ties": rows(torch.int32)}
+    o, lse, saved = _forward(q, k, v, visible, None, options, told["ties"])
+    of_rows = {name: rows(torch.float32) for name in ("delta", "residual", "residual_floor")}
+    dq, dk, dv = _backward(grad_output, q, k, v, o, lse, saved, visible, None, options, of_rows)
+    return {"o": o, "lse": lse, **told, "dq": dq, "dk": dk, "dv": dv, **of_rows}
+
+
+def kernel(q, k, visible, *options):
+    problem = _problem(q.device, q.dtype, _shape(q, k), visible is not None, *options, 0)
+    name, why = ctypes.c_char_p(), ctypes.c_char_p()
+    with _on(q.device):
+        check(library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why)), NAME)
+    return name.value.decode(), why.value.decode()

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Runs a test of the Python package with the first Python that has PyTorch: EVENKEEL_PYTHON alone where it is set, else
+# python3, else the system's own. Exit code 77: none has it.
+for python in ${EVENKEEL_PYTHON:-python3 /usr/bin/python3}; do
+  command -v "$python" >/dev/null 2>&1 || continue
+  # Torch's threads sleep while ours work, and the other way round: machines for tests have few cores.
+  OMP_WAIT_POLICY=passive "$python" "$@"
+  status=$?
+  [ $status = 77 ] || exit $status
+done
+echo "skipped: no Python with PyTorch here (Debian: python3-torch; EVENKEEL_PYTHON names another Python)"
+exit 77

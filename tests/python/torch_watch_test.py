@@ -1,0 +1,277 @@
+"""evenkeel.Monitor, evenkeel.capture and evenkeel.conform, on the CPU; with transformers where it is."""
+import json
+import math
+import struct
+import subprocess
+import unittest
+import warnings
+import os
+
+from torch_cases import ROOT, TorchCase, evenkeel, exact, lower, main, torch
+
+import torch.nn.functional as F  # noqa: E402
+from train_nano import Gpt, train  # noqa: E402
+
+PROGRAM = os.environ.get("EVENKEEL_PROGRAM")  # the command; without it, what it says of our files is not asked
+
+
+def tokens(rows=2, length=64, seed=1):
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def read_capture(path):
+    """name -> tensor, and the metadata."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    metadata, found = header.pop("__metadata__"), {}
+    for name, entry in header.items():
+        begin, end = (8 + length + n for n in entry["data_offsets"])
+        found[name] = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32).reshape(entry["shape"])
+    return found, metadata
+
+
+class Captures(TorchCase):
+    def setUp(self):
+        self.model = Gpt(layers=2)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.mul_(3)
+
+    def test_a_capture_has_what_attention_read(self):
+        path, x = self.folder() / "layer1.safetensors", tokens()
+        with evenkeel.patched():
+            loss = self.model(x, x)
+            loss.backward()
+            expected = self.model.h[1].attn.c_attn.weight.grad.clone()
+            self.model.zero_grad(set_to_none=True)
+            captured_loss = evenkeel.capture(self.model, lambda: self.model(x, x), 1, path, plan="bf16_all", step=7)
+        self.assertEqual(captured_loss, float(loss.detach()))
+        t, metadata = read_capture(path)
+        self.assertEqual((metadata["step"], metadata["layer"], metadata["heads"], metadata["causal"]), ("7", "1", "0,1", "1"))
+        self.assertEqual({name: tuple(v.shape) for name, v in t.items()}, {
+            "q": (2, 2, 64, 32), "k": (2, 2, 64, 32), "v": (2, 2, 64, 32), "d_o": (2, 2, 64, 32), "x": (2, 64, 64),
+            "w_q": (2, 64, 32), "w_k": (2, 64, 32), "w_v": (2, 64, 32)})
+        # q is x W_Q, and the captured numbers give the gradient of W_Q that autograd found.
+        self.assert_near([torch.einsum("btc,hcd->bhtd", t["x"], t["w_q"])], [t["q"]], 1e-5)
+        q = t["q"].requires_grad_()
+        (dq,) = torch.autograd.grad(exact(q, t["k"], t["v"], lower(64, 64)), q, t["d_o"])
+        found = torch.einsum("btc,bhtd->hdc", t["x"], dq).reshape(64, 64)
+        self.assertLess((found - expected[:64]).norm() / expected[:64].norm(), 1e-4)
+        if PROGRAM:
+            told = subprocess.run([PROGRAM, "probe", path, "--json"], capture_output=True, text=True)
+            self.assertIn(told.returncode, (0, 1), told.stderr)
+            json.loads(told.stdout)
+
+    def test_some_heads_and_bad_requests(self):
+        path, x = self.folder() / "c.safetensors", tokens()
+        with evenkeel.patched():
+            run = lambda: self.model(x, x)
+            evenkeel.capture(self.model, run, 0, path, heads=[1])
+            t, metadata = read_capture(path)
+            self.assertEqual((metadata["heads"], tuple(t["q"].shape), tuple(t["w_k"].shape)), ("1", (2, 1, 64, 32), (1, 64, 32)))
+            self.assert_says(ValueError, lambda: evenkeel.capture(self.model, run, 2, path), "capture: expected a layer",
+                             "found 2 and 2")
+            for heads in ([2], [-1], [1, 0], []):
+                self.assert_says(ValueError, lambda: evenkeel.capture(self.model, run, 0, path, heads=heads),
+                                 "heads from 0 to 1", str(heads))
+        with evenkeel.patched(), self.assertRaises(ValueError) as raised:  # attention over other keys than its rows
+            side = torch.nn.Linear(4, 4)
+            attend = lambda: F.scaled_dot_product_attention(*[side(torch.ones(1, 1, n, 4)) for n in (3, 5, 5)]).sum()
+            evenkeel.capture(side, attend, 0, path)
+        self.assertIn("keys of one sequence", str(raised.exception))
+
+
+class Monitoring(TorchCase):
+    def run_monitor(self, folder, steps=5, every=2, rows=48, plan="flash2"):
+        model, x = Gpt(layers=2), tokens()
+        with evenkeel.patched(plan), evenkeel.Monitor(model, folder, every=every, rows=rows, plan=plan) as monitor:
+            for _ in range(steps):
+                loss = model(x, x)
+                loss.backward()
+                monitor.step(loss, lr=1e-3, gradient_norm=2.5, tokens=x.numel())
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    def test_the_trainers_keys(self):
+        lines = self.run_monitor(self.folder())
+        self.assertEqual([line["step"] for line in lines], [0, 1, 2, 3, 4])
+        self.assertEqual([("probe" in line) for line in lines], [True, False, True, False, True])
+        self.assertEqual((lines[0]["schema"], lines[0]["backend"]), (1, "pytorch"))
+        self.assertGreater(lines[1]["tokens_per_second"], 0)
+        self.assertEqual({"loss", "lr", "gradient_norm"} - set(lines[3]), set())
+        probe = lines[2]["probe"]
+        self.assertEqual((probe["sequences"], probe["rows"]), (1, 48))
+        self.assertEqual((probe["step"], probe["loss"]), (2, lines[2]["loss"]))
+        for name in ("largest_score", "row_mean", "largest_row_mean", "mean_lse", "tied_rows", "residual_z", "norm_q",
+                     "leak_share", "delta_error_running", "entropy"):
+            self.assertEqual([len(layer) for layer in probe[name]], [2, 2], name)
+            self.assertTrue(all(math.isfinite(x) for layer in probe[name] for x in layer), name)
+        self.assertEqual(lines[2]["mean_lse"], probe["mean_lse"])
+        self.assertEqual([len(layer) for layer in lines[1]["mean_lse"]], [2, 2])  # our own attention tells it at every step
+        self.assertGreater(lines[1]["largest_lse"][0][0], lines[1]["mean_lse"][0][0])
+        self.assertIn("h.1.attn.c_attn.weight[k]", probe["norms"])
+        self.assertIn("wte.weight", probe["norms"])
+
+    def test_numbers_are_the_definitions(self):
+        torch.manual_seed(2)
+        model, x, folder = Gpt(layers=1, heads=1), tokens(), self.folder()
+        with torch.no_grad():
+            model.h[0].attn.c_attn.weight.mul_(8)
+        seen = {}
+        model.h[0].attn.c_attn.register_forward_hook(lambda _m, _i, o: seen.update(qkv=o.detach()))
+        with evenkeel.patched(), evenkeel.Monitor(model, folder, every=1, sequences=2) as monitor:
+            loss = model(x, x)
+            loss.backward()
+            monitor.step(loss)
+        line = json.loads((folder / "metrics.jsonl").read_text())
+        q, k, _ = seen["qkv"].double().split(64, dim=2)
+        scores = (q @ k.transpose(1, 2) / 8).masked_fill(~lower(64, 64), float("-inf"))
+        near = lambda name, value: self.assertAlmostEqual(line[name][0][0] / value, 1, delta=2e-4, msg=name)
+        near("mean_lse", scores.logsumexp(-1).mean().item())
+        near("largest_score", scores.max().item())
+        means = scores.masked_fill(~lower(64, 64), 0).sum(-1) / torch.arange(1, 65)
+        near("largest_row_mean", means.abs().max().item())
+        norm = torch.linalg.matrix_norm(model.h[0].attn.c_attn.weight[:64].detach(), 2).item()
+        self.assertAlmostEqual(line["probe"]["norms"]["h.0.attn.c_attn.weight[q]"] / norm, 1, delta=2e-4)
+        self.assertAlmostEqual(line["probe"]["norm_q"][0][0] / norm, 1, delta=2e-4)
+
+    def test_nothing_is_left_behind(self):
+        before = getattr(F, "scaled_dot_product_attention", None)
+        model, x = Gpt(layers=1), tokens()
+        with evenkeel.patched():
+            inside = F.scaled_dot_product_attention
+            with evenkeel.Monitor(model, self.folder(), every=1) as monitor:
+                with self.assertRaises(IndexError):
+                    model(x + 1000, x)  # in the middle of a recorded forward pass
+                loss = model(x, x)
+                loss.backward()
+                self.assertIs(F.scaled_dot_product_attention, inside)
+                monitor.step(loss)
+            self.assertEqual(len(model._forward_hooks) + len(model._forward_pre_hooks), 0)
+            self.assertEqual(len(model.h[0].attn._forward_hooks) + len(model.h[0].attn._forward_pre_hooks), 0)
+        self.assertIs(getattr(F, "scaled_dot_product_attention", None), before)
+
+    def test_a_loss_that_is_not_finite_and_a_model_without_attention(self):
+        folder, model = self.folder(), torch.nn.Linear(3, 3)
+        with evenkeel.Monitor(model, folder, every=1) as monitor, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(1, 3)).sum().backward()
+            monitor.step(float("nan"))
+        self.assertTrue(any("expected layers of attention" in str(w.message) for w in caught))
+        self.assertIsNone(json.loads((folder / "metrics.jsonl").read_text())["loss"])
+        self.assert_says(ValueError, lambda: evenkeel.Monitor(model, folder, every=0), "Monitor: expected every", "0")
+        self.assert_says(TypeError, lambda: evenkeel.Monitor(3, folder), "Monitor: expected a torch.nn.Module", "int")
+
+    def test_the_example_derails_and_with_the_remedy_does_not(self):
+        folder, steps = self.folder(), 301
+        coarse = "fp32,row_sum=e5m2"
+        text = (ROOT / "docs" / "numerics.md").read_bytes()
+        run = lambda name, stabiliser: train(coarse, stabiliser, steps, folder / name, every=100, text=text, say=None)[1][300]
+        derailed, mended = run("coarse", None), run("mended", "zero_sum")
+        print(f"  offset after 300 steps: {derailed:.1f}, with the remedy {mended:.1f}")
+        self.assertGreater(derailed, 5 * mended)
+        self.assertLess(mended, 40)
+
+
+class Conform(TorchCase):
+    def test_the_judge_finds_planted_faults_and_is_quiet_elsewhere(self):
+        plain = lambda q, k, v, is_causal: exact(q, k, v, lower(q.shape[2], k.shape[2]) if is_causal else None)
+        judged = lambda fn, **o: evenkeel.conform(fn, dtype=torch.float32, rows=640, **o)
+        families = ["random", "ties_2_tail", "one_row", "odd_rows", "loss_feedback"]
+        report = judged(plain, families=families, name="plain")
+        self.assertTrue(report.passes, str(report))
+        self.assertIn("verdict: pass", str(report))
+        self.assertIn("plain", report.summary())
+
+        class Leaky(torch.autograd.Function):  # every row of dS sums to a little more than 0: dQ moves along the keys' constant
+            @staticmethod
+            def forward(ctx, q):
+                return q.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient + 1e-3
+
+        report = judged(lambda q, k, v, is_causal: plain(Leaky.apply(q), k, v, is_causal), families=families)
+        self.assertFalse(report.passes)
+        self.assertTrue(all(r["verdict"] == "NOISY" and r["residual_mean"] > 0 for r in report.results), str(report))
+        report = judged(lambda q, k, v, is_causal: plain(q, k, v, is_causal) * float("nan"), families=["random"])
+        self.assertEqual(report.results[0]["verdict"], "NOT FINITE")
+
+    def test_flash2_is_found_biased_and_its_remedy_is_not(self):
+        ours = lambda plan: lambda q, k, v, is_causal: evenkeel.attention(q, k, v, is_causal, plan=plan)
+        report = evenkeel.conform(ours("flash2"), families=["ties_2_tail"])
+        self.assertIn("BIASED", report.results[0]["verdict"], str(report))
+        report = evenkeel.conform(ours("flash2,stabiliser=zero_sum"), families=["ties_2_tail"])
+        self.assertTrue(report.passes, str(report))
+
+    def test_masks_exceptions_and_bad_requests(self):
+        masked = lambda q, k, v, is_causal, attn_mask=None: evenkeel.attention(q, k, v, plan="fp32", attn_mask=attn_mask)
+        report = evenkeel.conform(masked, dtype=torch.float32, rows=640, families=["masked_rows"])
+        self.assertTrue(report.passes, str(report))
+        self.assertNotIn("masked_rows", [r["family"] for r in evenkeel.conform(masked, dtype=torch.float32, rows=64).results])
+        report = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, rows=64, families=["random"])
+        self.assertEqual(report.results[0]["verdict"], "raised ZeroDivisionError: division by zero")
+        report = evenkeel.conform(lambda q, k, v, is_causal: q[:, :1], rows=640, families=["random"])
+        self.assertIn("raised TypeError: expected a tensor of shape", report.results[0]["verdict"])
+        self.assertFalse(report.passes)
+        self.assert_says(ValueError, lambda: evenkeel.conform(masked, families=["x"]), "conform: expected families", "'x'")
+        self.assert_says(TypeError, lambda: evenkeel.conform(3), "conform: expected a function", "int")
+        self.assert_says(TypeError, lambda: evenkeel.conform(masked, dtype=torch.int8), "found torch.int8")
+        self.assert_says(ValueError, lambda: evenkeel.conform(masked, rows=0, families=["random"]), "rows", "0")
+
+
+class HuggingFace(TorchCase):
+    def setUp(self):
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            self.skipTest(f"no transformers here: {error}")
+
+    def test_gpt2_and_llama(self):
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+        evenkeel.hf.register("evenkeel_fp32", plan="fp32")
+        models = (GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0,
+                                             embd_pdrop=0.0, resid_pdrop=0.0)),
+                  LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                               num_attention_heads=4, num_key_value_heads=2)))
+        x = tokens(2, 24)
+        mask = torch.ones_like(x)
+        mask[1, -7:] = 0
+        for model in models:
+            for padding in (None, mask):
+                losses = []
+                for implementation in ("sdpa", "evenkeel_fp32"):
+                    model.set_attn_implementation(implementation)
+                    losses.append(model(x, attention_mask=padding, labels=x).loss.item())
+                self.assertAlmostEqual(*losses, delta=1e-5)
+            for implementation in ("sdpa", "eager", "evenkeel_fp32"):
+                model.set_attn_implementation(implementation)
+                path = self.folder() / "c.safetensors"
+                evenkeel.capture(model, x, 1, path, heads=[1])
+                self.assertEqual(tuple(read_capture(path)[0]["w_k"].shape[:1]), (1,))
+
+
+
+    def test_the_example(self):
+        from hf_models import compare
+
+        for kind in ("gpt2", "llama"):
+            sdpa, ours = compare(kind)
+            self.assertLess(sdpa[-1], sdpa[0] - 0.5)
+            self.assertLess(max(abs(a - b) for a, b in zip(sdpa, ours)), 1e-3)
+
+
+class WithoutTransformers(TorchCase):
+    def test_register_says_what_it_needs(self):
+        try:
+            import transformers  # noqa: F401
+
+            self.skipTest("transformers is here")
+        except ImportError:
+            self.assert_says(ImportError, evenkeel.hf.register, "hf.register: expected transformers", "found")
+
+
+if __name__ == "__main__":
+    main()
