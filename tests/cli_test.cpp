@@ -23,8 +23,8 @@ Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1")
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("").code, 2);
-  for (const char* command :
-       {"demo", "explain", "conform", "data", "train", "sample", "probe", "capture", "bench", "info"}) {
+  for (const char* command : {"demo", "explain", "conform", "data", "train", "sample", "probe", "capture",
+                              "watch", "bench", "info"}) {
     const Outcome help = run(std::string(command) + " --help");
     EXPECT_EQ(help.code, 0) << command;
     EXPECT_NE(help.text.find("example:\n  evenkeel " + std::string(command)), std::string::npos) << help.text;
@@ -60,6 +60,10 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"bench attention --gpu --plan bf17", "'bf17'", "flash2"},
       {"demo extra", "'extra'", "usage"},
       {"demo --plan nonsense", "'nonsense'", "bf16_all"},
+      {"demo --plan fp32", "--plan", "--story"},
+      {"demo --story --quick", "--story", "no --quick"},
+      {"watch", "RUN", "usage"},
+      {"watch . --port 65536", "65536", "from 0 to 65535"},
       {"info --verbose", "'--verbose'", "--json"},
   };
   for (const auto& row : table) {

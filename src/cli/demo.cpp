@@ -1,258 +1,360 @@
-// `evenkeel demo`: the story so far, from one addition to a model that derails and one that does not.
+// `evenkeel demo`: the whole job on this machine, nothing staged. Three trainings side by side, the one that drifts taken
+// apart by replays down to the bits of one addition, a real BF16 step of a GPU, and the report.
+#include "cli/demo.h"
+
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
 
-#include "attention/attention_cuda.h"
-#include "base/progress.h"
-#include "base/threads.h"
+#include "base/error.h"
 #include "base/whole_file.h"
 #include "cli/options.h"
-#include "diagnosis/conform.h"
-#include "diagnosis/conform_gpu.h"
-#include "diagnosis/drift.h"
+#include "diagnosis/guard.h"
+#include "diagnosis/head_analysis.h"
+#include "diagnosis/isolate.h"
+#include "diagnosis/probes.h"
 #include "numerics/explain.h"
+#include "report/page.h"
 #include "training/synth.h"
+#include "training/token_file.h"
 #include "training/trainer.h"
 
 namespace evenkeel::cli {
 namespace {
 
-void heading(const char* text, bool colour) {
-  fmt::print("{}{}{}\n\n", colour ? "\033[1m" : "", text, colour ? "\033[0m" : "");
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Eight heights for 1 .. 100,000 on a logarithmic scale.
-std::string sparkline(const std::vector<double>& offsets) {
-  static constexpr const char* kBars[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
-  std::string line;
-  for (double offset : offsets) {
-    const double height = std::isfinite(offset) ? std::log10(std::max(1.0, offset)) / 5 * 8 : 7;
-    line += kBars[std::clamp(static_cast<int>(height), 0, 7)];
-  }
-  return line;
-}
-
-struct Plan {
-  const char *text, *words;
+// How much is done. Sizes are such that the drift is well past doubt at the end.
+struct Scale {
+  RunConfig config;          // of all three runs, but for the plan
+  bool synthetic = false;    // text, unless another is asked for
+  int64_t replay_steps = 0;  // of a replay
 };
 
-// How far a run of one plan has drifted, and where it ended.
-void print_run(const Plan& plan, const std::vector<double>& offsets, double loss) {
-  fmt::print("  {:<40} {}\n  {}  offset {:>8.0f}  loss {:.3f}\n", plan.text, plan.words, sparkline(offsets),
-             offsets.back(), loss);
+Scale full_scale() {
+  Scale scale;
+  scale.config.model = gpt2_preset("micro");
+  scale.config.sequences = 16;
+  scale.config.schedule.peak = 9e-3;
+  scale.config.schedule.warmup = 100;
+  scale.config.schedule.steps = 401;  // the facts of step 400 are the last
+  scale.replay_steps = 100;
+  return scale;
 }
 
-void show_addition(bool colour) {
-  heading("1. One addition", colour);
-  fmt::print(
-      "Two probabilities of 1, two values of V of the same sign: their sum carries out of the significand, "
-      "the bit\n"
-      "that falls off is 1, small terms set the sticky bit, and BF16 rounds away from zero: always to the "
-      "same side.\n\n");
-  ExplainOptions options;
-  options.to = Rounding{kBf16};
-  fmt::print("{}\n", to_text(explain(parse_expression("-2.4071154594421387 + -2.296875"), options), colour));
+// So small a model drifts on some texts only, and later on others: it has one on which it is known to.
+Scale quick_scale() {
+  Scale scale;
+  scale.synthetic = true;
+  scale.config.seed = 3;
+  scale.config.model = gpt2_preset("micro");
+  scale.config.model.heads = 2;
+  scale.config.model.width = 64;
+  scale.config.model.context = 64;
+  scale.config.sequences = 8;
+  scale.config.schedule.peak = 6e-3;
+  scale.config.schedule.warmup = 50;
+  scale.config.schedule.steps = 401;
+  scale.replay_steps = 100;
+  return scale;
 }
 
-// What rounding leaves of the sum that must be zero, a line a plan.
-void print_residuals(std::vector<ConformPlan>& plans, const ConformKernel& kernel, bool constant_feature) {
-  std::vector<ConformCase> cases;
-  for (const ConformCase& c : conform_cases())
-    if (c.name == "ties_2_tail" || c.name == "sink") cases.push_back(c);
-  {
-    Progress progress("rows", conform_work(plans.size(), cases, kBiasRows));
-    conform(
-        plans, cases, kBiasRows, 1, kernel, [&] { progress.advance(); }, constant_feature);
-  }
-  fmt::print("  {:<30}{:>12}{:>8}{:>8}   {:>10}{:>8}{:>8}\n", "", "ties: mean", "z", "noise", "sink: mean",
-             "z", "noise");
-  for (const ConformPlan& plan : plans) {
-    fmt::print("  {:<30}", plan.name);
-    for (const ConformResult& r : plan.results)
-      fmt::print("{:>12.1e}{:>8.0f}{:>8.1f} ", r.residual.mean(), r.residual.z(),
-                 r.residual.rms() / r.noise_bound());
-    fmt::print("  {}\n", plan.passes() ? "pass" : "FAIL");
-  }
-}
-
-void show_residual(bool colour) {
-  heading("2. A sum that must be zero", colour);
-  fmt::print(
-      "Softmax cannot see a constant added to a row of scores, so the row's gradient dS must sum to zero. "
-      "Here is\n"
-      "what rounding leaves of that, on 100,000 rows: the mean in units of delta, with its z, and the noise "
-      "as a\n"
-      "multiple of the bound that rounding dS itself sets (more than 1 is a leak).\n\n");
-  constexpr Plan kPlans[] = {{"bf16_all", "the paper's arithmetic"},
-                             {"flash2,row_sum=bf16", "FlashAttention-2 but for one rounding a row"},
-                             {"flash2", "FlashAttention-2"},
-                             {"flash2,stabiliser=consistent", "the nearly free remedy"},
-                             {"flash2,stabiliser=zero_sum", "the exact remedy"}};
-  std::vector<ConformPlan> plans;
-  for (const Plan& plan : kPlans) plans.push_back({plan.text, parse_plan(plan.text), {}});
-  print_residuals(plans, conform_cpu_kernel, /*constant_feature=*/false);
-  fmt::print("\n");
-}
-
-void show_drift(const std::vector<std::string>& extra, bool colour) {
-  heading("3. What nothing pulls back", colour);
-  const DriftSettings settings;
-  fmt::print(
-      "One attention head, trained for {} steps to imitate another. Each plan keeps one number a row in two\n"
-      "bits, to make in seconds what BF16 makes in thousands of steps. The offset is the constant that "
-      "softmax\n"
-      "cannot see; bars are its size from 1 to 100,000, on a logarithmic scale.\n\n",
-      settings.steps);
-  std::vector<Plan> plans = {
-      {"fp32", "nothing rounded"},
-      {"fp32,row_sum=e5m2", "one rounding a row"},
-      {"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, the sum restored"},
-      {"fp32,row_sum=e5m2,keel=1e-3", "the same, with a restoring force"},
-      {"fp32,output=e8m2", "O rounded, as in every flash kernel"},
-      {"fp32,output=e8m2/stochastic", "O rounded without bias: worse"},
-      {"fp32,output=e8m2,stabiliser=wide_output", "the loss sees the error, delta does not"},
-      {"fp32,output_for_delta=e8m2", "delta sees the error, the loss does not"}};
-  for (const std::string& text : extra) plans.push_back({text.c_str(), "as asked"});
-  std::vector<std::vector<DriftPoint>> runs(plans.size());
-  {
-    Progress progress("runs", static_cast<int64_t>(plans.size()));
-    parallel_for(static_cast<int64_t>(plans.size()), [&](int64_t n, int) {
-      runs[static_cast<size_t>(n)] = run_drift(parse_plan(plans[static_cast<size_t>(n)].text), settings);
-      progress.advance();
-    });
-  }
-  for (size_t n = 0; n < plans.size(); ++n) {
-    std::vector<double> offsets;
-    for (const DriftPoint& point : runs[n]) offsets.push_back(point.offset);
-    print_run(plans[n], offsets, runs[n].back().loss);
-  }
-  fmt::print(
-      "\nThe rounding needs no bias. An error of O that the loss has seen comes back in dO with its own "
-      "sign, so\n"
-      "delta = dO . O is wrong in one direction, step after step. In delta alone, or in the loss alone, the "
-      "same\n"
-      "error is harmless.\n\n");
-}
-
-// A folder that is gone at the end, whatever happens.
-struct TemporaryFolder {
-  TemporaryFolder()
-      : path(std::filesystem::temp_directory_path() / fmt::format("evenkeel-demo-{}", getpid())) {
-    std::filesystem::remove_all(path);
-    std::filesystem::create_directories(path);
-  }
-  ~TemporaryFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path, error);
-  }
-  const std::filesystem::path path;
-};
-
-void show_model(bool colour) {
-  heading("4. A whole model", colour);
-  constexpr int64_t kSteps = 401, kFactsEvery = 10, kLastSteps = 50;  // the loss is a mean of the last ones
-  RunConfig config;
-  config.model = gpt2_preset("micro");
-  config.model.heads = 2;
-  config.model.width = 64;
-  config.model.context = 64;
+void complete(RunConfig& config, const std::string& data) {
+  config.data = data;
   config.backend = Backend::cpu;
-  config.seed = 3;
-  config.sequences = 8;
-  config.schedule.peak = 6e-3;
-  config.schedule.warmup = 50;
-  config.schedule.steps = kSteps;
-  config.facts_every = kFactsEvery;
-  config.checkpoint_every = 0;
-  config.divergence = 0;
-  fmt::print(
-      "A GPT-2 of {} layers on synthetic text, {} steps, the same batches for each: `evenkeel train` does "
-      "this with\n"
-      "any size on any text. The offset is the largest of its heads'.\n\n",
-      config.model.layers, kSteps - 1);
-  constexpr Plan kPlans[] = {{"fp32", "nothing rounded"},
-                             {"fp32,row_sum=e5m2", "one rounding a row"},
-                             {"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, the sum restored"}};
-  const TemporaryFolder folder;
-  config.data = (folder.path / "text.txt").string();
-  write_whole_file(config.data, synthetic_text(/*seed=*/1, /*bytes=*/400'000));
-  std::vector<std::vector<double>> offsets(std::size(kPlans));
-  std::vector<double> losses;
-  {
-    Progress progress("steps", kSteps * static_cast<int64_t>(std::size(kPlans)));
-    for (size_t n = 0; n < std::size(kPlans); ++n) {
-      config.plan = kPlans[n].text;
-      const auto trainer = Trainer::start(folder.path / fmt::format("run-{}", n), config);
-      double loss = 0;
-      while (!trainer->done()) {
-        const StepReport report = trainer->step();
-        progress.advance();
-        if (report.step >= kSteps - kLastSteps) loss += report.loss / static_cast<double>(kLastSteps);
-        if (report.step % kFactsEvery != 0) continue;
-        double offset = 0;
-        for (const HeadFacts& facts : trainer->model().facts())
-          offset = std::max(offset, static_cast<double>(facts.largest_row_mean));
-        offsets[n].push_back(offset);
-      }
-      losses.push_back(loss);
-    }
-  }
-  for (size_t n = 0; n < std::size(kPlans); ++n) print_run(kPlans[n], offsets[n], losses[n]);
-  fmt::print(
-      "\nThe loss shows little of it yet: the offset leads. `evenkeel probe` says which head, and what it "
-      "does.\n\n");
+  config.facts_every = 10;
+  config.probe_every = 50;
+  config.checkpoints_kept = 20;
+  config.divergence = 0;  // what goes wrong shall go on
 }
 
-// The second part again, on the kernels of this machine's GPU.
-void show_gpu(bool colour) {
-  heading("5. On a GPU", colour);
-  const CudaDevice device = cuda_device();
-  if (!device.present) {
-    fmt::print(
-        "None to be used ({}). Where there is one, the second part is repeated on its kernels, and\n"
-        "`evenkeel bench attention --gpu` times them next to FlashAttention-2 and cuDNN.\n\n",
-        device.why);
-    return;
+// --- the text
+
+// The project's own sources and documents, in one file: what is edited meanwhile does not change the runs' batches.
+// Synthetic text where that is wanted, or where the sources are not here.
+std::string own_text(const fs::path& folder, bool synthetic) {
+  const fs::path root = EVENKEEL_SOURCE_DIR, file = folder / "text.txt";
+  WholeFileWriter writer(file);
+  if (synthetic || !fs::exists(root / "src")) {
+    writer.append(synthetic_text(/*seed=*/1, /*bytes=*/400'000));
+    fmt::print("text: synthetic\n");
+  } else {
+    std::vector<std::string> paths = {(root / "README.md").string(), (root / "src").string()};
+    for (const fs::directory_entry& entry :
+         fs::directory_iterator(root / "docs"))  // tables and pages lie there, too
+      if (entry.path().extension() == ".md") paths.push_back(entry.path().string());
+    std::sort(paths.begin(), paths.end());
+    for (const TextFile& text : find_text_files(paths).files) writer.append(MappedFile(text.path).text());
+    fmt::print("text: the project's own sources and documents\n");
   }
-  fmt::print("{}: what its kernels leave of the sum, read off their dQ.\n\n", device.name);
-  std::vector<ConformPlan> plans;
-  for (const char* text :
-       {"bf16_all", "flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent"})
-    plans.push_back({text, parse_plan(text), {}});
-  GpuConform gpu;
-  print_residuals(plans, gpu.kernel(), /*constant_feature=*/true);
-  for (const std::string& use : gpu.uses()) fmt::print("  {}\n", use);
-  fmt::print("\n");
+  writer.commit();
+  return file.string();
+}
+
+// --- the runs
+
+struct Run {
+  const char *name, *plan, *words;
+  fs::path folder = {};
+  std::unique_ptr<GuardedRun> run = {};
+  std::vector<double> offsets = {};  // at every facts_every-th step: the largest of the heads'
+  double loss = 0;                   // smoothed
+};
+
+std::string line_of(const Run& run) {
+  return fmt::format("  {:<38} {}  offset {:>6.0f}  loss {:.3f}", run.words, sparkline(run.offsets),
+                     run.offsets.empty() ? 0.0 : run.offsets.back(), run.loss);
+}
+
+// A line each, rewritten in place on a terminal; elsewhere every now and then.
+class RunLines {
+ public:
+  explicit RunLines(const std::vector<Run>& runs) : runs_(runs), terminal_(isatty(STDERR_FILENO) != 0) {}
+
+  void show(int64_t step, int64_t steps) {
+    if (!terminal_) {
+      if (step > 0 && step % 100 == 0) {
+        fmt::print("  step {:>4}: offsets", step);
+        for (const Run& run : runs_) fmt::print(" {:>8.0f}", run.offsets.back());
+        fmt::print(", losses");
+        for (const Run& run : runs_) fmt::print(" {:.3f}", run.loss);
+        fmt::print("\n");
+        std::fflush(stdout);
+      }
+      return;
+    }
+    if (seconds_since(shown_) < 0.2 && step + 1 < steps) return;
+    shown_ = Clock::now();
+    clear();
+    for (const Run& run : runs_) fmt::print(stderr, "{}\n", line_of(run));
+    const double rate = static_cast<double>(step + 1) / seconds_since(start_);
+    fmt::print(stderr, "  step {} of {}, {:.0f} s left\n", step, steps - 1,
+               static_cast<double>(steps - step - 1) / rate);
+    drawn_ = true;
+  }
+  void clear() {
+    if (drawn_) fmt::print(stderr, "\033[{}A\033[J", runs_.size() + 1);
+    drawn_ = false;
+  }
+
+ private:
+  const std::vector<Run>& runs_;
+  const bool terminal_;
+  bool drawn_ = false;
+  const Clock::time_point start_ = Clock::now();
+  Clock::time_point shown_{};
+};
+
+// Step by step in turn, each with all threads: the lines grow side by side on any number of cores.
+void train_side_by_side(std::vector<Run>& runs, const RunConfig& config) {
+  RunLines lines(runs);
+  for (int64_t step = 0; step < config.schedule.steps; ++step) {
+    for (Run& run : runs) {
+      const StepReport report = run.run->step();
+      run.loss = step == 0 ? report.loss : 0.95 * run.loss + 0.05 * report.loss;
+      if (step % config.facts_every != 0) continue;
+      double offset = 0;
+      for (const HeadFacts& facts : run.run->trainer().model().facts())
+        offset = std::max(offset, static_cast<double>(facts.largest_row_mean));
+      run.offsets.push_back(offset);
+    }
+    lines.show(step, config.schedule.steps);
+  }
+  lines.clear();
+  for (Run& run : runs) {
+    run.run->trainer().save();
+    run.run.reset();
+    fmt::print("{}\n", line_of(run));
+  }
+}
+
+// --- a step of a GPU's run
+
+// The captures that the source tree brings along.
+std::vector<fs::path> shipped_captures() {
+  std::vector<fs::path> files;
+  std::error_code error;
+  for (fs::directory_iterator at(fs::path(EVENKEEL_SOURCE_DIR) / "docs/captures", error), end;
+       !error && at != end; at.increment(error))
+    if (at->path().extension() == ".safetensors") files.push_back(at->path());
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+// The worst head of a capture, replayed on the CPU; in words.
+std::string show_capture(const fs::path& file, bool colour) {
+  const Capture capture = read_capture(file);
+  const std::vector<HeadProbe> probes = probe(capture);
+  const int64_t worst = worst_head(probes);
+  require_data(worst >= 0, "{}: expected a head, found none", file.string());
+  const auto n = static_cast<size_t>(worst);
+  const std::string words =
+      in_words(probes[n], fmt::format("layer {} head {}", capture.layer, capture.heads[n]));
+  fmt::print("{} at step {} ({}; plan {}): {}\n", capture.source, capture.step, capture.model,
+             to_string(capture.plans[n]), words);
+  const HeadAnalysis analysis = analyse_head(capture, worst);
+  if (analysis.trace && !analysis.trace->guilty.empty())
+    fmt::print("\nits worst addition, bit by bit\n{}\n",
+               to_text(analysis.trace->guilty[0].explanation, colour));
+  fmt::print("all of it: evenkeel probe {}\n\n", file.string());
+  return words;
+}
+
+// ---
+
+// Where nothing is yet: evenkeel-demo, evenkeel-demo-2, ...
+fs::path fresh_folder() {
+  fs::path folder = "evenkeel-demo";
+  for (int n = 2; fs::exists(folder); ++n) folder = fmt::format("evenkeel-demo-{}", n);
+  return folder;
+}
+
+int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
+  const auto start = Clock::now();
+  const bool colour = use_colour();
+  RunConfig config = scale.config;
+  fs::create_directories(out);
+  heading("1. Three trainings, the same batches", colour);
+  complete(config, text.empty() ? own_text(out, scale.synthetic) : text);
+  std::vector<Run> runs;
+  runs.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "softmax row sum in 8 bits (e5m2)"});
+  runs.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
+  runs.push_back({"fp32", "fp32", "FP32"});
+  fmt::print(
+      "A GPT-2 of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax cannot "
+      "see; bars "
+      "are its\nsize from 1 to 100,000, on a logarithmic scale.\n\n",
+      config.model.layers, config.model.heads, config.schedule.steps - 1);
+  for (Run& run : runs) {
+    config.plan = run.plan;
+    config.checkpoint_every = &run == &runs[0] ? 100 : 0;  // replays start from them
+    run.folder = out / run.name;
+    run.run = std::make_unique<GuardedRun>(run.folder, Trainer::start(run.folder, config));
+  }
+  train_side_by_side(runs, config);
+  const double trained = seconds_since(start);
+
+  heading("\n2. Which rounding did it", colour);
+  fmt::print("$ evenkeel isolate {} --steps {}\n", runs[0].folder.string(), scale.replay_steps);
+  Replays::Options of_replays;
+  of_replays.file = runs[0].folder / "isolate.json";
+  Replays replays(runs[0].folder, of_replays);
+  IsolateOptions of_search;
+  of_search.steps = scale.replay_steps;
+  of_search.tell = [](const std::string& link) {
+    fmt::print("  {}\n", link);
+    std::fflush(stdout);
+  };
+  const Isolation found = isolate(replays, of_search);
+  const Evidence& e = found.evidence;
+  nlohmann::json kept = to_json(found, replays);  // for the report, as `evenkeel isolate` keeps it
+  kept.erase("trials");
+  write_whole_file(runs[0].folder / "verdict.json", kept.dump(1) + "\n");
+  const double isolated = seconds_since(start) - trained;
+
+  if (found.bits) {
+    heading("\n3. Its worst addition there, bit by bit", colour);
+    fmt::print("{}\n", to_text(*found.bits, colour));
+  }
+  if (!e.guilty.empty()) {  // for the page's panels
+    const std::string at = fmt::format("{}@{}", runs[0].folder.string(), config.schedule.steps - 1);
+    const std::string layer = std::to_string(e.guilty[0] / config.model.heads);
+    const std::string file = (runs[0].folder / "worst.safetensors").string();
+    std::vector<std::string> words = {"capture", at, "--layer", layer, "-o", file};
+    std::vector<char*> arguments;
+    for (std::string& word : words) arguments.push_back(word.data());
+    run_capture(static_cast<int>(arguments.size()), arguments.data());
+  }
+
+  heading("\n4. A step of a GPU's BF16 run, replayed here", colour);
+  std::string of_gpu;
+  for (const fs::path& file : shipped_captures()) of_gpu = show_capture(file, colour);
+  if (of_gpu.empty())
+    fmt::print("No capture lies in {}: `evenkeel capture` makes one where there is a GPU.\n\n",
+               (fs::path(EVENKEEL_SOURCE_DIR) / "docs/captures").string());
+
+  const fs::path report = out / "report.html";
+  std::vector<fs::path> folders;
+  for (const Run& run : runs) folders.push_back(run.folder);
+  write_whole_file(report, page(folders));
+
+  heading("What came out", colour);
+  for (const Run& run : runs)
+    fmt::print("{:<34} offset {:>6.0f}, loss {:.3f}\n", run.words, run.offsets.back(), run.loss);
+  fmt::print("symptom: {}\n", e.symptom.words.empty() ? "none" : e.symptom.words);
+  fmt::print("guilty:  {}{}\n",
+             e.guilty.empty() ? "no heads found" : heads_in_words(e.guilty, config.model.heads),
+             e.sites.empty() ? "" : fmt::format(", site {}", [&] {
+               std::string names;
+               for (const Site site : e.sites)
+                 names += fmt::format("{}{}", names.empty() ? "" : ", ", name(site));
+               return names;
+             }()));
+  const auto offset_of = [](const Trial* trial) {
+    return trial ? fmt::format("{:.0f}", trial->health.offset) : std::string("not tried");
+  };
+  fmt::print(
+      "proof:   offset {} as recorded, {} with that in FP32, {} with zero_sum there{}, {} all in FP32\n",
+      offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum),
+      e.zero_sum_all ? fmt::format(" ({} everywhere)", offset_of(e.zero_sum_all)) : "", offset_of(e.control));
+  fmt::print("verdict: {}: {}\n", name(found.verdict.cause), found.verdict.words);
+  fmt::print("on a GPU: {}\n", of_gpu.empty() ? "no capture here" : of_gpu);
+  fmt::print("time:    {:.0f} s: {:.0f} training, {:.0f} for {} replays\n", seconds_since(start), trained,
+             isolated, replays.trials().size());
+  fmt::print("page:    {}; live: evenkeel watch {}\n", fs::absolute(report).string(),
+             fmt::format("{} {} {}", folders[0].string(), folders[1].string(), folders[2].string()));
+  return 0;
 }
 
 }  // namespace
 
 int run_demo(int argc, char** argv) {
-  std::vector<std::string> extra;
+  std::vector<std::string> plans;
+  std::string text, out;
+  bool quick = false, story = false;
   Options options(
-      "demo [--plan PLAN]...",
-      "The story so far on built-in inputs, in under a minute: one addition, bit by bit; the sum "
-      "that rounding\n"
-      "breaks; one attention head that derails and is cured, a whole model that does; and the GPU's kernels.",
-      "demo --plan fp32,pv=e8m2 --plan fp32,pv=e8m2,stabiliser=zero_sum");
-  options.values("--plan", "PLAN", "one more plan for the third part, several allowed", extra);
+      "demo [--quick] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
+      "The whole job on this machine, in a few minutes on two cores and without a GPU: trains a small GPT-2 "
+      "three times "
+      "side by\n"
+      "side, of which one drifts; finds the guilty layer, heads and rounding by replays; explains the worst "
+      "addition; and "
+      "writes\n"
+      "the report. --story: the mechanism in the small, from one addition to one head, in under a minute.",
+      "demo --quick --text ~/notes");
+  options.flag("--quick", "a smaller model: one minute", quick);
+  options.value("--text", "FOLDER",
+                "text to train on (default: the project's own sources and documents; --quick: synthetic)",
+                text);
+  options.value("--out", "FOLDER", "for runs and report, new or empty (default: evenkeel-demo)", out);
+  options.flag("--story", "the mechanism in the small instead", story);
+  options.values("--plan", "PLAN", "with --story: one more plan for its head, several allowed", plans);
   if (!options.parse(argc, argv)) return 0;
-  for (const std::string& text : extra)
-    parse_plan(text);  // an unknown name is an error before the work starts
-  const bool colour = use_colour();
-  show_addition(colour);
-  show_residual(colour);
-  show_drift(extra, colour);
-  show_model(colour);
-  show_gpu(colour);
-  fmt::print(
-      "`evenkeel conform` judges every plan on every kind of row; `evenkeel explain A + B` explains any "
-      "operation.\n");
-  return 0;
+  for (const std::string& plan : plans)
+    parse_plan(plan);  // an unknown name is an error before the work starts
+  require(plans.empty() || story, "--plan: expected together with --story");
+  if (story) {
+    require(!quick && text.empty() && out.empty(), "--story: expected no --quick, --text or --out with it");
+    tell_story(plans);
+    return 0;
+  }
+  if (!text.empty()) require_data(fs::exists(text), "--text {}: no such file or folder", text);
+  const fs::path folder = out.empty() ? fresh_folder() : fs::path(out);
+  require_data(!fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder)),
+               "--out {}: expected a folder that is not there or is empty", folder.string());
+  return show_all(quick ? quick_scale() : full_scale(), text, folder);
 }
 
 }  // namespace evenkeel::cli

@@ -19,7 +19,7 @@ struct Command {
   int (*run)(int, char**);
 };
 constexpr Command kCommands[] = {
-    {"demo", "the story so far, on built-in inputs: no GPU, no download", cli::run_demo},
+    {"demo", "the whole job on this machine: no GPU, no download", cli::run_demo},
     {"explain", "one operation, or one tensor-core sum, bit by bit", cli::run_explain},
     {"conform", "judge attention by the sign of its errors, on hard inputs", cli::run_conform},
     {"data", "text to tokens: prepare | synth | inspect", cli::run_data},
@@ -33,6 +33,7 @@ constexpr Command kCommands[] = {
     {"indicators", "which warning sign speaks, how long before the loss moves, and how often for nothing",
      cli::run_indicators},
     {"report", "everything known of some runs, on one page", cli::run_report},
+    {"watch", "the report's page, live in the browser", cli::run_watch},
     {"bench", "speed as ratios: round | attention", cli::run_bench},
     {"info", "version, CPU features, which kernels will run and why", cli::run_info},
 };

@@ -76,5 +76,6 @@ int run_report(int argc, char** argv);
 int run_sample(int argc, char** argv);
 int run_train(int argc, char** argv);
 int run_verdict(int argc, char** argv);
+int run_watch(int argc, char** argv);
 
 }  // namespace evenkeel::cli

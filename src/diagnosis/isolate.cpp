@@ -397,6 +397,8 @@ class Search {
                     same_for(e_.guilty, fmt::format("stabiliser={}", stabiliser)));
     };
     e_.zero_sum = with_stabiliser("zero_sum");
+    if (e_.measure == Evidence::Measure::offset && !e_.heals(*e_.zero_sum))
+      e_.zero_sum_all = &trial("zero_sum on all heads", "stabiliser=zero_sum");
     e_.alone_guilty = &trial("the guilty sites alone rounded, all else FP32",
                              "fp32; " + clauses_for(e_.guilty, [&](int64_t head) {
                                const PrecisionPlan plan = plan_of(head);
@@ -515,13 +517,19 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
     for (const Site site : e.sites) formats.push_back(to_string(plan.at(site)));
   }
   // Each part a trial plays in the argument, and whether it healed.
-  const std::pair<const char*, const Trial*> kParts[] = {
-      {"recorded", e.recorded},     {"control", e.control},
-      {"placebo", e.placebo},       {"control_placebo", e.control_placebo},
-      {"cured", e.cured},           {"alone_guilty", e.alone_guilty},
-      {"zero_sum", e.zero_sum},     {"wide_output", e.wide_output},
-      {"consistent", e.consistent}, {"wide_pv", e.wide_pv},
-      {"unbiased", e.unbiased},     {"slower", e.slower}};
+  const std::pair<const char*, const Trial*> kParts[] = {{"recorded", e.recorded},
+                                                         {"control", e.control},
+                                                         {"placebo", e.placebo},
+                                                         {"control_placebo", e.control_placebo},
+                                                         {"cured", e.cured},
+                                                         {"alone_guilty", e.alone_guilty},
+                                                         {"zero_sum", e.zero_sum},
+                                                         {"zero_sum_all", e.zero_sum_all},
+                                                         {"wide_output", e.wide_output},
+                                                         {"consistent", e.consistent},
+                                                         {"wide_pv", e.wide_pv},
+                                                         {"unbiased", e.unbiased},
+                                                         {"slower", e.slower}};
   Json parts = Json::array(), trials = Json::array();
   for (const auto& [part, trial] : kParts) {
     if (!trial) continue;

@@ -245,6 +245,9 @@ void add_trials(const Evidence& e, std::vector<std::string>& chain) {
       "stays healthy: something else takes part", "derails: it is enough by itself");
   add(e.zero_sum, "remedy zero_sum on these heads (and the sham: the same rounding, its rows' sums kept)",
       "heals: it is the broken sum that derails, not the size of the error",
+      e.zero_sum_all ? "does not heal" : "does not heal: the sum is not what derails");
+  add(e.zero_sum_all, "zero_sum on all heads",
+      "heals: the broken sum derails, and other heads break theirs, too",
       "does not heal: the sum is not what derails");
   add(e.wide_output, "equivalent: wide_output (O for delta in FP32)", "heals", "does not heal");
   add(e.consistent, "equivalent: consistent", "heals", "does not heal");
@@ -257,10 +260,9 @@ Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
   const int64_t H = config.model.heads;
   Verdict v;
   const bool drift = e.measure == Evidence::Measure::offset;
-  if (drift && e.zero_sum && !e.heals(*e.zero_sum))
-    v.cause = Cause::other_rounding;
-  else
-    v.cause = drift ? Cause::common_mode_drift : Cause::other_rounding;
+  const auto heals = [&](const Trial* trial) { return trial && e.heals(*trial); };
+  const bool through_the_sum = !e.zero_sum || heals(e.zero_sum) || heals(e.zero_sum_all);
+  v.cause = drift && through_the_sum ? Cause::common_mode_drift : Cause::other_rounding;
   v.evidence.push_back(
       fmt::format("steps {} to {} as recorded: {}", e.window.begin, e.window.end, figures(*e.recorded)));
   v.evidence.push_back(fmt::format("control, all in FP32 on the same batches: {}", figures(*e.control)));
@@ -313,7 +315,9 @@ Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
         "part back.{}",
         site, joined(formats, ", "), where,
         e.unbiased ? (e.heals(*e.unbiased) ? ", with its bias" : ", by noise as much as by bias") : "",
-        e.zero_sum ? " stabiliser=zero_sum on these heads heals it." : "");
+        heals(e.zero_sum)       ? " stabiliser=zero_sum on these heads heals it."
+        : heals(e.zero_sum_all) ? " stabiliser=zero_sum on all heads heals it; on these alone it does not."
+                                : "");
   else
     v.words = fmt::format(
         "Rounding {} ({}) in {} derails this run, {}.", site, joined(formats, ", "), where,

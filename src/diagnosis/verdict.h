@@ -92,6 +92,8 @@ struct Evidence {
   const Trial* cured = nullptr;  // the sites in FP32, nothing else changed
   const Trial* alone_guilty = nullptr;  // the sites as recorded, everything else in FP32
   const Trial* zero_sum = nullptr;      // the remedy; also the sham: the same rounding, its rows' sums kept
+  // The same on all heads; tried where it does not heal on the guilty ones alone, since others may leak, too.
+  const Trial* zero_sum_all = nullptr;
   const Trial *wide_output = nullptr, *consistent = nullptr, *wide_pv = nullptr, *unbiased = nullptr;
   const Trial* slower = nullptr;  // FP32 at a quarter of the learning rate
   std::optional<BadSequences> data;

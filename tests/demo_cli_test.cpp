@@ -1,0 +1,37 @@
+// `evenkeel demo --quick`, whole: text, batches and sums are the same bits everywhere, so what it finds is, too.
+#include <gtest/gtest.h>
+
+#include "base/whole_file.h"
+#include "isolation_cases.h"
+#include "run_folder.h"
+#include "run_program.h"
+
+namespace evenkeel {
+namespace {
+
+class DemoTest : public RunFolderTest {};
+
+TEST_F(DemoTest, finds_the_rounding_it_was_given_and_writes_the_page) {
+  SKIP_LONG_RUNS();
+  const Output demo =
+      run_shell(fmt::format("{} demo --quick --out {} 2>&1", EVENKEEL_PROGRAM, (folder / "demo").string()));
+  ASSERT_EQ(demo.code, 0) << demo.out;
+  const size_t summary = demo.out.find("What came out");
+  ASSERT_NE(summary, std::string::npos) << demo.out;
+  const std::string lines = demo.out.substr(demo.out.find("\n\n", summary) + 2);
+  EXPECT_EQ(std::count(lines.begin(), lines.end(), '\n'), 10) << lines;
+  EXPECT_NE(lines.find("guilty:  layer 0 head 1, site row_sum\n"), std::string::npos) << lines;
+  EXPECT_NE(lines.find("verdict: common_mode_drift"), std::string::npos) << lines;
+  EXPECT_NE(demo.out.find("to e5m2"), std::string::npos) << demo.out;
+  const std::string page = read_whole_file(folder / "demo/report.html", 5'000'000);
+  for (const char* run : {"row_sum-e5m2", "zero_sum", "fp32"})
+    EXPECT_NE(page.find(run), std::string::npos) << run;
+  // A second one does not write over the first.
+  EXPECT_EQ(
+      run_shell(fmt::format("{} demo --quick --out {} 2>&1", EVENKEEL_PROGRAM, (folder / "demo").string()))
+          .code,
+      3);
+}
+
+}  // namespace
+}  // namespace evenkeel
