@@ -223,7 +223,8 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   resumed.see(9, 0, *model, line);
   const nlohmann::json& full = line["probe"];
   EXPECT_NEAR(full["delta_error_running"][1][1].get<double>() - full["delta_error_sum"][1][1].get<double>(),
-              history.probes[2][3].delta_error_running, 1e-4 * std::fabs(history.probes[2][3].delta_error_running) + 1e-12);
+              history.probes[2][3].delta_error_running,
+              1e-4 * std::fabs(history.probes[2][3].delta_error_running) + 1e-12);
   EXPECT_TRUE(line.contains("residual_rms") && full["rows"] == 12 && full["step"] == 9);
   // On a GPU the CPU works beside it: the same probe, in the line before the next is due, or in the run's last.
   RunConfig device = c;

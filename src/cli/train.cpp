@@ -108,15 +108,16 @@ void share_threads(const Launch& launch) {
 
 // Sets `ranks` once it has joined them.
 int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
-  std::string preset, config_file, data, validation, batches, out, resume, branch, plan, schedule,
-      optimizer, lr, backend, guard;
+  std::string preset, config_file, data, validation, batches, out, resume, branch, plan, schedule, optimizer,
+      lr, backend, guard;
   std::vector<std::string> changes, settings;
   int64_t steps = -1, warmup = -1, sequences = -1, accumulate = -1, seed = -1, checkpoint_every = -1,
           facts_every = -1, validate_every = -1, probe_every = -1, keel_ramp = -1, threads = 0;
   bool shard_optimizer = false;
   constexpr int64_t kMany = int64_t{1} << 40;
   Options options(
-      "train --preset NAME --data PATH --out RUN [options] | train --resume RUN | train --branch RUN@STEP --out "
+      "train --preset NAME --data PATH --out RUN [options] | train --resume RUN | train --branch RUN@STEP "
+      "--out "
       "NEW [options]",
       "Trains GPT-2 with a precision plan for attention, and records everything needed to repeat any step.\n"
       "Settings come from the preset, then --config, then the options; RUN/config.toml holds them all.\n"
@@ -188,7 +189,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     std::optional<RunStep> from;
     if (!branch.empty()) {
       require(preset.empty() && config_file.empty() && ranks->size() == 1,
-              "--branch takes its settings from RUN's config.toml, on one rank: expected no --preset or --config");
+              "--branch takes its settings from RUN's config.toml, on one rank: expected no --preset or "
+              "--config");
       from = parse_run_step(branch);
       require(from.has_value(), "--branch '{}': expected RUN@STEP, as in runs/a@3000", branch);
       config = config_of_run(from->run);

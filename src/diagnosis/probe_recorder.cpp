@@ -115,7 +115,8 @@ void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
                           [this, table = model.table()] { return full_set(table); });
   }
   // Always in the same line, however long it took: a record does not depend on the machine's load.
-  if (pending_.valid() && (!background_ || full(step + 1) || step + 1 == steps_)) line["probe"] = pending_.get();
+  if (pending_.valid() && (!background_ || full(step + 1) || step + 1 == steps_))
+    line["probe"] = pending_.get();
 }
 
 Json ProbeRecorder::full_set(const ParameterTable& table) {
@@ -134,8 +135,10 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
     p.delta_error_running = delta_error_running_[n];
   }
   const auto [sequences, _, rows, size] = snapshot_.layers[0].q.shape();
-  Json record = {
-      {"step", snapshot_.step}, {"loss", snapshot_.loss}, {"sequences", sequences}, {"rows", sequences * rows}};
+  Json record = {{"step", snapshot_.step},
+                 {"loss", snapshot_.loss},
+                 {"sequences", sequences},
+                 {"rows", sequences * rows}};
   for (const ProbeField& field : kProbeFields)
     record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
   Json& norms = record["norms"] = Json::object();
@@ -143,8 +146,9 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   for_each_matrix(table, snapshot_.parameters,
                   [&](const std::string& name, const Matrix& matrix, int64_t matrix_rows, int64_t columns) {
                     SpectralNorm& norm = matrix_norms_[name];
-                    matrices.emplace_back(
-                        name, [&norm, matrix, matrix_rows, columns] { return norm.of(matrix, matrix_rows, columns); });
+                    matrices.emplace_back(name, [&norm, matrix, matrix_rows, columns] {
+                      return norm.of(matrix, matrix_rows, columns);
+                    });
                   });
   std::vector<double> found(matrices.size());
   parallel_for(static_cast<int64_t>(matrices.size()), [&](int64_t n, int) {

@@ -49,7 +49,7 @@ class ProbeRecorder : public StepWatcher {
 
   const int64_t every_, steps_, sequences_, rows_;
   const bool background_;
-  Snapshot snapshot_;                                 // the worker's while pending_ is valid
+  Snapshot snapshot_;  // the worker's while pending_ is valid
   std::future<nlohmann::json> pending_;
   std::vector<HeadNorms> norms_;                      // (L, H)
   std::map<std::string, SpectralNorm> matrix_norms_;  // by the weight's name

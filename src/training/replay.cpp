@@ -53,8 +53,8 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
                                  [&](const Checkpoint& c) { return c.step == step; });
   std::string steps;
   for (const Checkpoint& c : checkpoints) steps += fmt::format("{}{}", steps.empty() ? "" : ", ", c.step);
-  require_data(from != checkpoints.end(), "{}: expected a checkpoint of step {}, found {}", run.string(), step,
-               steps.empty() ? "none" : "those of " + steps);
+  require_data(from != checkpoints.end(), "{}: expected a checkpoint of step {}, found {}", run.string(),
+               step, steps.empty() ? "none" : "those of " + steps);
   try {
     fs::create_directories(folder / "checkpoints");
     // What they hold of later steps is cut off when the branch is resumed.

@@ -906,8 +906,7 @@ void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   std::vector<float> lse(at(B * H * T_));  // (B, H, T), as it lies there
   copy_down(lse.data(), m.lse, lse.size() * sizeof(float));
   wait();
-  for (int64_t n = 0; n < B * H; ++n)
-    std::copy_n(lse.begin() + n * T_, T, c.lse.values().begin() + n * T);
+  for (int64_t n = 0; n < B * H; ++n) std::copy_n(lse.begin() + n * T_, T, c.lse.values().begin() + n * T);
 }
 
 void Gpt2Cuda::run(const CallKind& kind) {
