@@ -7,7 +7,6 @@ Sections: kernels, opcheck, compile, graph, streams, transformers, speed, confor
 told with its last lines and does not hide the others. Exit codes: 0 all passed, 1 a failure, 77 no PyTorch with a GPU.
 """
 import argparse
-import contextlib
 import io
 import itertools
 import pathlib
@@ -253,6 +252,7 @@ def streams(_):
 
 def transformers(_):
     from hf_models import compare
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     evenkeel.hf.register()
@@ -279,9 +279,11 @@ def transformers(_):
                 for implementation in ("sdpa", label):
                     model.set_attn_implementation(implementation)
                     model.zero_grad(set_to_none=True)
-                    with torch.autocast("cuda", dtype=BF16) if dtype == BF16 else contextlib.nullcontext():
+                    # In FP32 against the backend without TF32 inside; in BF16 against whichever PyTorch takes.
+                    with (torch.autocast("cuda", dtype=BF16) if dtype == BF16 else
+                          sdpa_kernel(SDPBackend.MATH)):
                         loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
-                    loss.backward()
+                        loss.backward()
                     losses[implementation] = loss.item()
                     gradients[implementation] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
                 difference = abs(losses["sdpa"] - losses[label])

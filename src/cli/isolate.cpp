@@ -151,9 +151,9 @@ int run_verdict(int argc, char** argv) {
   of_replays.file = fs::path(words[0]) / "isolate.json";
   Replays replays(words[0], of_replays);
   IsolateOptions of_search;
-  // The stretch that was replayed, not the one that would be chosen now.
+  // The stretch that was searched (the last one looked at), not the one that would be chosen now.
   if (!replays.trials().empty()) {
-    const Window& window = replays.trials().front().window;
+    const Window& window = replays.trials().back().window;
     of_search.steps = window.end - window.begin;
     if (window.begin > 0) of_search.begin = window.begin;
   }

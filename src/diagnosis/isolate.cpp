@@ -83,8 +83,9 @@ class Search {
   }
 
   // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. The
-  // earliest in which the symptom grows at least half as far as anywhere, and so on; then the others, by how far. Early
-  // ones are worth more: once the drift has spread, everything acts on everything.
+  // earliest in which the symptom grows at least half as far as anywhere, and so far that it can be told (look_at), and
+  // so on; then the others, by how far. Early ones are worth more: once the drift has spread, everything acts on
+  // everything.
   std::vector<Window> candidates() const {
     const int64_t end = static_cast<int64_t>(record_.loss.size());
     std::vector<int64_t> begins = {0};
@@ -112,8 +113,13 @@ class Search {
     }
     double most = -std::numeric_limits<double>::infinity();
     for (const auto& [growth, window] : ranked) most = std::max(most, growth);
-    const auto far = std::stable_partition(ranked.begin(), ranked.end(),
-                                           [&](const auto& one) { return one.first >= most / 2; });
+    const auto shows = [&](const Window& window) {
+      return e_.symptom.kind != Symptom::Kind::offset ||
+             offset_at(window.end - 1) > std::log(kDriftedOffset) + kLeastContrast;
+    };
+    const auto far = std::stable_partition(ranked.begin(), ranked.end(), [&](const auto& one) {
+      return one.first >= most / 2 && shows(one.second);
+    });
     std::stable_sort(far, ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     std::vector<Window> windows;
     for (const auto& [growth, window] : ranked) windows.push_back(window);
