@@ -1,8 +1,8 @@
 #include "diagnosis/probe_recorder.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <nlohmann/json.hpp>
 
@@ -18,7 +18,10 @@ using Json = nlohmann::json;
 // Five digits: a record of every step and head is read by eyes and thresholds.
 Json short_number(double x) {
   if (!std::isnormal(x)) return x;
-  return std::strtod(fmt::format("{:.4e}", x).c_str(), nullptr);
+  char text[16];  // -1.2345e-308
+  const auto written = std::to_chars(text, text + sizeof text, x, std::chars_format::scientific, 4);
+  std::from_chars(text, written.ptr, x);
+  return x;
 }
 
 // (L, H) as an array of arrays.
