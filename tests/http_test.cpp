@@ -185,7 +185,8 @@ TEST_F(HttpServerTest, on_loopback_refuses_other_hosts) {
     client.say("GET /page HTTP/1.1\r\nHost: " + std::string(host) + "\r\n\r\n");
     EXPECT_EQ(client.reply().status, 200) << host;
   }
-  for (const char* host : {"evil.example", "localhost.evil.example", "192.168.0.1"}) {
+  for (const char* host : {"evil.example", "localhost.evil.example", "127.0.0.1.evil.example",
+                           "127.evil.example", "192.168.0.1"}) {
     HttpClient client(port);
     client.say("GET /page HTTP/1.1\r\nHost: " + std::string(host) + "\r\n\r\n");
     EXPECT_EQ(client.reply().status, 421) << host;

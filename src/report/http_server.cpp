@@ -60,7 +60,9 @@ bool is_loopback(const sockaddr* address) {
 
 // A page of another site may have its own name point here, and so ask as if it were ours: names are refused.
 bool is_loopback_host(const std::string& host) {
-  return host.empty() || host == "localhost" || host.starts_with("127.") || host == "[::1]";
+  const bool numbers =
+      host.find_first_not_of("0123456789.") == std::string::npos;  // 127.0.0.1.example is a name
+  return host.empty() || host == "localhost" || (numbers && host.starts_with("127.")) || host == "[::1]";
 }
 
 // "W/" and lists, as caches send them.
