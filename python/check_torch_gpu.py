@@ -440,6 +440,10 @@ def main():
             text = io.StringIO()
             traceback.print_exc(file=text)
             print("\n".join(text.getvalue().splitlines()[-14:]))
+            cause = error.__cause__ or error.__context__
+            while cause is not None:  # what lies behind it: the numbers that differ, say
+                print(f"  because of {type(cause).__name__}: {str(cause).strip()[:800]}")
+                cause = cause.__cause__ or cause.__context__
             outcome, words = "FAILED", f"{type(error).__name__}: {str(error).strip()}"[:160].replace("\n", " ")
         rows.append(f"{name:<13} {outcome:<7} {time.perf_counter() - began:5.0f} s  {words}")
         print(rows[-1], flush=True)
