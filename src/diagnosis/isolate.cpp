@@ -101,7 +101,7 @@ class Search {
       const Window window{begin, std::min(end, begin + options_.steps)};
       double growth = 0;
       if (e_.symptom.kind == Symptom::Kind::offset)
-        growth = offset_at(window.end - 1) - offset_at(begin);
+        growth = offset_in(last_quarter(window)) - offset_in(first_quarter(window));
       else if (e_.symptom.kind == Symptom::Kind::loss)
         growth = loss_before(window.end) - loss_before(begin + kMeanOf);
       else
@@ -115,7 +115,7 @@ class Search {
     for (const auto& [growth, window] : ranked) most = std::max(most, growth);
     const auto shows = [&](const Window& window) {
       return e_.symptom.kind != Symptom::Kind::offset ||
-             offset_at(window.end - 1) > std::log(kDriftedOffset) + kLeastContrast;
+             offset_in(last_quarter(window)) > std::log(kDriftedOffset) + kLeastContrast;
     };
     const auto far = std::stable_partition(ranked.begin(), ranked.end(), [&](const auto& one) {
       return one.first >= most / 2 && shows(one.second);
@@ -126,13 +126,16 @@ class Search {
     return windows;
   }
 
-  // log of the symptom's head's recorded offset at or before a step; what a healthy head has counts as nothing.
-  double offset_at(int64_t step) const {
-    const auto next = std::upper_bound(record_.fact_steps.begin(), record_.fact_steps.end(), step);
-    if (next == record_.fact_steps.begin()) return std::log(kScoreUnit);
-    const double value = record_.offset[static_cast<size_t>(next - record_.fact_steps.begin() - 1)]
-                                       [static_cast<size_t>(e_.symptom.layer * H_ + e_.symptom.head)];
-    return std::log(std::max(value, kScoreUnit));
+  static Window first_quarter(const Window& w) { return {w.begin, w.begin + (w.end - w.begin + 3) / 4}; }
+  static Window last_quarter(const Window& w) { return {w.end - (w.end - w.begin + 3) / 4, w.end}; }
+  // Mean of the recorded logarithms of the largest offset over heads; what a healthy head has counts as nothing. Of one head
+  // alone, or at one step, it would be mostly noise. Where nothing is recorded there: as before.
+  double offset_in(const Window& window) const {
+    double sum = 0, count = 0;
+    for (size_t n = 0; n < record_.fact_steps.size(); ++n)
+      if (record_.fact_steps[n] >= window.begin && record_.fact_steps[n] < window.end)
+        sum += std::log(std::max(recorded_offset(record_.fact_steps[n]), kScoreUnit)), ++count;
+    return count > 0 ? sum / count : std::log(std::max(recorded_offset(window.begin), kScoreUnit));
   }
   static constexpr int64_t kMeanOf = 10;
   double loss_before(int64_t step) const {
