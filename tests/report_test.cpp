@@ -446,6 +446,20 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
   EXPECT_TRUE(has(html, "class=\"line"));
 }
 
+TEST(RunRecords, a_probe_is_of_its_own_step) {
+  RunRecords run;
+  read_metrics(
+      "{\"step\":48,\"loss\":1}\n"
+      "{\"step\":49,\"loss\":1,\"probe\":{\"step\":0,\"entropy\":[[1]],\"norms\":{\"a\":1}}}\n"
+      "{\"step\":99,\"loss\":1,\"probe\":{\"step\":50,\"entropy\":[[2]]}}\n"
+      "{\"step\":149,\"loss\":1,\"probe\":{\"step\":7,\"entropy\":[[3]]}}\n"     // before the last one
+      "{\"step\":199,\"loss\":1,\"probe\":{\"step\":1000,\"entropy\":[[4]]}}\n"  // of the future
+      "{\"step\":249,\"loss\":1,\"probe\":{\"entropy\":[[5]]}}\n",
+      run);
+  EXPECT_EQ(run.probes.at("entropy").steps, (std::vector<int64_t>{0, 50, 51, 199, 249}));
+  EXPECT_EQ(run.norm_steps.front(), 0);
+}
+
 TEST_F(ReportTest, runs_of_one_name_are_told_apart) {
   const fs::path a = make("x/run", {{"metrics.jsonl", metrics(5)}}),
                  b = make("y/run", {{"metrics.jsonl", metrics(5)}});

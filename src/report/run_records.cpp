@@ -133,8 +133,13 @@ void take_step(const Json& line, RunRecords& run) {
   for (const char* fact : kFacts)
     if (const auto found = line.find(fact); found != line.end())
       append_heads(*found, *step, run, run.facts[fact]);
-  if (const auto probe = line.find("probe"); probe != line.end() && probe->is_object())
-    read_probe(*probe, *step, run);
+  if (const auto probe = line.find("probe"); probe != line.end() && probe->is_object()) {
+    // Of a step before the line's, where it was computed beside the training; never of one before the last probe's.
+    int64_t after = 0;
+    for (const auto& [name, series] : run.probes)
+      if (!series.steps.empty()) after = std::max(after, series.steps.back() + 1);
+    read_probe(*probe, std::clamp(step_at(*probe).value_or(*step), std::min(after, *step), *step), run);
+  }
 }
 
 void note_metrics(const JsonLinesResult& result, RunRecords& run) {
