@@ -21,7 +21,7 @@
 namespace evenkeel {
 
 // The natural unit of scores: of two that lie further apart, the smaller is lost in an FP32 row sum, so no softmax has a
-// use for more. Healthy heads were seen at up to 2.6 of it (docs/experiments.md).
+// use for more. Healthy heads were seen at up to 2.6 of it in small models, at up to 11 in one of 13.8 M parameters.
 inline const double kScoreUnit = 24 * std::log(2.0);
 // A head whose offset is above this has drifted, or is about to.
 inline const double kDriftedOffset = 4 * kScoreUnit;
