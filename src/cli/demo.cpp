@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "base/error.h"
@@ -259,9 +258,7 @@ int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
   };
   const Isolation found = isolate(replays, of_search);
   const Evidence& e = found.evidence;
-  nlohmann::json kept = to_json(found, replays);  // for the report, as `evenkeel isolate` keeps it
-  kept.erase("trials");
-  write_whole_file(runs[0].folder / "verdict.json", kept.dump(1) + "\n");
+  write_verdict(found, replays);  // for the report
   const double isolated = seconds_since(start) - trained;
 
   if (found.bits) {

@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "base/threads.h"
-#include "base/whole_file.h"
 #include "cli/options.h"
 #include "diagnosis/isolate.h"
 
@@ -17,7 +16,6 @@ namespace evenkeel::cli {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 // One line on a terminal's standard error: which replay it is, how far, and how long all that the budget allows would take.
 class ReplayLine {
@@ -68,16 +66,13 @@ void print_text(const Isolation& found, const Replays& replays, bool colour) {
 
 // Kept beside the replays, where the report finds it; then printed.
 void tell(const Isolation& found, const Replays& replays, bool json) {
-  const Json result = to_json(found, replays);
-  Json kept = result;
-  kept.erase("trials");  // isolate.json has them
   try {
-    write_whole_file(replays.run() / "verdict.json", kept.dump(1) + "\n");
+    write_verdict(found, replays);
   } catch (const DataError& error) {  // a folder that may only be read still has a verdict
     fmt::print(stderr, "the report will not know of this: {}\n", error.what());
   }
   if (json)
-    fmt::print("{}\n", result.dump(2));
+    fmt::print("{}\n", to_json(found, replays).dump(2));
   else
     print_text(found, replays, use_colour());
 }
@@ -103,7 +98,7 @@ int run_isolate(int argc, char** argv) {
   options.words("RUN", words, 1, 1);
   options.value("--budget", "N", "replays at most, those kept from before among them", budget, 0, 100000);
   options.value("--steps", "N", "of a replay at most", steps, 4, int64_t{1} << 32);
-  options.value("--from", "STEP", "replay from this checkpoint (default: where the symptom grows most)",
+  options.value("--from", "STEP", "replay from this checkpoint (default: the earliest that shows it grow)",
                 begin, 0, int64_t{1} << 40);
   options.value("--backend", "NAME", "replay on cpu or cuda (default: where the run ran)", backend);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/whole_file.h"
 #include "diagnosis/head_analysis.h"
 #include "training/token_file.h"
 
@@ -568,6 +569,12 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
           {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
           {"replays", replays.trials().size()},
           {"trials", trials}};
+}
+
+void write_verdict(const Isolation& found, const Replays& replays) {
+  nlohmann::json kept = to_json(found, replays);
+  kept.erase("trials");  // isolate.json has them
+  write_whole_file(replays.run() / "verdict.json", kept.dump(1) + "\n");
 }
 
 }  // namespace evenkeel

@@ -34,6 +34,8 @@ Isolation isolate(Replays& replays, const IsolateOptions& options);
 // All of it for programs, and what RUN/verdict.json holds: the report reads that. Numbers that are not finite are strings,
 // as in metrics.jsonl.
 nlohmann::json to_json(const Isolation& found, const Replays& replays);
+// RUN/verdict.json, where the report finds it: the same without the trials. DataError where it cannot be written.
+void write_verdict(const Isolation& found, const Replays& replays);
 
 // The smallest subset that still heals: no single unit can be left out. units: most suspect first; `heals` is true of
 // all of them and false of none. About log2(units) calls for one guilty unit, one where it is the first.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -37,15 +36,23 @@ Json by_head(int64_t L, int64_t H, Value value) {
 }
 
 // Weights of two axes; a matrix of q, k and v side by side is three.
-template <class Visit>
-void for_each_matrix(const ParameterTable& table, std::span<const float> parameters, Visit visit) {
+struct NamedMatrix {
+  std::string name;
+  Matrix values;
+  int64_t rows, columns;
+};
+std::vector<NamedMatrix> matrices_of(const ParameterTable& table, std::span<const float> parameters) {
+  std::vector<NamedMatrix> matrices;
   for (const ParameterTensor& tensor : table.tensors()) {
     if (tensor.shape.size() != 2) continue;
     const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts;
     for (int64_t part = 0; part < tensor.parts; ++part)
-      visit(tensor.parts == 1 ? tensor.name : fmt::format("{}[{}]", tensor.name, "qkv"[part]),
-            Matrix{parameters.data() + tensor.offset + part * columns, tensor.shape[1], 1}, rows, columns);
+      matrices.push_back({tensor.parts == 1 ? tensor.name : fmt::format("{}[{}]", tensor.name, "qkv"[part]),
+                          {parameters.data() + tensor.offset + part * columns, tensor.shape[1], 1},
+                          rows,
+                          columns});
   }
+  return matrices;
 }
 
 }  // namespace
@@ -145,19 +152,16 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   for (const ProbeField& field : kProbeFields)
     record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
   Json& norms = record["norms"] = Json::object();
-  std::vector<std::pair<std::string, std::function<double()>>> matrices;
-  for_each_matrix(table, snapshot_.parameters,
-                  [&](const std::string& name, const Matrix& matrix, int64_t matrix_rows, int64_t columns) {
-                    SpectralNorm& norm = matrix_norms_[name];
-                    matrices.emplace_back(name, [&norm, matrix, matrix_rows, columns] {
-                      return norm.of(matrix, matrix_rows, columns);
-                    });
-                  });
+  const std::vector<NamedMatrix> matrices = matrices_of(table, snapshot_.parameters);
+  std::vector<SpectralNorm*> kept;  // from the last probe; the map is not to be changed side by side
+  for (const NamedMatrix& matrix : matrices) kept.push_back(&matrix_norms_[matrix.name]);
   std::vector<double> found(matrices.size());
   parallel_for(static_cast<int64_t>(matrices.size()), [&](int64_t n, int) {
-    found[static_cast<size_t>(n)] = matrices[static_cast<size_t>(n)].second();
+    const NamedMatrix& matrix = matrices[static_cast<size_t>(n)];
+    found[static_cast<size_t>(n)] =
+        kept[static_cast<size_t>(n)]->of(matrix.values, matrix.rows, matrix.columns);
   });
-  for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].first] = short_number(found[n]);
+  for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].name] = short_number(found[n]);
   return record;
 }
 

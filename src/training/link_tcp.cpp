@@ -167,7 +167,8 @@ class TcpLink final : public Link {
     else
       join(launch, deadline, wait);
     int ends[2];
-    require_data(::pipe(ends) == 0, "cannot make a pipe: {}", std::strerror(errno));
+    const bool piped = ::pipe(ends) == 0;  // by itself: arguments have no order, and errno is one
+    require_data(piped, "cannot make a pipe: {}", std::strerror(errno));
     wake_read_ = FileDescriptor(ends[0]);
     wake_write_ = FileDescriptor(ends[1]);
     watcher_ = std::thread([this] { watch(); });
