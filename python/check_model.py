@@ -147,10 +147,15 @@ def load(folder):
     return [] if error <= LOGIT_BOUND else [f"logits: largest difference {error:.3g} of the largest, above {LOGIT_BOUND}"]
 
 
-verbs = {"gradients": check_gradients, "make": make, "load": load}
-if len(sys.argv) != 3 or sys.argv[1] not in verbs:
-    sys.exit(__doc__)
-found_faults = verbs[sys.argv[1]](Path(sys.argv[2]))
-for fault in found_faults:
-    print(fault)
-sys.exit(1 if found_faults else 0)
+def main():
+    verbs = {"gradients": check_gradients, "make": make, "load": load}
+    if len(sys.argv) != 3 or sys.argv[1] not in verbs:
+        sys.exit(__doc__)
+    faults = verbs[sys.argv[1]](Path(sys.argv[2]))
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
