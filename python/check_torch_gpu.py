@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 
 try:
     import torch
@@ -206,6 +207,13 @@ def compile_(_):
         with autocast():
             breaks = torch._dynamo.explain(model)(tokens, targets).graph_break_count
         must(breaks == 0, f"expected no graph breaks, found {breaks}")
+        q = torch.randn(1, 2, 16, 64, device="cuda", dtype=BF16)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            falls_back = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.25), fullgraph=True)
+            falls_back(q), falls_back(q)
+        told = [str(w.message) for w in caught if "found 0.25" in str(w.message)]
+        must(len(told) == 1, f"expected one warning of what is not taken, found {told}")
     return f"fullgraph, 0 breaks, 3 lengths (one graph with dynamic=True), worst difference {max(errors):.1e}"
 
 
