@@ -97,7 +97,8 @@ def kernels(_):
     cases = [(dict(B=2, H=12, G=12, T=1024, N=1024, D=64, packed=True), True),
              (dict(B=1, H=4, G=2, T=257, N=257, D=128), True), (dict(B=2, H=3, G=3, T=65, N=33, D=40), False),
              (dict(B=2, H=3, G=1, T=31, N=77, D=20), False), (dict(B=1, H=2, G=2, T=1, N=5, D=64), False),
-             (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True)]
+             (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True),
+             (dict(B=3, H=4, G=4, T=96, N=96, D=32, dtype=torch.float32, packed=True), True)]
     for case, causal in cases:
         q, k, v, d_o = tensors(**case)
         T, N = q.shape[2], k.shape[2]
@@ -312,28 +313,31 @@ def transformers(_):
         tokens = torch.randint(0, 300, (3, 96), device="cuda")
         padding = torch.ones_like(tokens)
         padding[1, -20:] = 0
-        for label, dtype, limit in (("evenkeel_fp32", torch.float32, 1e-5), ("evenkeel", BF16, 2e-2)):
-            for mask in (None, padding):
-                losses, gradients = {}, {}
-                for implementation in ("sdpa", label):
-                    model.set_attn_implementation(implementation)
-                    model.zero_grad(set_to_none=True)
-                    # In FP32 against the backend whose products are torch.matmul's, without TF32 (main sees to that), as
-                    # ours are; in BF16 against whichever PyTorch takes.
-                    with (torch.autocast("cuda", dtype=BF16) if dtype == BF16 else
-                          sdpa_kernel(SDPBackend.MATH)):
-                        loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
-                        loss.backward()
-                    losses[implementation] = loss.item()
-                    gradients[implementation] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                difference = abs(losses["sdpa"] - losses[label])
-                error = apart([torch.cat([g.flatten() for g in gradients[label]])],
-                              [torch.cat([g.flatten() for g in gradients["sdpa"]])])
-                print(f"  {name} {label}, padding {mask is not None}: loss {losses['sdpa']:.6f} {losses[label]:.6f}, "
-                      f"gradient {error:.1e}")
-                must(difference < limit and error < (1e-4 if dtype == torch.float32 else 5e-2),
-                     f"{name} {label}: losses {losses}, gradients apart by {error}")
-                told.append(difference)
+        def loss_and_gradients(implementation, around, mask):
+            model.set_attn_implementation(implementation)
+            model.zero_grad(set_to_none=True)
+            with around:
+                loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+                loss.backward()
+            return loss.item(), [torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+
+        for mask in (None, padding):
+            # FP32: the judge is the backend whose products are torch.matmul's, without TF32 (main sees to that). How far
+            # PyTorch's own choice is from it is told, too.
+            expected = loss_and_gradients("sdpa", sdpa_kernel(SDPBackend.MATH), mask)
+            plain = contextlib.nullcontext()
+            for label, around, limit, gradient_limit in (("evenkeel_fp32", plain, 1e-5, 1e-4), ("sdpa", plain, None, None),
+                                                         ("evenkeel", autocast(), 2e-2, 5e-2)):
+                if label == "evenkeel":
+                    expected = loss_and_gradients("sdpa", autocast(), mask)
+                found = loss_and_gradients(label, around, mask)
+                difference, error = abs(found[0] - expected[0]), apart(found[1], expected[1])
+                words = (f"{name} {label}, padding {mask is not None}: loss {found[0]:.6f} for {expected[0]:.6f}, gradients "
+                         f"apart by {error:.1e}")
+                print(f"  {words}")
+                must(limit is None or (difference < limit and error < gradient_limit), words)
+                if label == "evenkeel_fp32":
+                    told.append(difference)
         generated = {}
         model.eval()
         for implementation in ("sdpa", "evenkeel_fp32"):
@@ -360,7 +364,7 @@ def transformers(_):
             print(f"  {kind} trained for {len(sdpa)} steps, BF16 {bf16}: {sdpa[0]:.4f} -> {sdpa[-1]:.4f} with sdpa, "
                   f"{ours[-1]:.4f} with evenkeel, apart by {difference:.1e}")
             must(difference < limit and sdpa[-1] < sdpa[0] - 0.5, f"{kind}: expected losses within {limit}, found {difference}")
-    return f"GPT-2 and Llama, padding and not, generate, Monitor, capture; FP32 losses apart by {min(told):.0e}"
+    return f"GPT-2 and Llama, padding and not, generate, Monitor, capture; FP32 losses apart by {max(told):.0e}"
 
 
 class Contestant:
