@@ -428,8 +428,9 @@ def speed(options):
     return f"{words}; {1e3 * statistics.median(times['evenkeel']):.1f} and {1e3 * statistics.median(times['cuDNN']):.1f} ms"
 
 
-KINDS = (("attention", "fmha|flash|sdpa|cudnn|evenkeel|hopper|any_plan"), ("products", "gemm|nvjet|cutlass|xmma|cublas|splitK"),
-         ("fused by the compiler", "^triton"), ("optimizer", "multi_tensor|Adam"), ("memory", "^Mem"), ("others", ""))
+KINDS = (("fused by the compiler", "^triton"), ("attention", "fmha|flash|sdpa|cudnn|evenkeel"),
+         ("products", "gemm|nvjet|cutlass|xmma|cublas|splitK"), ("optimizer", "multi_tensor|[aA]dam"), ("memory", "^Mem"),
+         ("others", ""))
 
 
 def kernel_times(contestant, steps):
