@@ -33,16 +33,20 @@ class PyTorchTest : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder); }
 
-  // The script's exit code, by the first python3 that has what it needs; its words go to the test's output.
-  int check_model(const std::string& verb) const {
+  // The script's exit code, by the first python3 that has what it needs; its words go to the test's output. The models
+  // are tiny: a thread for each core, a GPU's driver and a hub of models would only take time.
+  int check_model(const std::string& verb, const std::vector<fs::path>& folders) const {
+    constexpr const char* kPlain = "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1";
     std::vector<std::string> candidates = {"python3", "/usr/bin/python3"};
     if (const char* asked = std::getenv("EVENKEEL_PYTHON")) candidates = {asked};
     // In the tree it was built from, or here.
     fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / "check_model.py";
     if (!fs::exists(script)) script = fs::absolute("python/check_model.py");
+    std::string arguments;
+    for (const fs::path& given : folders) arguments += fmt::format(" '{}'", given.string());
     for (const std::string& python : candidates) {
       const std::string command =
-          fmt::format("'{}' '{}' {} '{}' 2>&1", python, script.string(), verb, folder.string());
+          fmt::format("{} '{}' '{}' {}{} 2>&1", kPlain, python, script.string(), verb, arguments);
       const int status = std::system(command.c_str());
       const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
       if (code != kNoPackage && code != kNoPython) return code;
@@ -75,6 +79,10 @@ Gpt2Config small() {
 }
 
 TEST_F(PyTorchTest, LossAndEveryGradient) {
+  // All at once: it is loading PyTorch that takes time. Beside each model's gradients lies a copy in which one value of the
+  // last tensor is wrong by a ten-thousandth of the tensor's size: is the judge awake?
+  std::vector<fs::path> right, wrong, all;
+  std::vector<std::string> wrong_name;
   for (const bool plain : {false, true}) {
     Gpt2Config config = small();
     config.bias = config.norm_bias = !plain;
@@ -92,42 +100,53 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
     std::vector<float> gradients(static_cast<size_t>(model->table().size()));
     model->read_gradients(gradients);
 
-    save_weights(folder / "model.safetensors", *model);
-    const auto write = [&](const std::vector<float>& values) {
-      std::vector<TensorHeader> headers;
-      for (const ParameterTensor& t : model->table().tensors())
-        headers.push_back({t.name, element_type("F32"), {t.shape.begin(), t.shape.end()}});
-      SafetensorsWriter writer(folder / "gradients.safetensors", headers);
-      for (const ParameterTensor& t : model->table().tensors())
-        writer.append(t.name, std::as_bytes(std::span(values).subspan(static_cast<size_t>(t.offset),
-                                                                      static_cast<size_t>(t.count()))));
-      writer.commit();
-    };
-    write(gradients);
     const auto rows = [&](const std::vector<int32_t>& values) {
       Json out = Json::array();
       for (int64_t b = 0; b < B; ++b)
         out.push_back(std::vector<int32_t>(values.begin() + b * T, values.begin() + (b + 1) * T));
       return out;
     };
-    std::ofstream(folder / "batch.json") << Json{
-        {"heads", config.heads}, {"tokens", rows(tokens)}, {"targets", rows(targets)}, {"loss", loss}};
-    const int code = check_model("gradients");
-    if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
-    EXPECT_EQ(code, 0);
-    // The judge is awake: one value in the last tensor is wrong by a ten-thousandth of the tensor's size.
+    const auto write = [&](const fs::path& to, const std::vector<float>& values) {
+      fs::create_directories(to);
+      save_weights(to / "model.safetensors", *model);
+      std::ofstream(to / "batch.json") << Json{
+          {"heads", config.heads}, {"tokens", rows(tokens)}, {"targets", rows(targets)}, {"loss", loss}};
+      std::vector<TensorHeader> headers;
+      for (const ParameterTensor& t : model->table().tensors())
+        headers.push_back({t.name, element_type("F32"), {t.shape.begin(), t.shape.end()}});
+      SafetensorsWriter writer(to / "gradients.safetensors", headers);
+      for (const ParameterTensor& t : model->table().tensors())
+        writer.append(t.name, std::as_bytes(std::span(values).subspan(static_cast<size_t>(t.offset),
+                                                                      static_cast<size_t>(t.count()))));
+      writer.commit();
+      all.push_back(to);
+    };
+    right.push_back(folder / fmt::format("right-{}", plain));
+    write(right.back(), gradients);
     const ParameterTensor& last = model->table().tensors().back();
     double squares = 0;
     for (int64_t n = last.offset; n < last.offset + last.count(); ++n)
       squares += std::pow(gradients[static_cast<size_t>(n)], 2);
     gradients[static_cast<size_t>(last.offset)] += 1e-4f * static_cast<float>(std::sqrt(squares));
-    write(gradients);
-    EXPECT_EQ(check_model("gradients"), 1);
+    wrong.push_back(folder / fmt::format("wrong-{}", plain));
+    write(wrong.back(), gradients);
+    wrong_name.push_back(last.name);
+  }
+  const int code = check_model("gradients", all);
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
+  EXPECT_EQ(code, 1);  // of the wrong ones
+  const auto faults = [](const fs::path& of) {
+    return Json::parse(read_whole_file(of / "faults.json", kLargest)).get<std::vector<std::string>>();
+  };
+  for (size_t n = 0; n < right.size(); ++n) {
+    EXPECT_EQ(faults(right[n]), std::vector<std::string>{});
+    ASSERT_EQ(faults(wrong[n]).size(), 1u);
+    EXPECT_EQ(faults(wrong[n])[0].rfind(wrong_name[n] + ": ", 0), 0u) << faults(wrong[n])[0];
   }
 }
 
 TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
-  const int code = check_model("make");
+  const int code = check_model("make", {folder});
   if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers";
   ASSERT_EQ(code, 0);
   Gpt2Config config = small();
@@ -144,7 +163,7 @@ TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
     for (size_t n = 0; n < found.size(); ++n) ASSERT_NEAR(found[n], expected[n], 2e-5) << length << " " << n;
   }
   save_weights(folder / "ours" / "model.safetensors", *model);
-  EXPECT_EQ(check_model("load"), 0);
+  EXPECT_EQ(check_model("load", {folder}), 0);
 }
 
 }  // namespace
