@@ -104,11 +104,11 @@ class Twin(torch.nn.Module):
         return F.cross_entropy(logits.view(B * T, -1).float(), targets.reshape(B * T))
 
 
-def facts(model, tokens, targets, heads):
-    """Largest score and largest |row mean| by layer and head, from q and k as the linear layers give them."""
+def facts(model, rows):
+    """rows (B, T + 1). Largest score and largest |row mean| by layer and head, of q and k as the linear layers give them."""
     scores, out = [], {"largest_score": [], "largest_row_mean": []}
     with torch.no_grad():
-        model(tokens, targets, scores)
+        model(rows[:, :-1], rows[:, 1:], scores)
         for q, k in scores:
             s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
             T = s.shape[-1]
@@ -178,20 +178,19 @@ def main():
         for n in range(step, steps):
             rows = tokens[starts[n][:, None] + place].long()  # (B, T + 1)
             lr = schedule["lr"] * min(1.0, (n + 1) / max(1, schedule["warmup"]))
-            for group in adam.param_groups:
-                group["lr"] = lr
+            told = n % options.every == 0 or n + 1 == steps
             with backend(), mixed():
+                seen = facts(model, rows[:PROBED_SEQUENCES]) if told else {}
                 loss = run(rows[:, :-1], rows[:, 1:])
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer["clip"] or math.inf)
+            for group in adam.param_groups:
+                group["lr"] = lr
             adam.step()
             adam.zero_grad(set_to_none=True)
-            waiting.append({"step": n, "loss": loss.detach(), "gradient_norm": norm, "lr": lr})
-            if n % options.every and n + 1 != steps:
+            waiting.append({"step": n, "loss": loss.detach(), "gradient_norm": norm, "lr": lr} | seen)
+            if not told:
                 continue
-            with backend(), mixed():
-                few = rows[:PROBED_SEQUENCES]
-                waiting[-1] |= facts(model, few[:, :-1], few[:, 1:], heads)
             for line in waiting:
                 line |= {"loss": float(line["loss"]), "gradient_norm": float(line["gradient_norm"])}
                 record.write(json.dumps(line) + "\n")

@@ -1,5 +1,6 @@
-// GPT-2 against PyTorch, and its files against Hugging Face's transformers (python/check_model.py). Skipped where a
-// python3 with the package is not at hand; EVENKEEL_PYTHON names another one.
+// GPT-2 against PyTorch, and its files against Hugging Face's transformers (python/check_model.py); whole training runs
+// against PyTorch's (python/twin_torch.py). Skipped where a python3 with the package is not at hand; EVENKEEL_PYTHON names
+// another one.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -9,12 +10,15 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
+#include "base/json_lines.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
 #include "numerics/random.h"
 #include "training/checkpoint.h"
+#include "training/trainer.h"
 
 namespace evenkeel {
 namespace {
@@ -33,25 +37,29 @@ class PyTorchTest : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder); }
 
-  // The script's exit code, by the first python3 that has what it needs; its words go to the test's output. The models
-  // are tiny: a thread for each core, a GPU's driver and a hub of models would only take time.
-  int check_model(const std::string& verb, const std::vector<fs::path>& folders) const {
+  // The exit code of a script of python/, by the first python3 that has what it needs; its words go to the test's output.
+  // The models are tiny: a thread for each core, a GPU's driver and a hub of models would only take time.
+  int run_script(const std::string& name, const std::vector<std::string>& arguments) const {
     constexpr const char* kPlain = "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1";
     std::vector<std::string> candidates = {"python3", "/usr/bin/python3"};
     if (const char* asked = std::getenv("EVENKEEL_PYTHON")) candidates = {asked};
     // In the tree it was built from, or here.
-    fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / "check_model.py";
-    if (!fs::exists(script)) script = fs::absolute("python/check_model.py");
-    std::string arguments;
-    for (const fs::path& given : folders) arguments += fmt::format(" '{}'", given.string());
+    fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / name;
+    if (!fs::exists(script)) script = fs::absolute("python") / name;
+    std::string quoted;
+    for (const std::string& argument : arguments) quoted += fmt::format(" '{}'", argument);
     for (const std::string& python : candidates) {
-      const std::string command =
-          fmt::format("{} '{}' '{}' {}{} 2>&1", kPlain, python, script.string(), verb, arguments);
+      const std::string command = fmt::format("{} '{}' '{}'{} 2>&1", kPlain, python, script.string(), quoted);
       const int status = std::system(command.c_str());
       const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
       if (code != kNoPackage && code != kNoPython) return code;
     }
     return kNoPackage;
+  }
+  int check_model(const std::string& verb, const std::vector<fs::path>& folders) const {
+    std::vector<std::string> arguments = {verb};
+    for (const fs::path& given : folders) arguments.push_back(given.string());
+    return run_script("check_model.py", arguments);
   }
 
   fs::path folder;
@@ -164,6 +172,52 @@ TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
   }
   save_weights(folder / "ours" / "model.safetensors", *model);
   EXPECT_EQ(check_model("load", {folder}), 0);
+}
+
+// Optimiser, clipping, warm-up, weight decay, checkpoints and batches besides: from a checkpoint on, PyTorch's steps have
+// our losses and gradient norms.
+TEST_F(PyTorchTest, ARunGoesOnInPyTorch) {
+  RunConfig config;
+  config.model = small();
+  config.data = (folder / "tokens.bin").string();
+  config.sequences = 3;
+  config.plan = "fp32";
+  config.optimizer.weight_decay = 0.1f;
+  config.schedule.peak = 2e-2;
+  config.schedule.warmup = 6;
+  config.schedule.steps = 12;
+  config.checkpoint_every = 4;
+  config.checkpoints_kept = 3;
+  config.facts_every = 4;
+  {
+    RandomStream draw({13, 0, 0});
+    std::ofstream tokens(config.data, std::ios::binary);
+    for (int n = 0; n < 600; ++n) {
+      const auto token = static_cast<uint16_t>(draw.below(41));
+      tokens.write(reinterpret_cast<const char*>(&token), sizeof token);
+    }
+  }
+  const auto trainer = Trainer::start(folder / "run", config);
+  while (!trainer->done()) trainer->step();
+  const int code = run_script(
+      "twin_torch.py", {fmt::format("{}@4", (folder / "run").string()), "--device", "cpu", "--attention",
+                        "fp32", "--every", "4", "--out", (folder / "twin").string()});
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and NumPy";
+  ASSERT_EQ(code, 0);
+  std::map<int64_t, Json> ours, theirs;
+  for (const auto& [name, lines] : {std::pair("run", &ours), std::pair("twin", &theirs)})
+    read_json_lines(folder / name / "metrics.jsonl", [&](const JsonLine& line) {
+      (*lines)[line.object.at("step").get<int64_t>()] = line.object;
+    });
+  ASSERT_EQ(theirs.size(), 8u);
+  for (const auto& [step, line] : theirs)
+    for (const char* field : {"loss", "gradient_norm", "lr"}) {
+      const double expected = line.at(field).get<double>();
+      EXPECT_NEAR(ours.at(step).at(field).get<double>(), expected, 1e-5 * expected)
+          << field << " of step " << step;
+    }
+  const auto score = [](const Json& line) { return line.at("largest_score").at(1).at(2).get<double>(); };
+  EXPECT_NEAR(score(ours.at(8)), score(theirs.at(8)), 1e-5 * score(theirs.at(8)));
 }
 
 }  // namespace
