@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 #include "attention/device_memory.h"
 #include "base/error.h"
