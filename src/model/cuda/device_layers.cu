@@ -971,6 +971,86 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// --- Cross-entropy, exponentials in registers
+
+// As above with kAhead, but what stays in registers are the exponentials: each is computed once. Rows are read twice from
+// shared memory, for the largest value and for these.
+template <class T, bool kGradients, int kBlockThreads, int kWords>
+__global__ void __launch_bounds__(kBlockThreads)
+    cross_entropy_once_kernel(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                              float scale, float* losses) {
+  constexpr int kWarps = kBlockThreads / kWarp, kValues = kWordValues<T>, kSlots = 2;
+  extern __shared__ __align__(128) unsigned char row_bytes[];
+  __shared__ float shared_most[kWarps], shared_sum[kWarps];
+  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const auto word_of = [](int n) { return n * kBlockThreads + static_cast<int>(threadIdx.x); };
+  const auto row_at = [&](int64_t row) { return row < N ? logits + row * stride : nullptr; };
+
+  const RowsAhead<kSlots, kBlockThreads> rows(row_bytes, padded * static_cast<int>(sizeof(T)));
+  int slot = 0;
+  uint32_t parity = 0;
+  for (int n = 0; n < kSlots; ++n) rows.fetch(row_at(blockIdx.x + int64_t{n} * gridDim.x), n);
+
+  int next_target = targets[blockIdx.x];
+  for (int64_t row = blockIdx.x; row < N; row += gridDim.x) {
+    const int target = next_target;
+    const bool has_target = target / kValues % kBlockThreads == threadIdx.x;
+    if (row + gridDim.x < N) next_target = targets[row + gridDim.x];
+    T* const x = logits + row * stride;
+    rows.wait(slot, parity);
+    const auto* const from = reinterpret_cast<const Word*>(rows.slot(slot));
+    const float at_target = has_target ? to_float(reinterpret_cast<const T*>(from)[target]) : 0.0f;
+    const auto word_at = [&](int n) {
+      Word word = from[min(word_of(n), padded / kValues - 1)];
+      if (const int kept = columns - word_of(n) * kValues; kept < kValues) hide_behind(word, kept, T{});
+      return word;
+    };
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      const Word one[1] = {word_at(n)};
+      most = fmaxf(most, largest_of(one, T{}));
+    }
+    most = warp_max(most);
+    if (lane == 0) shared_most[warp] = most;
+    __syncthreads();
+    const float m = warp_max(lane < kWarps ? shared_most[lane] : -INFINITY);
+
+    float e[kWords][kValues], sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      values_of(word_at(n), e[n]);
+      float of_word = 0;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) of_word += e[n][i] = exp_above<T>(e[n][i], m);
+      sum += of_word;
+    }
+    const float warp_total = warp_sum(sum);
+    if (lane == 0) shared_sum[warp] = warp_total;
+    __syncthreads();
+    rows.fetch(row_at(row + kSlots * int64_t{gridDim.x}), slot);
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+    const float total = warp_sum(lane < kWarps ? shared_sum[lane] : 0.0f);
+    if (has_target) losses[row] = logf(total) + (m - at_target);
+
+    if constexpr (kGradients) {
+      const float factor = scale / total;
+#pragma unroll
+      for (int n = 0; n < kWords; ++n) {
+        if (word_of(n) * kValues >= padded) break;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) e[n][i] *= factor;
+        if (const int kept = columns - word_of(n) * kValues; kept < kValues)  // zero, and not zero times NaN
+#pragma unroll
+          for (int i = 0; i < kValues; ++i) e[n][i] = i < kept ? e[n][i] : 0;
+        store_some(x + word_of(n) * kValues, e[n]);
+      }
+      if (has_target) store(x + target, exp_above<T>(at_target, m) * factor - scale);  // over its own word
+    }
+  }
+}
+
 constexpr int kLossThreads = 1024;
 __global__ void __launch_bounds__(kLossThreads)
     mean_loss_kernel(const float* losses, int64_t N, double* mean) {
@@ -1195,6 +1275,23 @@ bool cross_entropy_in_registers(T* logits, const int32_t* targets, int64_t N, in
   return launch.template operator()<256, 4>() || launch.template operator()<1024, 7>();
 }
 
+// True: it took the rows.
+template <class T>
+bool cross_entropy_once(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                        bool gradients, float scale, float* losses, cudaStream_t stream) {
+  const int64_t shared_bytes = 2 * stride * static_cast<int64_t>(sizeof(T));
+  const auto launch = [&]<int kBlockThreads, int kWords>() {
+    if (stride > kWords * kBlockThreads * kWordValues<T> || shared_bytes > most_staged_bytes()) return false;
+    const auto kernel = gradients ? cross_entropy_once_kernel<T, true, kBlockThreads, kWords>
+                                  : cross_entropy_once_kernel<T, false, kBlockThreads, kWords>;
+    launch_over_rows(kernel, N, kBlockThreads, at(shared_bytes), stream, logits, targets, N, V, stride, scale,
+                     losses);
+    return true;
+  };
+  // 10 words of 640 threads: 51,200 of BF16, in 80 of the 96 registers that a thread can have then.
+  return launch.template operator()<256, 4>() || launch.template operator()<640, 10>();
+}
+
 }  // namespace
 
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
@@ -1207,6 +1304,7 @@ void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, i
     if (choice == CrossEntropyKernel::cached && by(cross_entropy_cached<T>)) return;
     if (choice == CrossEntropyKernel::registers && by(cross_entropy_in_registers<false, T>)) return;
     if (choice == CrossEntropyKernel::ahead && by(cross_entropy_in_registers<true, T>)) return;
+    if (choice == CrossEntropyKernel::once && by(cross_entropy_once<T>)) return;
     const auto launch = [&]<bool kStaged, int kBlockThreads>() {
       const auto kernel = gradients ? cross_entropy_kernel<T, true, kStaged, kBlockThreads>
                                     : cross_entropy_kernel<T, false, kStaged, kBlockThreads>;

@@ -94,8 +94,9 @@ enum class CrossEntropyKernel {
   cached,  // a block a row, two at once on a multiprocessor; the row stays in shared memory between its two uses
   registers,  // a block has one row, in its registers
   ahead,      // the same, and the next two are on their way into shared memory
+  once,       // those too, and in its registers are the exponentials, each computed once
 };
-inline constexpr const char* kCrossEntropyKernelNames[] = {"staged", "cached", "registers", "ahead"};
+inline constexpr const char* kCrossEntropyKernelNames[] = {"staged", "cached", "registers", "ahead", "once"};
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
                    TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream,
                    CrossEntropyKernel kernel = CrossEntropyKernel::staged);

@@ -218,7 +218,7 @@ class CudaOptimizer final : public Optimizer {
   Ranks* const ranks_;  // over which the states are sharded; nullptr: they are not
   const Slice slice_;   // of the flat buffers, whose states are here
   const int64_t
-      rank_parts_;  // of the norm: of the first rank, which has the most; others have zeros behind theirs
+      rank_parts_;  // of the norm, on the first rank, which has the most; the others have zeros behind
   DeviceMemory first_, second_;  // (slice): AdamW's m and v; Muon's momentum lies in first_
   DeviceMemory flags_;           // (slice / kFlagSpan)
   DeviceMemory parts_, norm_;    // (ranks, rank_parts), GradientNorm
