@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Goes on with a recorded run in PyTorch: the same weights, optimiser state, batches and learning rates, with one of
-PyTorch's own attention kernels in the place of ours. So a failure is shown to be the arithmetic's, not the trainer's.
+PyTorch's own attention kernels, or with ours through evenkeel.patched(). So a failure is shown to be the arithmetic's, not
+the trainer's, and a cure to be the kernel's.
 
-    twin_torch.py RUN@STEP --out TWIN [--steps N] [--attention flash|cudnn|efficient|math|fp32] [--batches FILE]
-                  [--tokens FILE] [--every N] [--device cuda|cpu]
+    twin_torch.py RUN@STEP --out TWIN [--steps N] [--attention flash|cudnn|efficient|math|fp32|evenkeel] [--plan PLAN]
+                  [--stabiliser NAME] [--batches FILE] [--tokens FILE] [--every N] [--device cuda|cpu]
 
 RUN is a folder of `evenkeel train` with AdamW and a constant learning rate behind its warm-up; STEP one of its checkpoints.
 --steps: the step at which to stop (default: as many as the batches have). --batches: another run's batches.bin.
---attention fp32 computes it by its definition in FP32. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
+--attention fp32 computes it by its definition in FP32; --plan and --stabiliser are for evenkeel. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
 steps, largest_score and largest_row_mean by layer and head, so that `evenkeel report RUN TWIN` shows both.
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
 """
@@ -125,7 +126,9 @@ def main():
     parser.add_argument("run", metavar="RUN@STEP")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--attention", choices=["flash", "cudnn", "efficient", "math", "fp32"], default="flash")
+    parser.add_argument("--attention", choices=["flash", "cudnn", "efficient", "math", "fp32", "evenkeel"], default="flash")
+    parser.add_argument("--plan")
+    parser.add_argument("--stabiliser")
     parser.add_argument("--batches", type=Path)
     parser.add_argument("--tokens", type=Path)
     parser.add_argument("--every", type=int, default=25)
@@ -160,13 +163,17 @@ def main():
         adam.state[weight] = {"step": torch.tensor(float(step), device=device if device.type == "cuda" else "cpu"),
                               "exp_avg": states[f"first.{name}"].float().to(device),
                               "exp_avg_sq": states[f"second.{name}"].float().to(device)}
-    backend = contextlib.nullcontext
-    if options.attention != "fp32" and device.type == "cuda":
+    backend = contextlib.nullcontext()
+    if options.attention == "evenkeel":
+        import evenkeel
+
+        backend = evenkeel.patched(options.plan, options.stabiliser)
+    elif options.attention != "fp32" and device.type == "cuda":
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
                  "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-        backend = lambda: sdpa_kernel(kinds[options.attention])
+        backend = sdpa_kernel(kinds[options.attention])
     bf16 = config["model"]["precision"] == "bf16"
     mixed = lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
     run = torch.compile(model) if device.type == "cuda" else model
@@ -174,12 +181,12 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     place = torch.arange(length, device=device)
     waiting = []  # (step, loss, norm): read together, so that no step waits for its numbers
-    with open(options.out / "metrics.jsonl", "w") as record:
+    with backend, open(options.out / "metrics.jsonl", "w") as record:
         for n in range(step, steps):
             rows = tokens[starts[n][:, None] + place].long()  # (B, T + 1)
             lr = schedule["lr"] * min(1.0, (n + 1) / max(1, schedule["warmup"]))
             told = n % options.every == 0 or n + 1 == steps
-            with backend(), mixed():
+            with mixed():
                 seen = facts(model, rows[:PROBED_SEQUENCES]) if told else {}
                 loss = run(rows[:, :-1], rows[:, 1:])
             loss.backward()
