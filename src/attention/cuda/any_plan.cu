@@ -188,6 +188,7 @@ class Pass {
     p.visible = static_cast<const uint8_t*>(problem.visible.data);
     std::copy_n(problem.visible.stride.begin(), 4, p.visible_stride);
     p.one_tile = problem.tile_keys == 0;
+    p.fact_sequences = static_cast<int>(problem.fact_sequences);
     p.step = problem.step;
     p.layer = problem.layer;
     p.device_step = problem.device_step;
