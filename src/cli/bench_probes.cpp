@@ -106,7 +106,8 @@ int bench_probes(bool check, bool json) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
   std::vector<double> times;
-  Figure cheap_figure{"cheap set, every step", kMostCheap}, full_figure{"full set, every 50th step", kMostFull};
+  Figure cheap_figure{"cheap set, every step", kMostCheap},
+      full_figure{"full set, every 50th step", kMostFull};
   for (int round = -1; round < kRounds; ++round) {
     // Which comes first changes from round to round, so that neither always follows the full set.
     const Kind first = round % 2 == 0 ? plain : cheap;
@@ -137,8 +138,8 @@ int bench_probes_gpu(bool check, bool json) {
   std::vector<Figure> figures;
   nlohmann::ordered_json head = {
       {"bench", "probes"}, {"device", device.name}, {"rounds", kGpuRounds}, {"step_ms", {}}};
-  std::string title = fmt::format("nano, 32 x 512 tokens on {}: medians of {} rounds of {} steps", device.name,
-                                  kGpuRounds, kEvery);
+  std::string title = fmt::format("nano, 32 x 512 tokens on {}: medians of {} rounds of {} steps",
+                                  device.name, kGpuRounds, kEvery);
   Progress progress("bench probes", std::size(plans) * (kGpuRounds + 1));
   for (const char* const plan : plans) {
     const TemporaryFolder folder;

@@ -52,7 +52,7 @@ class ProbeRecorder : public StepWatcher {
   const int64_t every_, steps_, sequences_, rows_;
   const bool background_;
   std::vector<HeadFacts> facts_;  // (L, H): of the step last seen
-  Snapshot snapshot_;  // the worker's while pending_ is valid
+  Snapshot snapshot_;             // the worker's while pending_ is valid
   std::future<nlohmann::json> pending_;
   std::vector<HeadNorms> norms_;                      // (L, H)
   std::map<std::string, SpectralNorm> matrix_norms_;  // by the weight's name

@@ -162,8 +162,7 @@ struct Tridiagonal {
     std::vector<double> pivots;
     double high = 0;  // no sum over a row is smaller (Gershgorin)
     for (size_t i = 0; i < diagonal.size(); ++i)
-      high = std::max(high,
-                      diagonal[i] + (i > 0 ? beside[i - 1] : 0) + (i < beside.size() ? beside[i] : 0));
+      high = std::max(high, diagonal[i] + (i > 0 ? beside[i - 1] : 0) + (i < beside.size() ? beside[i] : 0));
     for (high *= 1 + kClose; high - low > kClose * high;) {
       const double middle = low + (high - low) / 2;
       (is_below(middle, pivots) ? high : low) = middle;
@@ -216,8 +215,7 @@ double SpectralNorm::of(const Matrix& a, int64_t rows, int64_t columns) {
   std::pair<double, double> square{0, 0};   // around the norm's square
   for (iterations_ = 1;; ++iterations_) {
     std::vector<double> next(n);
-    seen.diagonal.push_back(
-        kernels.power_step(a.data, rows, columns, a.row, vector_.data(), next.data()));
+    seen.diagonal.push_back(kernels.power_step(a.data, rows, columns, a.row, vector_.data(), next.data()));
     passed.push_back(std::move(vector_));
     if (!std::isfinite(seen.diagonal.back()) || !std::isfinite(length(next))) {
       vector_.clear();  // the next call starts afresh

@@ -80,9 +80,7 @@ class PinnedMemory {
 // A place in one stream that another one waits for.
 class StreamMark {
  public:
-  StreamMark() {
-    check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event");
-  }
+  StreamMark() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
   ~StreamMark() { cudaEventDestroy(event_); }
   StreamMark(const StreamMark&) = delete;
   StreamMark& operator=(const StreamMark&) = delete;
@@ -339,7 +337,7 @@ class Gpt2Cuda final : public Gpt2 {
   // REQUIRES: its d_o is there.
   void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
   void make_room_for_captures();
-  void unpack_captures();  // from there into captures_
+  void unpack_captures();                                    // from there into captures_
   int64_t captured_row_count(const LayerCapture& c) const {  // up to the last one that is wanted
     return (c.x.shape()[0] - 1) * T_ + c.x.shape()[2];
   }
