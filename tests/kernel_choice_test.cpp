@@ -224,6 +224,15 @@ TEST(CudaRequest, refuses_tensors_that_do_not_fit) {
   backward("dv", [](auto&, auto&, auto& b) { b.dv.stride[3] = 2; });
   backward("with_facts", [](auto&, auto&, auto& b) { b.delta = reinterpret_cast<float*>(memory); });
 
+  // Facts alone: without dk and dv, not without one of them.
+  backward("dk", [](auto&, auto&, auto& b) { b.dk = b.dv = {}; });
+  CudaBackward facts_alone = back;
+  facts_alone.dk = facts_alone.dv = {};
+  check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory);
+  facts_alone.dk = back.dk;
+  expect_refused("dv",
+                 [&] { check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory); });
+
   // Packed: a batch stride of 0 is asked for, and is no mistake in what is written.
   static const int32_t number = 0;
   CudaAttention packed = problem();

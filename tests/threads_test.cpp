@@ -80,6 +80,7 @@ TEST(Background, AnExceptionComesBackOnceAndTheNextTaskRuns) {
   EXPECT_THROW(background.wait(), std::runtime_error);
   background.wait();
   background.start([] { throw std::runtime_error("second"); });
+  background.settle();
   EXPECT_THROW(background.start([&done] { ++done; }), std::runtime_error);
   background.start([&done] { ++done; });
   background.wait();

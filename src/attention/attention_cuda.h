@@ -93,7 +93,7 @@ struct CudaForward {
 
 struct CudaBackward {
   DeviceTensor dq;         // (B, H, T, D)
-  DeviceTensor dk, dv;     // (B, G, N, D)
+  DeviceTensor dk, dv;     // (B, G, N, D); with facts, both may be null: not computed
   float* delta = nullptr;  // (B, H, T), optional: as used, keel included
   // Optional, (B, H, T): as in AttentionBackward, and delta_lp - delta_hp, where delta_hp = sum P dP / sum P.
   float *residual = nullptr, *residual_floor = nullptr, *delta_error = nullptr;

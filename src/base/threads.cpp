@@ -138,9 +138,13 @@ void Background::start(std::function<void()> task) {
   changed_.notify_all();
 }
 
-void Background::wait() {
+void Background::settle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !task_; });
+}
+
+void Background::wait() {
+  settle();
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 

@@ -30,6 +30,7 @@ class Background {
 
   void start(std::function<void()> task);  // waits for the task before
   void wait();                             // until there is none; throws what the task threw
+  void settle();                           // the same, and leaves what it threw to the next wait
 
  private:
   void serve();

@@ -1,6 +1,7 @@
 #include "diagnosis/probe_recorder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -138,12 +139,29 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   std::vector<HeadProbe> probes(heads);  // (L, H)
   norms_.resize(heads);
   delta_error_running_.resize(heads);
-  parallel_for(L, [&](int64_t l, int) {  // there are more layers than a layer has work to share
-    const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
-    const Capture capture =
-        capture_of(snapshot_.layers[static_cast<size_t>(l)], model_, table, parameters, l);
-    std::ranges::copy(probe(capture, norms), probes.begin() + l * H);
-  });
+  const std::vector<NamedMatrix> matrices = matrices_of(table, parameters);
+  std::vector<SpectralNorm*> kept;  // from the last probe; the map is not to be changed side by side
+  for (const NamedMatrix& matrix : matrices) kept.push_back(&matrix_norms_[matrix.name]);
+  std::vector<double> found(matrices.size());
+  // Matrices, the embeddings first, then layers: whoever is free takes the next one.
+  const auto matrix_count = static_cast<int64_t>(matrices.size());
+  std::atomic<int64_t> next = 0;
+  parallel_for(
+      background_ ? std::min(kBackgroundThreads, thread_count()) : thread_count(), [&](int64_t, int) {
+        for (int64_t n; (n = next++) < matrix_count + L;) {
+          if (n < matrix_count) {
+            const NamedMatrix& matrix = matrices[static_cast<size_t>(n)];
+            found[static_cast<size_t>(n)] =
+                kept[static_cast<size_t>(n)]->of(matrix.values, matrix.rows, matrix.columns);
+            continue;
+          }
+          const int64_t l = n - matrix_count;
+          const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
+          const Capture capture =
+              capture_of(snapshot_.layers[static_cast<size_t>(l)], model_, table, parameters, l);
+          std::ranges::copy(probe(capture, norms), probes.begin() + l * H);
+        }
+      });
   for (size_t n = 0; n < heads; ++n) {
     HeadProbe& p = probes[n];
     if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
@@ -157,15 +175,6 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   for (const ProbeField& field : kProbeFields)
     record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
   Json& norms = record["norms"] = Json::object();
-  const std::vector<NamedMatrix> matrices = matrices_of(table, parameters);
-  std::vector<SpectralNorm*> kept;  // from the last probe; the map is not to be changed side by side
-  for (const NamedMatrix& matrix : matrices) kept.push_back(&matrix_norms_[matrix.name]);
-  std::vector<double> found(matrices.size());
-  parallel_for(static_cast<int64_t>(matrices.size()), [&](int64_t n, int) {
-    const NamedMatrix& matrix = matrices[static_cast<size_t>(n)];
-    found[static_cast<size_t>(n)] =
-        kept[static_cast<size_t>(n)]->of(matrix.values, matrix.rows, matrix.columns);
-  });
   for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].name] = short_number(found[n]);
   return record;
 }

@@ -493,7 +493,7 @@ StepReport Trainer::step(bool stop_asked) {
 }
 
 void Trainer::set_watcher(StepWatcher* watcher) {
-  recording_.wait();
+  recording_.settle();
   watcher_ = watcher;
 }
 

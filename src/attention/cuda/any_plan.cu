@@ -334,8 +334,9 @@ void launch_backward(const Pass& pass) {
       rows.template operator()<RowTask::gradients_and_facts>();
     else
       rows.template operator()<RowTask::gradients>();
-    pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
-                Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
+    if (p.dk.data)
+      pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
+                  Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
   };
   run.template operator()<Variant::quick>();
   run.template operator()<Variant::full>();

@@ -733,8 +733,6 @@ AsideMemory Gpt2Cuda::carve_aside(const CudaAttention& problem, Carver& carver) 
   m.forward.lse = carver.take<float>(rows * problem.H);
   m.forward.saved = carver.take_bytes(sizes.saved);
   m.backward.dq = heads();
-  m.backward.dk = heads();
-  m.backward.dv = heads();
   m.workspace = carver.take_bytes(sizes.workspace);
   return m;
 }
