@@ -106,6 +106,8 @@ typedef struct evenkeel_backward {
   float *delta, *residual, *residual_floor, *delta_error;
 } evenkeel_backward;
 
+/* `saved` is B H T times a number that depends on neither B, T nor N. Forward writes every byte of it, and the same bytes
+ * for the same problem and numbers. */
 typedef struct evenkeel_sizes {
   uint64_t saved, workspace; /* bytes */
 } evenkeel_sizes;

@@ -1,10 +1,11 @@
 """Compares Evenkeel's GPT-2 with PyTorch's and Hugging Face's. tests/pytorch_test.cpp runs it.
 
-usage: check_model.py gradients FOLDER    loss and gradients, against PyTorch in FP64
-       check_model.py make FOLDER         a tiny random GPT2LMHeadModel of transformers, saved, with some of its logits
-       check_model.py load FOLDER         weights written by Evenkeel, read by transformers: the same logits?
+usage: check_model.py gradients FOLDER...  loss and gradients, against PyTorch in FP64
+       check_model.py make FOLDER          a tiny random GPT2LMHeadModel of transformers, saved, with some of its logits
+       check_model.py load FOLDER          weights written by Evenkeel, read by transformers: the same logits?
 
-`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss). `make` writes
+`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss), and writes
+faults.json, a list of what is not equal: many folders in one call, for it is loading PyTorch that takes time. `make` writes
 model.safetensors, config.json and logits.json (tokens, logits of the token behind each prefix). `load` reads
 ours/model.safetensors and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
 there.
@@ -97,6 +98,7 @@ def check_gradients(folder):
         if not difference <= GRADIENT_BOUND:
             faults.append(f"{name}: ||ours - PyTorch's|| / ||PyTorch's|| is {difference:.3g}, above {GRADIENT_BOUND}")
     print(f"loss within {error:.1e}, {len(weights)} gradients within {worst:.1e} (bounds {LOSS_BOUND}, {GRADIENT_BOUND})")
+    (folder / "faults.json").write_text(json.dumps(faults))
     return faults
 
 
@@ -147,10 +149,15 @@ def load(folder):
     return [] if error <= LOGIT_BOUND else [f"logits: largest difference {error:.3g} of the largest, above {LOGIT_BOUND}"]
 
 
-verbs = {"gradients": check_gradients, "make": make, "load": load}
-if len(sys.argv) != 3 or sys.argv[1] not in verbs:
-    sys.exit(__doc__)
-found_faults = verbs[sys.argv[1]](Path(sys.argv[2]))
-for fault in found_faults:
-    print(fault)
-sys.exit(1 if found_faults else 0)
+def main():
+    verbs = {"gradients": check_gradients, "make": make, "load": load}
+    if len(sys.argv) < 3 or sys.argv[1] not in verbs:
+        sys.exit(__doc__)
+    faults = [fault for folder in sys.argv[2:] for fault in verbs[sys.argv[1]](Path(folder))]
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

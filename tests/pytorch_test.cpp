@@ -1,5 +1,6 @@
-// GPT-2 against PyTorch, and its files against Hugging Face's transformers (python/check_model.py). Skipped where a
-// python3 with the package is not at hand; EVENKEEL_PYTHON names another one.
+// GPT-2 against PyTorch, and its files against Hugging Face's transformers (python/check_model.py); whole training runs
+// against PyTorch's (python/twin_torch.py). Skipped where a python3 with the package is not at hand; EVENKEEL_PYTHON names
+// another one.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -9,12 +10,15 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
+#include "base/json_lines.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
 #include "numerics/random.h"
 #include "training/checkpoint.h"
+#include "training/trainer.h"
 
 namespace evenkeel {
 namespace {
@@ -33,21 +37,29 @@ class PyTorchTest : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(folder); }
 
-  // The script's exit code, by the first python3 that has what it needs; its words go to the test's output.
-  int check_model(const std::string& verb) const {
+  // The exit code of a script of python/, by the first python3 that has what it needs; its words go to the test's output.
+  // The models are tiny: a thread for each core, a GPU's driver and a hub of models would only take time.
+  int run_script(const std::string& name, const std::vector<std::string>& arguments) const {
+    constexpr const char* kPlain = "OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1";
     std::vector<std::string> candidates = {"python3", "/usr/bin/python3"};
     if (const char* asked = std::getenv("EVENKEEL_PYTHON")) candidates = {asked};
     // In the tree it was built from, or here.
-    fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / "check_model.py";
-    if (!fs::exists(script)) script = fs::absolute("python/check_model.py");
+    fs::path script = fs::path(EVENKEEL_SOURCE_DIR) / "python" / name;
+    if (!fs::exists(script)) script = fs::absolute("python") / name;
+    std::string quoted;
+    for (const std::string& argument : arguments) quoted += fmt::format(" '{}'", argument);
     for (const std::string& python : candidates) {
-      const std::string command =
-          fmt::format("'{}' '{}' {} '{}' 2>&1", python, script.string(), verb, folder.string());
+      const std::string command = fmt::format("{} '{}' '{}'{} 2>&1", kPlain, python, script.string(), quoted);
       const int status = std::system(command.c_str());
       const int code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
       if (code != kNoPackage && code != kNoPython) return code;
     }
     return kNoPackage;
+  }
+  int check_model(const std::string& verb, const std::vector<fs::path>& folders) const {
+    std::vector<std::string> arguments = {verb};
+    for (const fs::path& given : folders) arguments.push_back(given.string());
+    return run_script("check_model.py", arguments);
   }
 
   fs::path folder;
@@ -75,6 +87,10 @@ Gpt2Config small() {
 }
 
 TEST_F(PyTorchTest, LossAndEveryGradient) {
+  // All at once: it is loading PyTorch that takes time. Beside each model's gradients lies a copy in which one value of the
+  // last tensor is wrong by a ten-thousandth of the tensor's size: is the judge awake?
+  std::vector<fs::path> right, wrong, all;
+  std::vector<std::string> wrong_name;
   for (const bool plain : {false, true}) {
     Gpt2Config config = small();
     config.bias = config.norm_bias = !plain;
@@ -92,42 +108,53 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
     std::vector<float> gradients(static_cast<size_t>(model->table().size()));
     model->read_gradients(gradients);
 
-    save_weights(folder / "model.safetensors", *model);
-    const auto write = [&](const std::vector<float>& values) {
-      std::vector<TensorHeader> headers;
-      for (const ParameterTensor& t : model->table().tensors())
-        headers.push_back({t.name, element_type("F32"), {t.shape.begin(), t.shape.end()}});
-      SafetensorsWriter writer(folder / "gradients.safetensors", headers);
-      for (const ParameterTensor& t : model->table().tensors())
-        writer.append(t.name, std::as_bytes(std::span(values).subspan(static_cast<size_t>(t.offset),
-                                                                      static_cast<size_t>(t.count()))));
-      writer.commit();
-    };
-    write(gradients);
     const auto rows = [&](const std::vector<int32_t>& values) {
       Json out = Json::array();
       for (int64_t b = 0; b < B; ++b)
         out.push_back(std::vector<int32_t>(values.begin() + b * T, values.begin() + (b + 1) * T));
       return out;
     };
-    std::ofstream(folder / "batch.json") << Json{
-        {"heads", config.heads}, {"tokens", rows(tokens)}, {"targets", rows(targets)}, {"loss", loss}};
-    const int code = check_model("gradients");
-    if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
-    EXPECT_EQ(code, 0);
-    // The judge is awake: one value in the last tensor is wrong by a ten-thousandth of the tensor's size.
+    const auto write = [&](const fs::path& to, const std::vector<float>& values) {
+      fs::create_directories(to);
+      save_weights(to / "model.safetensors", *model);
+      std::ofstream(to / "batch.json") << Json{
+          {"heads", config.heads}, {"tokens", rows(tokens)}, {"targets", rows(targets)}, {"loss", loss}};
+      std::vector<TensorHeader> headers;
+      for (const ParameterTensor& t : model->table().tensors())
+        headers.push_back({t.name, element_type("F32"), {t.shape.begin(), t.shape.end()}});
+      SafetensorsWriter writer(to / "gradients.safetensors", headers);
+      for (const ParameterTensor& t : model->table().tensors())
+        writer.append(t.name, std::as_bytes(std::span(values).subspan(static_cast<size_t>(t.offset),
+                                                                      static_cast<size_t>(t.count()))));
+      writer.commit();
+      all.push_back(to);
+    };
+    right.push_back(folder / fmt::format("right-{}", plain));
+    write(right.back(), gradients);
     const ParameterTensor& last = model->table().tensors().back();
     double squares = 0;
     for (int64_t n = last.offset; n < last.offset + last.count(); ++n)
       squares += std::pow(gradients[static_cast<size_t>(n)], 2);
     gradients[static_cast<size_t>(last.offset)] += 1e-4f * static_cast<float>(std::sqrt(squares));
-    write(gradients);
-    EXPECT_EQ(check_model("gradients"), 1);
+    wrong.push_back(folder / fmt::format("wrong-{}", plain));
+    write(wrong.back(), gradients);
+    wrong_name.push_back(last.name);
+  }
+  const int code = check_model("gradients", all);
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
+  EXPECT_EQ(code, 1);  // of the wrong ones
+  const auto faults = [](const fs::path& of) {
+    return Json::parse(read_whole_file(of / "faults.json", kLargest)).get<std::vector<std::string>>();
+  };
+  for (size_t n = 0; n < right.size(); ++n) {
+    EXPECT_EQ(faults(right[n]), std::vector<std::string>{});
+    ASSERT_EQ(faults(wrong[n]).size(), 1u);
+    EXPECT_EQ(faults(wrong[n])[0].rfind(wrong_name[n] + ": ", 0), 0u) << faults(wrong[n])[0];
   }
 }
 
 TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
-  const int code = check_model("make");
+  const int code = check_model("make", {folder});
   if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers";
   ASSERT_EQ(code, 0);
   Gpt2Config config = small();
@@ -144,7 +171,53 @@ TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
     for (size_t n = 0; n < found.size(); ++n) ASSERT_NEAR(found[n], expected[n], 2e-5) << length << " " << n;
   }
   save_weights(folder / "ours" / "model.safetensors", *model);
-  EXPECT_EQ(check_model("load"), 0);
+  EXPECT_EQ(check_model("load", {folder}), 0);
+}
+
+// Optimiser, clipping, warm-up, weight decay, checkpoints and batches besides: from a checkpoint on, PyTorch's steps have
+// our losses and gradient norms.
+TEST_F(PyTorchTest, ARunGoesOnInPyTorch) {
+  RunConfig config;
+  config.model = small();
+  config.data = (folder / "tokens.bin").string();
+  config.sequences = 3;
+  config.plan = "fp32";
+  config.optimizer.weight_decay = 0.1f;
+  config.schedule.peak = 2e-2;
+  config.schedule.warmup = 6;
+  config.schedule.steps = 12;
+  config.checkpoint_every = 4;
+  config.checkpoints_kept = 3;
+  config.facts_every = 4;
+  {
+    RandomStream draw({13, 0, 0});
+    std::ofstream tokens(config.data, std::ios::binary);
+    for (int n = 0; n < 600; ++n) {
+      const auto token = static_cast<uint16_t>(draw.below(41));
+      tokens.write(reinterpret_cast<const char*>(&token), sizeof token);
+    }
+  }
+  const auto trainer = Trainer::start(folder / "run", config);
+  while (!trainer->done()) trainer->step();
+  const int code = run_script(
+      "twin_torch.py", {fmt::format("{}@4", (folder / "run").string()), "--device", "cpu", "--attention",
+                        "fp32", "--every", "4", "--out", (folder / "twin").string()});
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and NumPy";
+  ASSERT_EQ(code, 0);
+  std::map<int64_t, Json> ours, theirs;
+  for (const auto& [name, lines] : {std::pair("run", &ours), std::pair("twin", &theirs)})
+    read_json_lines(folder / name / "metrics.jsonl", [&](const JsonLine& line) {
+      (*lines)[line.object.at("step").get<int64_t>()] = line.object;
+    });
+  ASSERT_EQ(theirs.size(), 8u);
+  for (const auto& [step, line] : theirs)
+    for (const char* field : {"loss", "gradient_norm", "lr"}) {
+      const double expected = line.at(field).get<double>();
+      EXPECT_NEAR(ours.at(step).at(field).get<double>(), expected, 1e-5 * expected)
+          << field << " of step " << step;
+    }
+  const auto score = [](const Json& line) { return line.at("largest_score").at(1).at(2).get<double>(); };
+  EXPECT_NEAR(score(ours.at(8)), score(theirs.at(8)), 1e-5 * score(theirs.at(8)));
 }
 
 }  // namespace

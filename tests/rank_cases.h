@@ -73,6 +73,14 @@ std::vector<std::string> run_ranks(int size, const Body& body) {
   return thrown;
 }
 
+// A run's config.toml with the other setting of shard_optimizer.
+inline std::string with_shard_turned(std::string settings) {
+  const std::string on = "shard_optimizer = true", off = "shard_optimizer = false";
+  const size_t found = settings.find(on);
+  const std::string& before = found == std::string::npos ? off : on;
+  return settings.replace(settings.find(before), before.size(), &before == &on ? off : on);
+}
+
 // A program of its own, with these words and these variables on top of the environment.
 class Process {
  public:

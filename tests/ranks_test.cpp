@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -210,6 +211,33 @@ TEST(Ranks, add_by_halves_to_the_bit) {
     }
 }
 
+// Doubles travel as pairs of floats, some of which are signalling NaNs then: every bit arrives.
+TEST(Ranks, share_rows_to_the_bit) {
+  for (int size : {1, 2, 4})
+    for (int64_t width : {int64_t{0}, int64_t{1}, int64_t{77}, int64_t{600000}}) {
+      const auto bits = [](int64_t row, int64_t n) {
+        return uint64_t{0x7f800001ff800001} + static_cast<uint64_t>(n * 5 + row) * 0x100000003;
+      };
+      Board board(size);
+      const auto thrown = run_ranks(size, [&](const std::shared_ptr<Ranks>& ranks) {
+        const auto check = [&](FloatMemory& memory) {
+          std::vector<double> rows(static_cast<size_t>(size * width), -1.0);  // (size, width)
+          for (int64_t n = 0; n < width; ++n)
+            rows[static_cast<size_t>(ranks->rank() * width + n)] =
+                std::bit_cast<double>(bits(ranks->rank(), n));
+          ranks->share_rows(memory, reinterpret_cast<float*>(rows.data()), 2 * width);
+          for (int64_t n = 0; n < size * width; ++n)
+            ASSERT_EQ(std::bit_cast<uint64_t>(rows[static_cast<size_t>(n)]), bits(n / width, n % width)) << n;
+        };
+        check(host_memory());
+        ranks->use_device_link(std::make_unique<FakeDeviceLink>(board, ranks->rank()));
+        FakeDevice device;
+        check(device);
+      });
+      for (const std::string& words : thrown) EXPECT_EQ(words, "") << size << " " << width;
+    }
+}
+
 TEST(Ranks, gather_broadcast_and_agree) {
   const auto thrown = run_ranks(4, [](const std::shared_ptr<Ranks>& ranks) {
     const double own[] = {1.0 * ranks->rank(), 0.5};
@@ -400,6 +428,21 @@ TEST_F(RanksTraining, a_run_goes_on_with_another_number_of_ranks) {
     train(4, config, run, 3);  // one step behind the checkpoint is lost and done again
     train(1, config, run, 2);
     expect_same(train(2, config, run), one, fmt::format("shard {}", shard));
+  }
+}
+
+TEST_F(RanksTraining, a_sharded_run_goes_on_unsharded_and_the_other_way_round) {
+  for (const bool shard : {false, true}) {
+    RunConfig config = tiny();
+    config.shard_optimizer = shard;
+    const Run one = train(1, config, folder / fmt::format("one-{}", shard));
+    const fs::path run = folder / fmt::format("turned-{}", shard), settings = run / "config.toml";
+    train(4, config, run, 3);
+    write_whole_file(settings, with_shard_turned(read_whole_file(settings, 1 << 20)));
+    expect_same(train(2, config, run), one, fmt::format("sharded first: {}", shard));
+    RunConfig turned;
+    read_run_config(settings, turned);
+    EXPECT_EQ(turned.shard_optimizer, !shard);
   }
 }
 

@@ -39,56 +39,58 @@ def under_autocast(*tensors):
 
 
 def unsuited(q, k, v):
-    """What is wrong with q, k and v, as an exception; None where nothing is."""
+    """What is wrong with q, k and v: the exception's type and words; None where nothing is. Not an exception itself: its
+    words could not be read in code that torch compiles."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
-            return TypeError(f"expected {name} to be a tensor, found {type(t).__name__}")
+            return TypeError, f"expected {name} to be a tensor, found {type(t).__name__}"
         if t.layout != torch.strided:
-            return TypeError(f"expected {name} to be a strided tensor, found {t.layout}")
+            return TypeError, f"expected {name} to be a strided tensor, found {t.layout}"
         if t.dim() != 4:
-            return ValueError(f"expected {name} with 4 axes, (batch, heads, rows, head size), found {tuple(t.shape)}")
+            return ValueError, f"expected {name} with 4 axes, (batch, heads, rows, head size), found {tuple(t.shape)}"
         if t.device != q.device:
-            return ValueError(f"expected q, k and v on one device, found {name} on {t.device} and q on {q.device}")
+            return ValueError, f"expected q, k and v on one device, found {name} on {t.device} and q on {q.device}"
         if t.dtype != q.dtype:
-            return TypeError(f"expected q, k and v of one dtype, found {name} of {t.dtype} and q of {q.dtype}")
+            return TypeError, f"expected q, k and v of one dtype, found {name} of {t.dtype} and q of {q.dtype}"
     device = q.device.type
     if device not in DTYPES:
-        return ValueError(f"expected tensors on a CPU or a CUDA device, found {q.device}")
+        return ValueError, f"expected tensors on a CPU or a CUDA device, found {q.device}"
     if q.dtype not in DTYPES[device]:
         known = ", ".join(str(d).replace("torch.", "") for d in DTYPES[device])
-        return TypeError(f"expected one of {known} on a {device} device, found {str(q.dtype).replace('torch.', '')}")
+        return TypeError, f"expected one of {known} on a {device} device, found {str(q.dtype).replace('torch.', '')}"
     if q.numel() == 0 or k.numel() == 0:
-        return ValueError(f"expected tensors with no empty axis, found q {tuple(q.shape)} and k {tuple(k.shape)}")
+        return ValueError, f"expected tensors with no empty axis, found q {tuple(q.shape)} and k {tuple(k.shape)}"
     B, H, _, D = q.shape
     if k.shape != v.shape:
-        return ValueError(f"expected k and v of one shape, found k {tuple(k.shape)} and v {tuple(v.shape)}")
+        return ValueError, f"expected k and v of one shape, found k {tuple(k.shape)} and v {tuple(v.shape)}"
     if k.shape[0] != B or k.shape[3] != D:
-        return ValueError(f"expected k of shape ({B}, key heads, keys, {D}) beside q {tuple(q.shape)}, "
-                          f"found {tuple(k.shape)}")
+        return ValueError, (f"expected k of shape ({B}, key heads, keys, {D}) beside q {tuple(q.shape)}, "
+                            f"found {tuple(k.shape)}")
     if H % k.shape[1] != 0:
-        return ValueError(f"expected query heads in whole groups for {k.shape[1]} key heads, found {H} query heads")
+        return ValueError, f"expected query heads in whole groups for {k.shape[1]} key heads, found {H} query heads"
     if device == "cuda" and D > LARGEST_CUDA_HEAD:
-        return ValueError(f"expected a head size from 1 to {LARGEST_CUDA_HEAD} on a GPU, found {D}")
+        return ValueError, f"expected a head size from 1 to {LARGEST_CUDA_HEAD} on a GPU, found {D}"
     return None
 
 
 def unsuited_mask(mask, shape, device):
     """The same for a mask that must broadcast to `shape`."""
     if not isinstance(mask, torch.Tensor):
-        return TypeError(f"expected attn_mask to be a tensor, found {type(mask).__name__}")
+        return TypeError, f"expected attn_mask to be a tensor, found {type(mask).__name__}"
     if mask.dtype not in (torch.bool, torch.uint8):
-        return TypeError(f"expected attn_mask of bool (True: visible), found {str(mask.dtype).replace('torch.', '')}")
+        return TypeError, f"expected attn_mask of bool (True: visible), found {str(mask.dtype).replace('torch.', '')}"
     if mask.device != device:
-        return ValueError(f"expected attn_mask on {device}, found it on {mask.device}")
+        return ValueError, f"expected attn_mask on {device}, found it on {mask.device}"
     fits = mask.dim() <= 4 and all(m in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape)))
     if not fits:
-        return ValueError(f"expected attn_mask that broadcasts to {tuple(shape)}, found {tuple(mask.shape)}")
+        return ValueError, f"expected attn_mask that broadcasts to {tuple(shape)}, found {tuple(mask.shape)}"
     return None
 
 
-def require(error, function):
-    if error is not None:
-        raise type(error)(f"{function}: {error}")
+def require(fault, function):
+    if fault is not None:
+        kind, words = fault
+        raise kind(f"{function}: {words}")
 
 
 def compiling():

@@ -40,12 +40,26 @@ def _shape(q, k):
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(device, dtype, shape, masked, *options):
+def _asked_sizes(device, dtype, shape, masked, *options):
     sizes = _library.Sizes()
     problem = _problem(device, dtype, shape, masked, *options)
     with _on(device):
         check(library().evenkeel_attention_sizes(ctypes.byref(problem), ctypes.byref(sizes)), NAME)
     return sizes.saved, sizes.workspace
+
+
+def _sizes(q, shape, masked, options):
+    """Bytes of `saved` and of the workspace. Neither depends on the step, which may be a symbol."""
+    *before, _, layer, facts = options
+    return _asked_sizes(q.device, q.dtype, shape, masked, *before, 0, layer, facts)
+
+
+def _saved(q, k, masked, options):
+    """Memory for what forward leaves to backward: bytes, (B, H, T, of a row). Those of a row depend on neither B, T nor N
+    (evenkeel.h), which may be symbols here: code compiled for one length serves others."""
+    H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
+    of_all_heads, _ = _sizes(q, (1, H, G, 1, 1, D), masked, options)
+    return q.new_empty((*q.shape[:3], of_all_heads // H), dtype=torch.uint8)
 
 
 class _Nowhere:
@@ -92,18 +106,18 @@ def _view(x):
     return _library.Tensor(x.data_ptr(), (ctypes.c_int64 * 4)(*x.stride()))
 
 
-def _bytes(count, device):
-    return torch.empty(count, dtype=torch.uint8, device=device)
-
-
 def _forward(q, k, v, visible, device_step, options, ties=None):
-    """o (B, H, T, D), lse (B, H, T), saved (bytes)."""
+    """o (B, H, T, D), lse (B, H, T), saved (as _saved has it)."""
     shape, dtype, device = _shape(q, k), q.dtype, q.device
-    saved_bytes, workspace_bytes = _sizes(device, dtype, shape, visible is not None, *options)
+    masked = visible is not None
+    saved_bytes, workspace_bytes = _sizes(q, shape, masked, options)
+    saved, workspace = _saved(q, k, masked, options), q.new_empty(workspace_bytes, dtype=torch.uint8)
+    if saved.numel() != saved_bytes:
+        raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.shape[3]} bytes of every row, found one "
+                                     f"that saves {saved_bytes} bytes of {q.shape[:3].numel()} rows")
     q, k, v = _readable(q), _readable(k), _readable(v)
     o = _like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    saved, workspace = _bytes(saved_bytes, device), _bytes(workspace_bytes, device)
     a = _problem(device, dtype, shape, False, *options)
     if visible is not None:
         a.visible = _view(visible)
@@ -121,10 +135,9 @@ def _forward(q, k, v, visible, device_step, options, ties=None):
 def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options, facts=None):
     """dq (B, H, T, D), dk, dv (B, G, N, D). facts: tensors to be filled, by name."""
     shape, dtype, device = _shape(q, k), q.dtype, q.device
-    _, workspace_bytes = _sizes(device, dtype, shape, visible is not None, *options)
+    workspace = q.new_empty(_sizes(q, shape, visible is not None, options)[1], dtype=torch.uint8)
     grad_output, q, k, v, o = (_readable(x) for x in (grad_output, q, k, v, o))
     dq, dk, dv = _like(q), _like(k), _like(v)
-    workspace = _bytes(workspace_bytes, device)
     a = _problem(device, dtype, shape, False, *options)
     if visible is not None:
         a.visible = _view(visible)
@@ -173,8 +186,7 @@ if HAS_CUSTOM_OPS:
     @forward_op.register_fake
     def _(q, k, v, visible, device_step, plan, causal, scale, softcap, window_left, window_right, step, layer):
         options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
-        saved_bytes, _ = _sizes(q.device, q.dtype, _shape(q, k), visible is not None, *options)
-        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), _bytes(saved_bytes, q.device)
+        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), _saved(q, k, visible is not None, options)
 
     @torch.library.custom_op("evenkeel::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,

@@ -3,35 +3,47 @@ import contextlib
 import functools
 import warnings
 
+import torch
 import torch.nn.functional as F
 
-from ._attention import attention, require, under_autocast, unsuited, unsuited_mask
+from ._attention import attention, under_autocast, unsuited, unsuited_mask
 
 NAME = "scaled_dot_product_attention"
 _originals = []  # what was there before each patch still in force; None: nothing (before torch 2.0)
 _warned = set()
 
 
-def fall_back(why, original, *arguments, **options):
-    """The original's answer, with one warning for each reason; an error where there is no original."""
-    words = str(why)
-    if original is None:
-        raise type(why)(f"evenkeel.patch: {words}; this torch has no {NAME} of its own to fall back to")
+def _at_compilation(function):
+    """In code that torch compiles: called once, when it is compiled."""
+    mark = getattr(getattr(torch, "compiler", None), "assume_constant_result", None)
+    return function if mark is None else mark(function)
+
+
+@_at_compilation
+def _warn_once(words):
     if words not in _warned:
         _warned.add(words)
-        warnings.warn(f"evenkeel: {NAME} goes to PyTorch's own: {words}", stacklevel=3)
+        warnings.warn(f"evenkeel: {NAME} goes to PyTorch's own: {words}", stacklevel=4)
+
+
+def fall_back(why, original, *arguments, **options):
+    """The original's answer, with one warning for each reason; an error where there is no original."""
+    kind, words = why
+    if original is None:
+        raise kind(f"evenkeel.patch: {words}; this torch has no {NAME} of its own to fall back to")
+    _warn_once(words)
     return original(*arguments, **options)
 
 
 def _reason(query, key, value, attn_mask, dropout_p, is_causal):
     if dropout_p > 0:
-        return ValueError(f"expected dropout_p of 0, found {dropout_p}")
+        return ValueError, f"expected dropout_p of 0, found {dropout_p}"
     why = unsuited(query, key, value)
     if why is None and attn_mask is not None:
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         why = unsuited_mask(attn_mask, shape, query.device)
         if why is None and is_causal:
-            why = ValueError("expected is_causal or attn_mask, found both")
+            why = ValueError, "expected is_causal or attn_mask, found both"
     return why
 
 
@@ -48,8 +60,8 @@ def _routed(original, plan, stabiliser):
                 attn_mask = attn_mask.unsqueeze(1)
         why = _reason(query, key, value, attn_mask, dropout_p, is_causal)
         if why is None and key.shape[1] != query.shape[1] and not enable_gqa:
-            why = ValueError(f"expected as many key heads as query heads without enable_gqa, found {key.shape[1]} and "
-                             f"{query.shape[1]}")
+            why = ValueError, (f"expected as many key heads as query heads without enable_gqa, found {key.shape[1]} and "
+                               f"{query.shape[1]}")
         if why is not None:
             if flat and attn_mask is not None and attn_mask.dim() == 4:
                 attn_mask = attn_mask.squeeze(1)

@@ -21,9 +21,9 @@ def _forward(plan, stabiliser):
         if why is None and mask is not None:
             why = unsuited_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]), q.device)
         if why is None and dropout > 0:
-            why = ValueError(f"expected a dropout of attention of 0 (attn_pdrop, attention_dropout), found {dropout}")
+            why = ValueError, f"expected a dropout of attention of 0 (attn_pdrop, attention_dropout), found {dropout}"
         if why is None and options.get("s_aux") is not None:
-            why = ValueError("expected attention without sinks of its own, found s_aux")
+            why = ValueError, "expected attention without sinks of its own, found s_aux"
         if why is not None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -102,7 +102,7 @@ struct CudaBackward {
 // Sizes in bytes, for one problem; 256-byte alignment is expected of both. `with_facts`: some optional output is
 // asked for, in either pass (the same answer must be given to both passes).
 struct CudaSizes {
-  size_t saved = 0;      // from forward to backward
+  size_t saved = 0;  // from forward to backward: B H T times what depends on neither B, T nor N; all written
   size_t workspace = 0;  // enough for either pass; not kept between calls
 };
 CudaSizes cuda_attention_sizes(const CudaAttention& problem, bool with_facts);

@@ -32,6 +32,7 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
     : config_(config), folder_(folder), inner_(inner), plan_(ScopedPlan::parse(config.plan_at(next_step))) {
   const int64_t H = config.model.heads;
   heads_.resize(static_cast<size_t>(config.model.layers * H));
+  drift_.resize(heads_.size());
   for (size_t n = 0; n < heads_.size(); ++n) {
     const auto head = static_cast<int64_t>(n);
     heads_[n].remedied =
@@ -97,10 +98,11 @@ void Guard::tell(int64_t step, Json& line) {
 void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
                    const std::vector<double>& delta) {
   const bool known = !residual.empty() && !delta.empty();
-  for (size_t n = 0; n < heads_.size(); ++n) {
-    heads_[n].drift.take(step, lse[n], known ? residual[n] : kNotKnown, known ? delta[n] : kNotKnown);
-    if (!heads_[n].drift.beyond_need()) heads_[n].last_good = step;
-  }
+  for (size_t n = 0; n < heads_.size(); ++n)
+    drift_[n].take(step, lse[n], known ? residual[n] : kNotKnown, known ? delta[n] : kNotKnown);
+  limit_ = drifted_beyond(drift_);
+  for (size_t n = 0; n < heads_.size(); ++n)
+    if (drift_[n].size() <= limit_) heads_[n].last_good = step;
 }
 
 double Guard::too_late(const PrecisionPlan& plan, LinearPrecision precision) {
@@ -122,11 +124,12 @@ void Guard::decide(int64_t step, const Gpt2& model) {
   std::string why;
   for (size_t n = 0; n < heads_.size(); ++n) {
     Head& head = heads_[n];
+    const HeadDrift& drift = drift_[n];
     const auto number = static_cast<int64_t>(n);
-    const double limit = too_late(model.plan(number / H, number % H), config_.model.precision);
-    const bool grown = head.remedied && head.drift.log_lse() > head.at_remedy + std::log(2.0);
-    if (!head.drift.drifts() || head.warned) continue;
-    if (head.remedied ? !grown : !head.drift.alarm()) {
+    const double useless = too_late(model.plan(number / H, number % H), config_.model.precision);
+    const bool grown = head.remedied && drift.log_lse() > head.at_remedy + std::log(2.0);
+    if (!drift.drifts(limit_) || head.warned) continue;
+    if (head.remedied ? !grown : !drift.alarm(limit_)) {
       // Without a leak there is nothing that the remedy could mend.
       if (head.remedied) continue;
       head.warned = true;
@@ -137,26 +140,24 @@ void Guard::decide(int64_t step, const Gpt2& model) {
     last_good = std::min(last_good, head.last_good);
     if (grown)
       late = true, why = "it has grown twofold since it has the remedy";
-    else if (head.drift.log_lse() > std::log(limit))
+    else if (drift.size() > useless)
       late = true,
-      why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}", limit, kScoreUnit);
+      why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}", useless, kScoreUnit);
   }
   if (alarmed.empty() && others.empty()) return;
   const bool leaking = !alarmed.empty();
   event.heads = leaking ? alarmed : others;
   const auto worst = static_cast<size_t>(
       *std::max_element(event.heads.begin(), event.heads.end(), [&](int64_t a, int64_t b) {
-        return heads_[static_cast<size_t>(a)].drift.log_lse() <
-               heads_[static_cast<size_t>(b)].drift.log_lse();
+        return drift_[static_cast<size_t>(a)].log_lse() < drift_[static_cast<size_t>(b)].log_lse();
       }));
   const HeadFacts& facts = model.facts()[worst];
   event.words = fmt::format(
       "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}; rows of dS miss their zero sum by {:.1e} of delta "
       "(z {:+.1f}), ties in "
       "{:.1f} % of the rows",
-      heads_in_words(event.heads, H), std::exp(heads_[worst].drift.log_lse()), kDriftedOffset,
-      heads_[worst].drift.leak(), facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0,
-      100.0 * facts.tied_rows);
+      heads_in_words(event.heads, H), drift_[worst].size(), limit_, drift_[worst].leak(),
+      facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0, 100.0 * facts.tied_rows);
   if (!leaking) {
     event.words += ": drift without a leak, which no remedy here mends (learning rate?)";
     event_ = event;
@@ -165,7 +166,7 @@ void Guard::decide(int64_t step, const Gpt2& model) {
   for (const int64_t head : alarmed)
     event.clauses +=
         fmt::format("{}layer {} head {}: {}", event.clauses.empty() ? "" : "; ", head / H, head % H, kRemedy);
-  // The newest checkpoint of a time when none of these heads was beyond need.
+  // The newest checkpoint of a time when none of these heads was beyond the limit.
   int64_t to = -1;
   if (late)
     for (const Checkpoint& c : find_checkpoints(folder_ / "checkpoints"))
@@ -186,7 +187,7 @@ void Guard::decide(int64_t step, const Gpt2& model) {
     Head& head = heads_[static_cast<size_t>(number)];
     head.warned = event.kind == GuardEvent::Kind::warning;
     head.remedied = event.kind != GuardEvent::Kind::warning;
-    head.at_remedy = head.drift.log_lse();
+    head.at_remedy = drift_[static_cast<size_t>(number)].log_lse();
   }
   event_ = event;
 }

@@ -1,7 +1,8 @@
 // The guard: watches the cheap probes of a run that trains, and sets right the heads that drift before the loss notices.
 //
 // A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where, over the last steps,
-//   its log-sum-exp, which any drift of the scores' common part moves, is beyond what any softmax needs (kDriftedOffset),
+//   its log-sum-exp, which any drift of the scores' common part moves, is beyond what a softmax needs and far beyond what
+//   the run's other heads have (drifted_beyond of replays.h),
 //   it still rises, and
 //   the rows of its dS miss their zero sum by more than FP32 does (kLeak): what drifts without a leak is not rounding's.
 // On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,
@@ -60,11 +61,10 @@ class Guard : public StepWatcher {
 
  private:
   struct Head {
-    HeadDrift drift;
     bool remedied = false;   // its plan sums to zero by construction
     double at_remedy = 0;    // its log_lse when it got the remedy
     bool warned = false;     // one warning a head is enough
-    int64_t last_good = -1;  // the last step at which it was not beyond need
+    int64_t last_good = -1;  // the last step at which it was not beyond the limit
   };
   // The next step's figures: (L H) each; residual and delta may be empty.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
@@ -74,8 +74,10 @@ class Guard : public StepWatcher {
   const RunConfig config_;
   const std::filesystem::path folder_;
   StepWatcher* const inner_;
-  const ScopedPlan plan_;    // at next_step; changes on the way are the guard's own
-  std::vector<Head> heads_;  // (L H)
+  const ScopedPlan plan_;         // at next_step; changes on the way are the guard's own
+  std::vector<Head> heads_;       // (L H)
+  std::vector<HeadDrift> drift_;  // (L H)
+  double limit_ = 0;              // drifted_beyond of them
   std::optional<GuardEvent> event_;
 };
 

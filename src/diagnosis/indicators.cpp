@@ -233,10 +233,14 @@ void HeadDrift::take(int64_t step, double lse, double residual, double delta) {
   delta_.take(step, delta * delta);
 }
 
-bool HeadDrift::beyond_need() const { return fast_.value() > std::log(kDriftedOffset); }
-
 double HeadDrift::leak() const {
   return delta_.value() > 0 ? std::sqrt(residual_.value() / delta_.value()) : 0;
+}
+
+double drifted_beyond(const std::vector<HeadDrift>& heads) {
+  std::vector<double> sizes;
+  for (const HeadDrift& head : heads) sizes.push_back(head.size());
+  return drifted_beyond(std::move(sizes), kTimesToMend);
 }
 
 IndicatorRun read_indicators(const fs::path& folder) {
@@ -293,10 +297,10 @@ IndicatorRun read_indicators(const fs::path& folder) {
     if (lse.empty() || residual.empty() || delta.empty()) return;
     drift.resize(lse.size());
     run.guard_judged = true;
-    for (size_t n = 0; n < drift.size(); ++n) {
-      drift[n].take(step, lse[n], residual[n], delta[n]);
-      if (!run.guard && drift[n].alarm()) run.guard = {0, step, static_cast<int64_t>(n)};
-    }
+    for (size_t n = 0; n < drift.size(); ++n) drift[n].take(step, lse[n], residual[n], delta[n]);
+    const double limit = drifted_beyond(drift);
+    for (size_t n = 0; n < drift.size(); ++n)
+      if (!run.guard && drift[n].alarm(limit)) run.guard = {0, step, static_cast<int64_t>(n)};
   };
   const JsonLinesResult file = read_json_lines(folder / "metrics.jsonl", see);
   if (file.fault_count > 0)

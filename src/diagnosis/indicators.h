@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -43,8 +44,8 @@ class RunningMean {
   int64_t last_ = 0;
 };
 
-// The guard's alarm (guard.h), one head: the log-sum-exp is beyond what any softmax needs and still rises, and the rows of
-// dS miss their zero sum by more than FP32 does.
+// The guard's alarm (guard.h), one head: the log-sum-exp is beyond a limit (drifted_beyond of all heads' sizes) and still
+// rises, and the rows of dS miss their zero sum by more than FP32 does.
 class HeadDrift {
  public:
   // Residual over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
@@ -54,15 +55,17 @@ class HeadDrift {
   // largest |log-sum-exp|; root mean squares of residual and delta, NaN where they are not known.
   void take(int64_t step, double lse, double residual, double delta);
   double log_lse() const { return fast_.value(); }
-  bool beyond_need() const;  // kDriftedOffset
-  bool drifts() const { return beyond_need() && fast_.value() > slow_.value(); }
+  double size() const { return std::exp(log_lse()); }
+  bool drifts(double limit) const { return size() > limit && fast_.value() > slow_.value(); }
   double leak() const;
-  bool alarm() const { return drifts() && leak() > kLeak; }
+  bool alarm(double limit) const { return drifts(limit) && leak() > kLeak; }
 
  private:
   RunningMean fast_{kFast}, slow_{kSlow};       // of log(largest |log-sum-exp|)
   RunningMean residual_{kSlow}, delta_{kSlow};  // of squares
 };
+
+double drifted_beyond(const std::vector<HeadDrift>& heads);
 
 enum class Rule { level, growth, deviation };
 inline constexpr std::array<std::string_view, 3> kRuleNames = {"level", "growth", "deviation"};

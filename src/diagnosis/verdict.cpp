@@ -116,20 +116,21 @@ double loss_noise(const std::vector<double>& loss) {
 
 Symptom find_symptom(const RunRecord& record) {
   Symptom symptom;
-  // The common mode, where an offset is beyond all need at the end. Drift spreads, so the head that has gone furthest need
+  // The common mode, where an offset is beyond the limit (drifted_beyond) at the end. Drift spreads, so the head that has gone furthest need
   // not be the one it began with: of those that have gone at least half as far (in logarithms), the first to leave for
   // good.
   if (!record.offset.empty()) {
     const std::vector<double>& last = record.offset.back();
     double worst = 0;
     for (const double value : last) worst = std::max(worst, std::isnan(value) ? HUGE_VAL : value);
-    if (worst > kDriftedOffset) {
-      const double far = std::isinf(worst) ? worst : std::sqrt(worst * kDriftedOffset);
+    const double limit = drifted_beyond(last, kTimesToName);
+    if (worst > limit) {
+      const double far = std::isinf(worst) ? worst : std::sqrt(worst * limit);
       size_t head = 0, since = record.offset.size();
       for (size_t n = 0; n < last.size(); ++n) {
         if (last[n] < far) continue;
         size_t first = record.offset.size() - 1;
-        while (first > 0 && !(record.offset[first - 1][n] <= kDriftedOffset)) --first;
+        while (first > 0 && !(record.offset[first - 1][n] <= limit)) --first;
         if (first < since) since = first, head = n;
       }
       symptom.kind = Symptom::Kind::offset;
@@ -139,7 +140,7 @@ Symptom find_symptom(const RunRecord& record) {
       symptom.words = fmt::format(
           "layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} (no softmax has a use for more "
           "than {:.0f})",
-          symptom.layer, symptom.head, record.offset_is, kDriftedOffset, symptom.since, last[head],
+          symptom.layer, symptom.head, record.offset_is, limit, symptom.since, last[head],
           record.fact_steps.back(), kScoreUnit);
       return symptom;
     }

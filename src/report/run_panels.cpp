@@ -367,6 +367,7 @@ std::string common_panel(const PageData& data) {
           chart.title);
       chart.guides.push_back({kScoreUnit, ""});
       chart.guides.push_back({kDriftedOffset, ""});
+      chart.guides.push_back({kFarOffset, ""});
     }
     all.insert(all.end(), charts.begin(), charts.end());
   }
@@ -383,10 +384,13 @@ std::string common_panel(const PageData& data) {
       fmt::format("{} (solid) against {} (dashed), by head, on a log axis: softmax sees only the second.",
                   term("offset", "Offset"), term("spread")),
       content,
-      fmt::format("<p>Lower rule: {}, beyond which no softmax has a use for scores. Upper rule: {}, where a "
-                  "head counts as drifted.</p><p>The {} has no restoring force: where the {} is far beyond "
-                  "the spread, the differences that softmax needs are lost.</p>",
-                  figure(kScoreUnit, 3), figure(kDriftedOffset, 3), term("common mode"), term("offset")));
+      fmt::format(
+          "<p>Lowest rule: {}, beyond which no softmax has a use for scores. Between the upper two, {} "
+          "and {}, a head counts as drifted where it has {} times the median of the run's heads; above "
+          "them, every one.</p><p>The {} has no restoring force: where the {} is far beyond "
+          "the spread, the differences that softmax needs are lost.</p>",
+          figure(kScoreUnit, 3), figure(kDriftedOffset, 3), figure(kFarOffset, 3), figure(kTimesToName, 1),
+          term("common mode"), term("offset")));
 }
 
 }  // namespace

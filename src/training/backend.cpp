@@ -43,9 +43,8 @@ std::unique_ptr<Gpt2> make_gpt2(Backend backend, const Gpt2Config& config, uint6
 
 std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig& config,
                                           const ParameterTable& table, Ranks* sharded_over) {
-  if (backend == Backend::cpu) return make_optimizer_cpu(config, table, sharded_over);
-  require(!sharded_over, "[train] shard_optimizer: expected the backend cpu so far, got cuda");
-  return make_optimizer_cuda(config, table);
+  return backend == Backend::cuda ? make_optimizer_cuda(config, table, sharded_over)
+                                  : make_optimizer_cpu(config, table, sharded_over);
 }
 
 std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Gpt2& model,

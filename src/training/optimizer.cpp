@@ -20,7 +20,7 @@ OptimizerKind parse_optimizer(std::string_view text) {
   return OptimizerKind::adamw;
 }
 
-void validate(const OptimizerConfig& c) {
+void validate(const OptimizerConfig& c, const Ranks* sharded_over) {
   const auto share = [](float x) { return x >= 0 && x < 1; };
   require(share(c.beta1) && share(c.beta2), "[optimizer] expected betas from 0 to below 1, got {} and {}",
           c.beta1, c.beta2);
@@ -28,6 +28,8 @@ void validate(const OptimizerConfig& c) {
   require(c.epsilon > 0, "[optimizer] expected an epsilon above 0, got {}", c.epsilon);
   require(c.weight_decay >= 0, "[optimizer] expected a weight decay of 0 or more, got {}", c.weight_decay);
   require(c.clip >= 0, "[optimizer] expected a clipping norm of 0 (off) or more, got {}", c.clip);
+  require(!sharded_over || c.kind == OptimizerKind::adamw,
+          "[optimizer] expected adamw where its states are sharded over ranks, got {}", name(c.kind));
 }
 
 namespace {
@@ -62,9 +64,7 @@ class CpuOptimizer final : public Optimizer {
         slice_(ranks ? ranks->slice(table.size()) : Slice{0, table.size()}),
         first_(static_cast<size_t>(slice_.count())),
         second_(first_.size()) {
-    validate(config);
-    require(!ranks || config.kind == OptimizerKind::adamw,
-            "[optimizer] expected adamw where its states are sharded over ranks, got {}", name(config.kind));
+    validate(config, ranks);
   }
 
   StepNorms step(Gpt2& model, double lr) override {

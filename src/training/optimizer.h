@@ -27,7 +27,8 @@ struct OptimizerConfig {
   float momentum = 0.95f;  // Muon's, with Nesterov's step
   float clip = 1;          // largest norm of the whole gradient; 0: never clipped
 };
-void validate(const OptimizerConfig& config);  // std::invalid_argument: what was expected, what was found
+// std::invalid_argument: what was expected, what was found.
+void validate(const OptimizerConfig& config, const Ranks* sharded_over = nullptr);
 
 // What a step saw and did.
 struct StepNorms {
@@ -47,15 +48,18 @@ class Optimizer {
   virtual void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) = 0;
 };
 
-// On host memory. Sharded over ranks (AdamW alone), it holds the states of this rank's slice of the flat buffers,
-// needs the gradients there, and updates the parameters there: the same bits as one that does it all.
+// Sharded over ranks (AdamW alone), an optimiser holds the states of this rank's slice of the flat buffers, needs the
+// gradients there, and updates the parameters there: the same bits as one that does it all, its norm's too.
+//
+// On host memory:
 std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,
                                               Ranks* sharded_over = nullptr);
 
-// On the device of a model from make_gpt2_cuda: queued on its stream, one wait a step, for the norm. AdamW gives the
-// CPU's bits where the clipping factor is the same float (the norm's FP64 sum has another order); Muon's products have
-// another order. DataError without CUDA.
-std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table);
+// On the device of a model from make_gpt2_cuda: queued on its stream, one wait a step, for the norm (sharded without a
+// device link, also for the norm's parts). AdamW gives the CPU's bits where the clipping factor is the same float (the
+// norm's FP64 sum has another order); Muon's products have another order. DataError without CUDA.
+std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table,
+                                               Ranks* sharded_over = nullptr);
 
 // The matrix nearest to x (rows, columns) whose singular values are all 1, roughly: five steps of Newton-Schulz with
 // Jordan's coefficients, which leave them between 0.68 and 1.14. Exact zero stays zero.

@@ -4,7 +4,7 @@
 
 namespace evenkeel {
 
-std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig&, const ParameterTable&) {
+std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig&, const ParameterTable&, Ranks*) {
   throw DataError("built without CUDA");
 }
 

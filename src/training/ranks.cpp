@@ -229,25 +229,36 @@ void Ranks::sum_device_slices(FloatMemory& memory, float* buffer, int64_t count)
 }
 
 void Ranks::share_slices(FloatMemory& memory, float* buffer, int64_t count) {
+  std::vector<Slice> of_ranks;
+  for (int r = 0; r < size(); ++r) of_ranks.push_back(slice(count, r));
+  share(memory, buffer, of_ranks);
+}
+
+void Ranks::share_rows(FloatMemory& memory, float* rows, int64_t width) {
+  std::vector<Slice> of_ranks;
+  for (int r = 0; r < size(); ++r) of_ranks.push_back({r * width, (r + 1) * width});
+  share(memory, rows, of_ranks);
+}
+
+// of_ranks: (size); none is longer than the first.
+void Ranks::share(FloatMemory& memory, float* buffer, const std::vector<Slice>& of_ranks) {
   if (!link_) return;
+  const Slice& mine = of_ranks[static_cast<size_t>(rank())];
   if (device_link_ && memory.on_device()) {
-    const Slice mine = slice(count);
-    const std::vector<DeviceLink::Part> send(static_cast<size_t>(size()),
-                                             {buffer + mine.begin, mine.count()});
+    const std::vector<DeviceLink::Part> send(of_ranks.size(), {buffer + mine.begin, mine.count()});
     std::vector<DeviceLink::Part> receive;
-    for (int r = 0; r < size(); ++r)
-      receive.push_back({buffer + slice(count, r).begin, slice(count, r).count()});
+    for (const Slice& slice : of_ranks) receive.push_back({buffer + slice.begin, slice.count()});
     device_link_->exchange(send, receive);
     return;
   }
-  const int64_t width = slice(count, 0).count(), step = std::min(chunk(), width);
+  const int64_t width = of_ranks[0].count(), step = std::min(chunk(), width);
   std::vector<float> send(static_cast<size_t>(step)), received(static_cast<size_t>(size() * step));
   for (int64_t at = 0; at < width; at += step) {
-    const Slice own = part_of(slice(count), at, step);
+    const Slice own = part_of(mine, at, step);
     memory.to_host(send.data(), buffer + own.begin, own.count());
     link_->gather(send.data(), received.data(), static_cast<size_t>(step) * sizeof(float));
     for (int r = 0; r < size(); ++r) {
-      const Slice part = part_of(slice(count, r), at, step);
+      const Slice part = part_of(of_ranks[static_cast<size_t>(r)], at, step);
       if (r != rank()) memory.from_host(buffer + part.begin, received.data() + r * step, part.count());
     }
   }

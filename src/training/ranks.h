@@ -98,6 +98,8 @@ class Ranks {
   void sum_slices(FloatMemory& memory, float* buffer, int64_t count);
   // Every slice becomes what its own rank has there.
   void share_slices(FloatMemory& memory, float* buffer, int64_t count);
+  // Every row becomes what its own rank has there: bits are moved, nothing is computed. rows: (size, width)
+  void share_rows(FloatMemory& memory, float* rows, int64_t width);
   void sum(FloatMemory& memory, float* buffer, int64_t count) {
     sum_slices(memory, buffer, count);
     share_slices(memory, buffer, count);
@@ -115,6 +117,7 @@ class Ranks {
   void exchange_slices(FloatMemory& memory, float* buffer, int64_t count, bool add);
   void sum_device_slices(FloatMemory& memory, float* buffer, int64_t count);
   void add_by_halves(FloatMemory& memory, float* rows, int64_t width) const;
+  void share(FloatMemory& memory, float* buffer, const std::vector<Slice>& of_ranks);
 
   Launch launch_;
   std::unique_ptr<Link> link_;  // none: alone

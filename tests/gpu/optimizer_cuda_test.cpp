@@ -1,11 +1,18 @@
 // The device optimiser against the CPU's, on tables of odd sizes.
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
+#include <csignal>
+#include <cstring>
 #include <vector>
 
 #include "attention/device_memory.h"
+#include "base/error.h"
 #include "numerics/random.h"
+#include "rank_cases.h"
+#include "training/device_ranks.h"
 #include "training/optimizer.h"
 
 namespace evenkeel {
@@ -243,6 +250,158 @@ TEST(OptimizerCudaSmall, GoesOnFromItsStateWithTheSameBits) {
     }
     EXPECT_EQ(parameters_of(stopped), parameters_of(straight));
     EXPECT_EQ(state_of(*part, table), state_of(*whole, table));
+  }
+}
+
+// --- Sharded over ranks: threads of this process, which share the GPU
+
+// 3 units of slices: of 4 ranks, one has none; 30: the last has fewer; 1: three have none.
+std::vector<Gpt2Config> sharded_configs() {
+  std::vector<Gpt2Config> configs = odd_configs();
+  configs[0].width = 40;
+  return configs;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Gradients of this rank's slice alone: whatever is beside it must not be used.
+std::vector<float> slice_alone(std::vector<float> values, const Slice& slice) {
+  for (size_t n = 0; n < values.size(); ++n)
+    if (n < at(slice.begin) || n >= at(slice.end)) values[n] = NAN;
+  return values;
+}
+
+TEST(OptimizerCudaSmall, NoNumberOfRanksChangesABitOfShardedStates) {
+  constexpr uint32_t kSteps = 3;
+  for (const Gpt2Config& config : sharded_configs())
+    for (float clip : {0.0f, 1e-3f}) {
+      OptimizerConfig adamw;
+      adamw.clip = clip;
+      adamw.weight_decay = 0.1f;
+      BuffersOnDevice whole(config);
+      const ParameterTable& table = whole.table();
+      const auto expected = make_optimizer_cuda(adamw, table);
+      std::vector<double> norms;
+      std::vector<std::vector<float>> weights;  // after each step
+      State halfway;
+      for (uint32_t step = 0; step < kSteps; ++step) {
+        whole.write_gradients(random_gradients(table, step));
+        norms.push_back(expected->step(whole, 0.01).gradient);
+        weights.push_back(parameters_of(whole));
+        if (step == 0) halfway = state_of(*expected, table);
+      }
+      const State last = state_of(*expected, table);
+      for (int size : {1, 2, 4}) {
+        const auto thrown = run_ranks(size, [&](const std::shared_ptr<Ranks>& ranks) {
+          BuffersOnDevice model(config);
+          const auto memory = make_device_memory(model.stream());
+          const Slice slice = ranks->slice(table.size());
+          auto optimizer = make_optimizer_cuda(adamw, table, ranks.get());
+          for (uint32_t step = 0; step < kSteps; ++step) {
+            if (step == 1) {  // goes on from the state of one that is not sharded
+              optimizer = make_optimizer_cuda(adamw, table, ranks.get());
+              optimizer->write_state(halfway.first, halfway.second, halfway.steps);
+            }
+            std::vector<float> before = parameters_of(model);
+            model.write_gradients(slice_alone(random_gradients(table, step), slice));
+            const StepNorms found = optimizer->step(model, 0.01);
+            EXPECT_TRUE(found.applied);
+            EXPECT_EQ(std::bit_cast<uint64_t>(found.gradient), std::bit_cast<uint64_t>(norms[step]));
+            const std::vector<float>& should = weights[step];
+            std::copy(should.begin() + slice.begin, should.begin() + slice.end, before.begin() + slice.begin);
+            EXPECT_TRUE(same_bits(parameters_of(model), before)) << "beside the slice nothing may change";
+            ranks->share_slices(*memory, model.parameters(), table.size());
+            EXPECT_TRUE(same_bits(parameters_of(model), should)) << size << ", step " << step;
+          }
+          State own = state_of(*optimizer, table);
+          EXPECT_EQ(own.steps, last.steps);
+          for (size_t n = 0; n < own.first.size(); ++n) {
+            const bool inside = n >= at(slice.begin) && n < at(slice.end);
+            ASSERT_EQ(own.first[n], inside ? last.first[n] : 1) << n;  // state_of's ones
+            ASSERT_EQ(own.second[n], inside ? last.second[n] : 1) << n;
+          }
+          for (std::vector<float>* values : {&own.first, &own.second})
+            ranks->share_slices(host_memory(), values->data(), table.size());
+          EXPECT_EQ(own, last);
+          // And one that is not sharded goes on from there.
+          const auto alone = make_optimizer_cuda(adamw, table);
+          alone->write_state(own.first, own.second, own.steps);
+          EXPECT_EQ(state_of(*alone, table), last);
+        });
+        for (const std::string& words : thrown) EXPECT_EQ(words, "") << size;
+      }
+    }
+}
+
+// In whichever slice it is, all ranks see it, and none moves.
+TEST(OptimizerCudaSmall, OneRanksInfinityStopsAll) {
+  const Gpt2Config config = odd_configs()[1];
+  for (int bad_rank : {0, 3}) {
+    const auto thrown = run_ranks(4, [&](const std::shared_ptr<Ranks>& ranks) {
+      BuffersOnDevice model(config);
+      const ParameterTable& table = model.table();
+      const Slice slice = ranks->slice(table.size());
+      const auto optimizer = make_optimizer_cuda({}, table, ranks.get());
+      std::vector<float> g = slice_alone(random_gradients(table, 0), slice);
+      if (ranks->rank() == bad_rank) g[at(slice.end - 1)] = INFINITY;
+      model.write_gradients(g);
+      const std::vector<float> before = parameters_of(model);
+      const State state = state_of(*optimizer, table);
+      const StepNorms found = optimizer->step(model, 0.1);
+      EXPECT_FALSE(found.applied);
+      EXPECT_EQ(found.gradient, INFINITY);
+      EXPECT_TRUE(same_bits(parameters_of(model), before));
+      EXPECT_EQ(state_of(*optimizer, table), state);
+    });
+    for (const std::string& words : thrown) EXPECT_EQ(words, "");
+  }
+}
+
+struct NoLink final : Link {
+  void exchange(const void*, void*, size_t) override {}
+  void gather(const void*, void*, size_t) override {}
+  void abort(const std::string&, int) noexcept override {}
+};
+
+TEST(OptimizerCuda, HoldsTheStatesOfItsSliceAlone) {
+  Gpt2Config config = gpt2_preset("micro");
+  config.layers = 5, config.heads = 8, config.width = 1024;  // 63 M parameters
+  const ParameterTable table(config);
+  const auto held = [&](Ranks* ranks) {
+    size_t before = 0, after = 0, total = 0;
+    device_wait();
+    cudaMemGetInfo(&before, &total);
+    const auto optimizer = make_optimizer_cuda({}, table, ranks);
+    cudaMemGetInfo(&after, &total);
+    return static_cast<double>(before) - static_cast<double>(after);
+  };
+  held(nullptr);                    // the device's own first needs
+  const double pages = 8 * 0x1p21;  // what allocations are rounded up to, and flags
+  const auto states = [](int64_t parameters) {
+    return 2.0 * sizeof(float) * static_cast<double>(parameters);
+  };
+  EXPECT_NEAR(held(nullptr), states(table.size()), pages);
+  for (int rank = 0; rank < 4; ++rank) {
+    Ranks ranks(launch_of(rank, 4, 1), std::make_unique<NoLink>());
+    const Slice slice = ranks.slice(table.size());
+    ASSERT_LT(states(slice.count()) + pages, states(table.size()) / 2);
+    EXPECT_NEAR(held(&ranks), states(slice.count()), pages) << rank;
+  }
+}
+
+TEST(OptimizerCudaSmall, MuonIsNotSharded) {
+  Ranks alone;
+  const BuffersOnDevice model(odd_configs()[0]);
+  OptimizerConfig config;
+  config.kind = OptimizerKind::muon;
+  try {
+    make_optimizer_cuda(config, model.table(), &alone);
+    FAIL();
+  } catch (const std::invalid_argument& error) {
+    EXPECT_STREQ(error.what(),
+                 "[optimizer] expected adamw where its states are sharded over ranks, got muon");
   }
 }
 

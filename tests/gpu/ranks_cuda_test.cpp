@@ -5,9 +5,11 @@
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 #include "attention/device_memory.h"
 #include "base/error.h"
+#include "base/json_lines.h"
 #include "base/whole_file.h"
 #include "rank_cases.h"
 #include "training/checkpoint.h"
@@ -58,39 +60,87 @@ TEST(Nccl, is_found_and_joins_a_job_of_one) {
 }
 
 // Ranks that share the GPU, so that their sums go through the host; ranks with a GPU each use NCCL, where there are some.
-TEST(RanksOnGpu, no_number_of_ranks_changes_a_bit) {
-  const fs::path folder = fs::temp_directory_path() / fmt::format("evenkeel-ranks-gpu-{}", getpid());
-  fs::create_directories(folder);
-  {
+class RanksOnGpu : public testing::Test {
+ protected:
+  RanksOnGpu() {
+    fs::create_directories(folder);
     std::ofstream text(folder / "text.txt");
     for (int n = 0; n < 2000; ++n)
       text << "the " << (n % 7 == 0 ? "keel" : "sail") << " is " << n % 10 << ".\n";
   }
-  std::string expected;
-  for (int size : {1, 2, 4}) {
-    const fs::path run = folder / fmt::format("run-{}", size);
-    const std::vector<std::string> words = {
-        EVENKEEL_PROGRAM, "train", "--preset", "micro",  "--data",  folder / "text.txt",
-        "--backend",      "cuda",  "--plan",   "flash2", "--steps", "20",
-        "--accumulate",   "4",     "--out",    run};
+  ~RanksOnGpu() override { fs::remove_all(folder); }
+
+  // A job of so many ranks, to its end. What rank 0 said.
+  std::string run_job(int size, const std::vector<std::string>& words) const {
+    std::vector<std::string> command = {EVENKEEL_PROGRAM, "train"};
+    command.insert(command.end(), words.begin(), words.end());
     const int port = free_port();
     std::vector<Process> ranks;
     for (int r = 0; r < size; ++r)
-      ranks.emplace_back(words,
+      ranks.emplace_back(command,
                          std::map<std::string, std::string>{{"RANK", std::to_string(r)},
                                                             {"WORLD_SIZE", std::to_string(size)},
                                                             {"MASTER_ADDR", "127.0.0.1"},
                                                             {"MASTER_PORT", std::to_string(port)}},
                          folder / fmt::format("rank-{}", r));
-    for (Process& rank : ranks) ASSERT_EQ(rank.wait(), 0) << rank.err();
-    if (size > 1) std::printf("%s", ranks[0].out().substr(0, 600).c_str());
+    for (Process& rank : ranks) EXPECT_EQ(rank.wait(), 0) << rank.err();
+    return ranks[0].out().substr(0, 600);
+  }
+  std::vector<std::string> training(const fs::path& run) const {
+    return {"--preset", "micro",   "--data", folder / "text.txt", "--backend", "cuda",  "--plan",
+            "flash2",   "--steps", "20",     "--accumulate",      "4",         "--out", run};
+  }
+  // The newest checkpoint's bytes, and every step's loss and norm of the gradient.
+  static std::string result(const fs::path& run) {
     std::string found;
     for (const char* file : {"model.safetensors", "optimizer.safetensors"})
       found += read_whole_file(find_checkpoints(run / "checkpoints").back().folder / file, size_t{1} << 30);
-    if (size == 1) expected = found;
-    EXPECT_TRUE(found == expected) << size;
+    read_json_lines(run / "metrics.jsonl", [&](const JsonLine& line) {
+      found += fmt::format("{} {} {}\n", line.object.at("step").dump(), line.object.at("loss").dump(),
+                           line.object.at("gradient_norm").dump());
+    });
+    return found;
   }
-  fs::remove_all(folder);
+
+  const fs::path folder = fs::temp_directory_path() / fmt::format("evenkeel-ranks-gpu-{}", getpid());
+};
+
+TEST_F(RanksOnGpu, no_number_of_ranks_changes_a_bit_sharded_or_not) {
+  std::string expected;
+  for (const bool shard : {false, true})
+    for (int size : {1, 2, 4}) {
+      const fs::path run = folder / fmt::format("run-{}-{}", size, shard);
+      std::vector<std::string> words = training(run);
+      if (shard) words.push_back("--shard-optimizer");
+      const std::string said = run_job(size, words);
+      if (size > 1) {
+        std::printf("%s", said.c_str());
+        EXPECT_EQ(said.find("optimiser states sharded") != std::string::npos, shard);
+      }
+      const std::string found = result(run);
+      if (expected.empty()) expected = found;
+      EXPECT_TRUE(found == expected) << size << " ranks, sharded: " << shard;
+    }
+}
+
+// The second half again, from the checkpoint in the middle, with the other setting and another number of ranks.
+TEST_F(RanksOnGpu, a_sharded_run_goes_on_unsharded_and_the_other_way_round) {
+  for (const bool shard : {false, true}) {
+    const fs::path run = folder / fmt::format("turned-{}", shard), settings = run / "config.toml";
+    std::vector<std::string> words = training(run);
+    words.insert(words.end(), {"--checkpoint-every", "10"});
+    if (shard) words.push_back("--shard-optimizer");
+    run_job(2, words);
+    const std::string expected = result(run);
+    const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
+    ASSERT_EQ(checkpoints.size(), 2u);
+    fs::remove_all(checkpoints.back().folder);
+    write_whole_file(settings, with_shard_turned(read_whole_file(settings, 1 << 20)));
+    const std::string said = run_job(4, {"--resume", run});
+    EXPECT_NE(said.find("going on at step 10"), std::string::npos) << said;
+    EXPECT_EQ(said.find("optimiser states sharded") != std::string::npos, !shard) << said;
+    EXPECT_TRUE(result(run) == expected) << "sharded first: " << shard;
+  }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ import warnings
 from torch_cases import TorchCase, drawn, evenkeel, exact, lower, main, torch, with_gradients
 
 import torch.nn.functional as F  # noqa: E402
+from evenkeel import _ops  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -93,6 +94,23 @@ class Attention(TorchCase):
 
     def test_the_package_and_its_library_are_of_one_version(self):
         self.assertEqual(evenkeel.__version__, evenkeel.library_version())
+
+    def test_every_byte_for_backward_is_written(self):
+        # Of a row as many, whatever the number of rows: the sizes of compiled code may be symbols.
+        fresh = _ops._saved
+        self.addCleanup(setattr, _ops, "_saved", fresh)
+        options = (False, 0.0, 0.0, -1, -1, 0, 0)
+        for plan in ("fp32", "flash2", "flash2,stabiliser=wide_output", "bf16_all,stabiliser=consistent",
+                     "bf16_all; head 1: output_for_delta=fp32"):
+            for B, T, N in ((1, 1, 1), (2, 37, 21), (1, 5, 130)):
+                q, k = (t.detach() for t in drawn((B, 3, T, 5), (B, 3, N, 5)))
+                saved = []
+                for value in (0x55, 0xAA):
+                    _ops._saved = lambda *arguments: fresh(*arguments).fill_(value)
+                    saved.append(_ops.forward_op(q, k, k, None, None, plan, *options)[2])
+                self.assertTrue(torch.equal(*saved), f"{plan} {B} {T} {N}")
+                asked, _ = _ops._sizes(q, (B, 3, 3, T, N, 5), False, (plan, *options, 0))
+                self.assertEqual((tuple(saved[0].shape[:3]), saved[0].numel()), ((B, 3, T), asked))
 
     def test_facts(self):
         q, k, v, d_o = (t.detach() for t in drawn(*[(2, 2, 24, 8)] * 4))

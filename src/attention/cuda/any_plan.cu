@@ -126,16 +126,18 @@ class Carver {
   size_t used_ = 0;
 };
 
+// One behind the other, with nothing between.
 struct Saved {
   Saved(const CudaAttention& problem, const Resolved& resolved, void* memory) {
-    Carver carver(memory);
-    row_values = carver.take<float2>(problem.B * problem.H * problem.T);
-    if (resolved.saves_output)
-      o_for_delta = carver.take<float>(problem.B * problem.H * problem.T * problem.D);
-    bytes = carver.used();
+    const int64_t rows = problem.B * problem.H * problem.T;
+    row_values = static_cast<float2*>(memory);
+    bytes = static_cast<size_t>(rows) * sizeof(float2);
+    if (!resolved.saves_output) return;
+    o_for_delta = reinterpret_cast<float*>(static_cast<uint8_t*>(memory) + bytes);
+    bytes += static_cast<size_t>(rows * problem.D) * sizeof(float);
   }
-  float2* row_values = nullptr;
-  float* o_for_delta = nullptr;
+  float2* row_values;            // (B, H, T)
+  float* o_for_delta = nullptr;  // (B, H, T, D)
   size_t bytes;
 };
 

@@ -503,7 +503,10 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
   for (int i = 0; i < 2; ++i)
     if (row[i] >= sight.rows) {
 #pragma unroll
-      for (int n = 0; n < kD / 8; ++n) o[n][2 * i] = o[n][2 * i + 1] = 0;
+      for (int n = 0; n < kD / 8; ++n) {
+        o[n][2 * i] = o[n][2 * i + 1] = 0;
+        if constexpr (!kQuick) wide_o[n][2 * i] = wide_o[n][2 * i + 1] = 0;
+      }
     }
   const auto divisor = [&](int i, float l) {
     return (shift[i].max == kNone && sum[i] == 0) || row[i] >= sight.rows ? 1.0f : l;
@@ -530,9 +533,11 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
         x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
       }
       round_fragments<true>(x, output_for_delta, output_key, elements);
+    }
+    if (p.o_for_delta) {  // for all heads if for one: no part of `saved` is left as it was
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (row[e / 2] < sight.rows && d + e % 2 < p.D)
+        if (row[e / 2] < p.T && d + e % 2 < p.D)
           p.o_for_delta[(static_cast<int64_t>(head) * p.T + row[e / 2]) * p.D + d + e % 2] = x[0][e];
     }
   }

@@ -85,7 +85,7 @@ struct Problem {
   Output o, dq, dk, dv;
   float* lse;             // (B, H, T)
   float2* row_values;     // (B, H, T): (L without centre_keys' part, 1), or for consistent (m, l)
-  float* o_for_delta;     // (B, H, T, D), where a plan saves it
+  float* o_for_delta;     // (B, H, T, D), or null: no head's plan saves it
   int fact_sequences;     // that ties, delta, residual, ... are written of: the first so many of B
   int32_t* ties;          // (B, H, T) or null
   const float* mean_key;  // (B, G, D), where a plan centres keys

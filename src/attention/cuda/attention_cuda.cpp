@@ -92,12 +92,6 @@ KernelChoice attention_forward_cuda(const CudaAttention& problem, const CudaInpu
                                     const CudaForward& out, bool with_facts, void* workspace, void* stream) {
   const Request request(problem, with_facts);
   check_forward(request.problem, request.choice.kernel, request.sizes, in, out, with_facts, workspace);
-  // The pieces of `saved` start at multiples of 256 bytes. What lies between them has the same bytes every time, too:
-  // callers may compare what they got (PyTorch's opcheck does). Whole 64 rows leave nothing between them, as each piece
-  // has 4 bytes a row or more: nearly always.
-  if (request.sizes.saved > 0 && problem.B * problem.H * problem.T % 64 != 0)
-    check_cuda(cudaMemsetAsync(out.saved, 0, request.sizes.saved, static_cast<cudaStream_t>(stream)),
-               "clearing what attention saves");
   const auto forward = request.choice.kernel == AttentionKernel::hopper ? hopper_forward : any_plan_forward;
   forward(request.problem, in, out, workspace, static_cast<cudaStream_t>(stream));
   return request.choice;

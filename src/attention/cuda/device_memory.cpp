@@ -12,15 +12,18 @@ DeviceMemory::~DeviceMemory() {
 }
 void DeviceMemory::upload(const void* from, size_t bytes, size_t offset) {
   device_wait();
+  if (bytes == 0) return;
   check_cuda(cudaMemcpy(as<char>() + offset, from, bytes, cudaMemcpyHostToDevice), "copying to the device");
   // What comes from pageable memory may still be on its way, and streams of ours do not wait for it.
   device_wait();
 }
 void DeviceMemory::download(void* to, size_t bytes, size_t offset) const {
   device_wait();
+  if (bytes == 0) return;
   check_cuda(cudaMemcpy(to, as<char>() + offset, bytes, cudaMemcpyDeviceToHost), "copying from the device");
 }
 void DeviceMemory::fill(uint8_t byte) {
+  if (bytes_ == 0) return;
   check_cuda(cudaMemset(data_, byte, bytes_), "filling device memory");
   device_wait();
 }

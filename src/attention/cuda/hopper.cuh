@@ -1,5 +1,6 @@
 // Hopper's instructions as functions (copy engine, barriers, warpgroup products), and what the forward and the
-// backward kernels share: tensor maps, sequences, what forward saves. sm_90a only. Internal to src/attention.
+// backward kernels share: tensor maps, sequences, what forward saves. sm_90a only. Internal to src/attention, but that
+// src/model takes barriers and plain copies from here (sm_90 has them).
 //
 // Tiles in shared memory are stacks of boxes of 64 features: a box is [rows][64] BF16, a row 128 bytes, with the
 // copy engine's 128-byte swizzle, aligned to 1024. A head size of 128 is two boxes. As an operand of a product a box

@@ -19,8 +19,6 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
-constexpr size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 }  // namespace
 
 CUtensorMap tensor_map(const DeviceTensor& tensor, int64_t D, int64_t rows, int64_t heads, int64_t batch,
@@ -63,15 +61,16 @@ Saved saved_layout(const CudaAttention& p, void* saved) {
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
   auto* const base = static_cast<uint8_t*>(saved);
   Saved out;
+  // Nothing lies between the pieces: D is a multiple of 8, so each starts where its elements may.
   if (wide) {
     out.residue = reinterpret_cast<int8_t*>(base);
-    out.bytes += align256(rows * static_cast<size_t>(p.D));
+    out.bytes += rows * static_cast<size_t>(p.D);
   }
   if (consistent) {
     out.row_max = reinterpret_cast<float*>(base + out.bytes);
-    out.bytes += align256(rows * sizeof(float));
+    out.bytes += rows * sizeof(float);
     out.row_sum = reinterpret_cast<float*>(base + out.bytes);
-    out.bytes += align256(rows * sizeof(float));
+    out.bytes += rows * sizeof(float);
   }
   return out;
 }

@@ -18,7 +18,7 @@ CUtensorMap query_map(const CudaAttention& problem, const DeviceTensor& tensor, 
 CUtensorMap key_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
 int multiprocessors();
 
-// What forward leaves for backward in `saved`, each 256-byte aligned. Null where the stabiliser needs none.
+// What forward leaves for backward in `saved`, one behind the other. Null where the stabiliser needs none.
 struct Saved {
   int8_t* residue = nullptr;  // (B, H, T, D): wide_output, consistent
   float *row_max = nullptr,   // (B, H, T): consistent: M, a whole number (m = M log 2)

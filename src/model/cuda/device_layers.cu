@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/cuda/hopper.cuh"
 #include "attention/cuda/kernels.h"
 #include "model/cuda/warp.cuh"
 
@@ -709,6 +710,347 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// --- Cross-entropy, cached
+
+constexpr int kCachedThreads = 1024;
+
+// One block a row, which stays in shared memory (stride values) between its two uses, each thread's pieces its own.
+template <class T>
+__global__ void __launch_bounds__(kCachedThreads, 2048 / kCachedThreads)
+    cross_entropy_cached_kernel(T* logits, const int32_t* targets, int64_t V, int64_t stride, float scale,
+                                float* losses) {
+  constexpr int kWarps = kCachedThreads / kWarp;
+  const auto exp_of = [](float x) { return sizeof(T) == 2 ? __expf(x) : expf(x); };
+  extern __shared__ __align__(16) unsigned char cache_bytes[];
+  T* const cache = reinterpret_cast<T*>(cache_bytes);
+  __shared__ float shared_max[kWarps], shared_sum[kWarps];
+  const int64_t row = blockIdx.x;
+  T* const x = logits + row * stride;
+  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
+  const int target = targets[row];
+  const float at_target = to_float(x[target]);  // before anyone writes
+  float most = -INFINITY, sum = 0;
+#pragma unroll 2
+  for (int c = threadIdx.x * kPiece; c < columns; c += kCachedThreads * kPiece) {
+    float v[kPiece];
+    load_some(x + c, v);
+    store_some(cache + c, v);  // exact: they are T's
+    if (c + kPiece > columns)
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) v[i] = c + i < columns ? v[i] : -INFINITY;
+    float largest = v[0];
+#pragma unroll
+    for (int i = 1; i < kPiece; ++i) largest = fmaxf(largest, v[i]);
+    if (largest > most) {
+      sum *= exp_of(most - largest);
+      most = largest;
+    }
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) sum += exp_of(v[i] - most);
+  }
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const float warp_most = warp_max(most);
+  if (lane == 0) shared_max[warp] = warp_most;
+  __syncthreads();
+  static_assert(kWarps == kWarp);
+  const float m = warp_max(shared_max[lane]);
+  // A thread that saw nothing has exp(-inf) = 0 of 0.
+  const float warp_total = warp_sum(sum * exp_of(most - m));
+  if (lane == 0) shared_sum[warp] = warp_total;
+  __syncthreads();
+  const float total = warp_sum(shared_sum[lane]), factor = scale / total;
+  if (threadIdx.x == 0) losses[row] = logf(total) + (m - at_target);
+#pragma unroll 2
+  for (int c = threadIdx.x * kPiece; c < padded; c += kCachedThreads * kPiece) {
+    float v[kPiece] = {};
+    if (c < columns) {
+      load_some(cache + c, v);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        v[i] = exp_of(v[i] - m) * factor;
+        if (c + i == target) v[i] -= scale;
+        if (c + i >= columns) v[i] = 0;
+      }
+    }
+    store_some(x + c, v);
+  }
+}
+
+// --- Cross-entropy, a row in registers
+
+// 16 bytes of a row: kWordValues<T> values.
+using Word = uint4;
+template <class T>
+constexpr int kWordValues = sizeof(Word) / sizeof(T);
+
+__device__ __forceinline__ void values_of(const Word& word, float (&v)[4]) {
+  v[0] = __uint_as_float(word.x), v[1] = __uint_as_float(word.y);
+  v[2] = __uint_as_float(word.z), v[3] = __uint_as_float(word.w);
+}
+__device__ __forceinline__ void values_of(const Word& word, float (&v)[8]) {
+  unpack(word.x, v[0], v[1]);
+  unpack(word.y, v[2], v[3]);
+  unpack(word.z, v[4], v[5]);
+  unpack(word.w, v[6], v[7]);
+}
+
+// Only the first `kept` values are left; the others become -infinity.
+__device__ __forceinline__ void hide_behind(Word& word, int kept, float) {
+  const auto hide = [&](uint32_t& value, int place) { value = place < kept ? value : 0xff800000u; };
+  hide(word.x, 0), hide(word.y, 1), hide(word.z, 2), hide(word.w, 3);
+}
+__device__ __forceinline__ void hide_behind(Word& word, int kept, Bf16) {
+  const auto hide = [&](uint32_t& two, int place) {
+    if (place >= kept) two = (two & 0xffff0000u) | 0xff80u;
+    if (place + 1 >= kept) two = (two & 0xffffu) | 0xff800000u;
+  };
+  hide(word.x, 0), hide(word.y, 2), hide(word.z, 4), hide(word.w, 6);
+}
+
+// The compiler no longer knows what is in them, and computes anew what it has computed from them.
+template <int kWords>
+__device__ __forceinline__ void forget(Word (&words)[kWords]) {
+#pragma unroll
+  for (int n = 0; n < kWords; ++n)
+    asm volatile("" : "+r"(words[n].x), "+r"(words[n].y), "+r"(words[n].z), "+r"(words[n].w));
+}
+
+// The largest value of words, without NaN: pairs of BF16 at a time.
+template <int kWords>
+__device__ __forceinline__ float largest_of(const Word (&words)[kWords], float) {
+  float most = -INFINITY;
+#pragma unroll
+  for (int n = 0; n < kWords; ++n) {
+    float v[4];
+    values_of(words[n], v);
+    most = fmaxf(fmaxf(fmaxf(most, v[0]), fmaxf(v[1], v[2])), v[3]);
+  }
+  return most;
+}
+template <int kWords>
+__device__ __forceinline__ float largest_of(const Word (&words)[kWords], Bf16) {
+  const auto two = [](const uint32_t& bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
+  __nv_bfloat162 most = two(words[0].x);
+#pragma unroll
+  for (int n = 0; n < kWords; ++n)
+    most = __hmax2(__hmax2(most, two(words[n].x)),
+                   __hmax2(__hmax2(two(words[n].y), two(words[n].z)), two(words[n].w)));
+  return fmaxf(__low2float(most), __high2float(most));
+}
+
+// Rows on their way into shared memory, slots of `bytes` (a multiple of 16): all threads make the same calls. Hopper's
+// copy engine moves a row with no thread and no load unit busy; before it, every thread copies its own words.
+template <int kSlots, int kBlockThreads>
+class RowsAhead {
+ public:
+  __device__ RowsAhead(unsigned char* memory, int bytes) : memory_(memory), bytes_(bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < kSlots; ++slot) hopper::barrier_init(barriers() + slot, 1);
+      hopper::barrier_init_fence();
+    }
+    __syncthreads();
+#endif
+  }
+  __device__ const unsigned char* slot(int slot) const { return memory_ + slot * bytes_; }
+  // REQUIRES: every thread has read what it wants of the slot, and a barrier since. row: nullptr for none
+  __device__ void fetch(const void* row, int slot) const {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x != 0 || !row) return;
+    hopper::barrier_expect_bytes(barriers() + slot, static_cast<uint32_t>(bytes_));
+    hopper::load_bytes(memory_ + slot * bytes_, row, static_cast<uint32_t>(bytes_), barriers() + slot);
+#else
+    if (row)
+      for (int byte = threadIdx.x * sizeof(Word); byte < bytes_; byte += kBlockThreads * sizeof(Word))
+        copy_async(memory_ + slot * bytes_ + byte, static_cast<const unsigned char*>(row) + byte);
+    commit_copies();
+#endif
+  }
+  // For the oldest fetch, which is the slot's; parity: of the number of fetches into it before.
+  __device__ void wait(int slot, uint32_t parity) const {
+#if __CUDA_ARCH__ >= 900
+    hopper::barrier_wait(barriers() + slot, parity);
+#else
+    static_assert(kSlots == 2);
+    wait_for_all_but_last();
+#endif
+  }
+
+ private:
+  static __device__ uint64_t* barriers() {
+    __shared__ __align__(8) uint64_t shared[kSlots];
+    return shared;
+  }
+  unsigned char* memory_;
+  int bytes_;
+};
+
+// A block walks over rows; a thread has the same words of every row, in registers from the one read to the one write:
+// three passes over them (largest, sum, gradient) with no load between. kAhead: rows come through shared memory
+// (2 x stride values), where the next two are already on their way. REQUIRES: stride <= kWords kBlockThreads values of
+// a word.
+template <class T, bool kGradients, bool kAhead, int kBlockThreads, int kWords>
+__global__ void __launch_bounds__(kBlockThreads)
+    cross_entropy_registers_kernel(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                                   float scale, float* losses) {
+  constexpr int kWarps = kBlockThreads / kWarp, kValues = kWordValues<T>, kSlots = 2;
+  extern __shared__ __align__(128) unsigned char row_bytes[];
+  __shared__ float shared_most[kWarps], shared_sum[kWarps];
+  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const auto word_of = [](int n) { return n * kBlockThreads + static_cast<int>(threadIdx.x); };
+  const auto row_at = [&](int64_t row) { return row < N ? logits + row * stride : nullptr; };
+
+  const RowsAhead<kSlots, kBlockThreads> rows(row_bytes, padded * static_cast<int>(sizeof(T)));
+  int slot = 0;
+  uint32_t parity = 0;
+  if constexpr (kAhead)
+    for (int n = 0; n < kSlots; ++n) rows.fetch(row_at(blockIdx.x + int64_t{n} * gridDim.x), n);
+
+  int next_target = targets[blockIdx.x];
+  for (int64_t row = blockIdx.x; row < N; row += gridDim.x) {
+    const int target = next_target;
+    const bool has_target = target / kValues % kBlockThreads == threadIdx.x;
+    if (row + gridDim.x < N) next_target = targets[row + gridDim.x];
+    T* const x = logits + row * stride;
+    Word words[kWords];
+    if constexpr (kAhead) rows.wait(slot, parity);
+    const auto* const from = kAhead ? rows.slot(slot) : reinterpret_cast<const unsigned char*>(x);
+    // Without a branch: all are asked for before the first is used.
+#pragma unroll
+    for (int n = 0; n < kWords; ++n)
+      words[n] = reinterpret_cast<const Word*>(from)[min(word_of(n), padded / kValues - 1)];
+    const float at_target = has_target ? to_float(reinterpret_cast<const T*>(from)[target]) : 0.0f;
+    // What lies from V on is no logit, and adds exp(-inf) = 0 to the sum.
+#pragma unroll
+    for (int n = 0; n < kWords; ++n)
+      if (const int kept = columns - word_of(n) * kValues; kept < kValues) hide_behind(words[n], kept, T{});
+
+    const float warp_most = warp_max(largest_of(words, T{}));
+    if (lane == 0) shared_most[warp] = warp_most;
+    __syncthreads();
+    if constexpr (kAhead) {
+      rows.fetch(row_at(row + kSlots * int64_t{gridDim.x}), slot);
+      if (++slot == kSlots) slot = 0, parity ^= 1;
+    }
+    const float m = warp_max(lane < kWarps ? shared_most[lane] : -INFINITY);
+
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      float v[kValues];
+      values_of(words[n], v);
+      float of_word = 0;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) of_word += exp_above<T>(v[i], m);
+      sum += of_word;
+    }
+    const float warp_total = warp_sum(sum);
+    if (lane == 0) shared_sum[warp] = warp_total;
+    __syncthreads();
+    const float total = warp_sum(lane < kWarps ? shared_sum[lane] : 0.0f);
+    if (has_target) losses[row] = logf(total) + (m - at_target);
+
+    if constexpr (kGradients) {
+      const float factor = scale / total;
+      forget(words);  // its registers could not hold all exponentials
+#pragma unroll
+      for (int n = 0; n < kWords; ++n) {
+        if (word_of(n) * kValues >= padded) break;
+        float v[kValues];
+        values_of(words[n], v);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) v[i] = exp_above<T>(v[i], m) * factor;
+        if (const int kept = columns - word_of(n) * kValues; kept < kValues)  // zero, and not zero times NaN
+#pragma unroll
+          for (int i = 0; i < kValues; ++i) v[i] = i < kept ? v[i] : 0;
+        store_some(x + word_of(n) * kValues, v);
+      }
+      if (has_target) store(x + target, exp_above<T>(at_target, m) * factor - scale);  // over its own word
+    }
+  }
+}
+
+// --- Cross-entropy, exponentials in registers
+
+// As above with kAhead, but what stays in registers are the exponentials: each is computed once. Rows are read twice from
+// shared memory, for the largest value and for these.
+template <class T, bool kGradients, int kBlockThreads, int kWords>
+__global__ void __launch_bounds__(kBlockThreads)
+    cross_entropy_once_kernel(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                              float scale, float* losses) {
+  constexpr int kWarps = kBlockThreads / kWarp, kValues = kWordValues<T>, kSlots = 2;
+  extern __shared__ __align__(128) unsigned char row_bytes[];
+  __shared__ float shared_most[kWarps], shared_sum[kWarps];
+  const int columns = static_cast<int>(V), padded = static_cast<int>(stride);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const auto word_of = [](int n) { return n * kBlockThreads + static_cast<int>(threadIdx.x); };
+  const auto row_at = [&](int64_t row) { return row < N ? logits + row * stride : nullptr; };
+
+  const RowsAhead<kSlots, kBlockThreads> rows(row_bytes, padded * static_cast<int>(sizeof(T)));
+  int slot = 0;
+  uint32_t parity = 0;
+  for (int n = 0; n < kSlots; ++n) rows.fetch(row_at(blockIdx.x + int64_t{n} * gridDim.x), n);
+
+  int next_target = targets[blockIdx.x];
+  for (int64_t row = blockIdx.x; row < N; row += gridDim.x) {
+    const int target = next_target;
+    const bool has_target = target / kValues % kBlockThreads == threadIdx.x;
+    if (row + gridDim.x < N) next_target = targets[row + gridDim.x];
+    T* const x = logits + row * stride;
+    rows.wait(slot, parity);
+    const auto* const from = reinterpret_cast<const Word*>(rows.slot(slot));
+    const float at_target = has_target ? to_float(reinterpret_cast<const T*>(from)[target]) : 0.0f;
+    const auto word_at = [&](int n) {
+      Word word = from[min(word_of(n), padded / kValues - 1)];
+      if (const int kept = columns - word_of(n) * kValues; kept < kValues) hide_behind(word, kept, T{});
+      return word;
+    };
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      const Word one[1] = {word_at(n)};
+      most = fmaxf(most, largest_of(one, T{}));
+    }
+    most = warp_max(most);
+    if (lane == 0) shared_most[warp] = most;
+    __syncthreads();
+    const float m = warp_max(lane < kWarps ? shared_most[lane] : -INFINITY);
+
+    float e[kWords][kValues], sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      values_of(word_at(n), e[n]);
+      float of_word = 0;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) of_word += e[n][i] = exp_above<T>(e[n][i], m);
+      sum += of_word;
+    }
+    const float warp_total = warp_sum(sum);
+    if (lane == 0) shared_sum[warp] = warp_total;
+    __syncthreads();
+    rows.fetch(row_at(row + kSlots * int64_t{gridDim.x}), slot);
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+    const float total = warp_sum(lane < kWarps ? shared_sum[lane] : 0.0f);
+    if (has_target) losses[row] = logf(total) + (m - at_target);
+
+    if constexpr (kGradients) {
+      const float factor = scale / total;
+#pragma unroll
+      for (int n = 0; n < kWords; ++n) {
+        if (word_of(n) * kValues >= padded) break;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) e[n][i] *= factor;
+        if (const int kept = columns - word_of(n) * kValues; kept < kValues)  // zero, and not zero times NaN
+#pragma unroll
+          for (int i = 0; i < kValues; ++i) e[n][i] = i < kept ? e[n][i] : 0;
+        store_some(x + word_of(n) * kValues, e[n]);
+      }
+      if (has_target) store(x + target, exp_above<T>(at_target, m) * factor - scale);  // over its own word
+    }
+  }
+}
+
 constexpr int kLossThreads = 1024;
 __global__ void __launch_bounds__(kLossThreads)
     mean_loss_kernel(const float* losses, int64_t N, double* mean) {
@@ -886,21 +1228,88 @@ void column_sums(const void* x, int64_t N, int64_t columns, TensorType type, flo
   check_launch("the gradient of a bias");
 }
 
+namespace {
+
+// As many blocks as run at once, or one a row where those are fewer.
+template <class Kernel, class... Arguments>
+void launch_over_rows(Kernel kernel, int64_t N, int threads, size_t shared_bytes, cudaStream_t stream,
+                      Arguments... arguments) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_bytes)),
+             "asking for shared memory");
+  int blocks = 0;  // of a multiprocessor
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
+             "asking for a grid's size");
+  kernel<<<grid(std::min<int64_t>(N, int64_t{blocks} * cuda_device().multiprocessors)), threads, shared_bytes,
+           stream>>>(arguments...);
+}
+
+// True: it took the rows.
+template <class T>
+bool cross_entropy_cached(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                          bool gradients, float scale, float* losses, cudaStream_t stream) {
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(T));
+  if (!gradients || bytes > most_staged_bytes()) return false;
+  const auto kernel = cross_entropy_cached_kernel<T>;
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+      "asking for shared memory");
+  kernel<<<grid(N), kCachedThreads, at(bytes), stream>>>(logits, targets, V, stride, scale, losses);
+  return true;
+}
+
+// True: it took the rows.
+template <bool kAhead, class T>
+bool cross_entropy_in_registers(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                                bool gradients, float scale, float* losses, cudaStream_t stream) {
+  const auto shared_bytes = static_cast<int64_t>(kAhead ? 2 * sizeof(T) : 0) * stride;
+  const auto launch = [&]<int kBlockThreads, int kWords>() {
+    if (stride > kWords * kBlockThreads * kWordValues<T> || shared_bytes > most_staged_bytes()) return false;
+    const auto kernel = gradients ? cross_entropy_registers_kernel<T, true, kAhead, kBlockThreads, kWords>
+                                  : cross_entropy_registers_kernel<T, false, kAhead, kBlockThreads, kWords>;
+    launch_over_rows(kernel, N, kBlockThreads, at(shared_bytes), stream, logits, targets, N, V, stride, scale,
+                     losses);
+    return true;
+  };
+  // Small rows: several blocks a multiprocessor. 7 words of 1024 threads: 57,344 of BF16.
+  return launch.template operator()<256, 4>() || launch.template operator()<1024, 7>();
+}
+
+// True: it took the rows.
+template <class T>
+bool cross_entropy_once(T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
+                        bool gradients, float scale, float* losses, cudaStream_t stream) {
+  const int64_t shared_bytes = 2 * stride * static_cast<int64_t>(sizeof(T));
+  const auto launch = [&]<int kBlockThreads, int kWords>() {
+    if (stride > kWords * kBlockThreads * kWordValues<T> || shared_bytes > most_staged_bytes()) return false;
+    const auto kernel = gradients ? cross_entropy_once_kernel<T, true, kBlockThreads, kWords>
+                                  : cross_entropy_once_kernel<T, false, kBlockThreads, kWords>;
+    launch_over_rows(kernel, N, kBlockThreads, at(shared_bytes), stream, logits, targets, N, V, stride, scale,
+                     losses);
+    return true;
+  };
+  // 10 words of 640 threads: 51,200 of BF16, in 80 of the 96 registers that a thread can have then.
+  return launch.template operator()<256, 4>() || launch.template operator()<640, 10>();
+}
+
+}  // namespace
+
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
-                   TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream) {
+                   TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream,
+                   CrossEntropyKernel choice) {
   with_type(type, [&]<class T>() {
+    const auto by = [&](auto way) {
+      return way(static_cast<T*>(logits), targets, N, V, stride, gradients, scale, losses, stream);
+    };
+    if (choice == CrossEntropyKernel::cached && by(cross_entropy_cached<T>)) return;
+    if (choice == CrossEntropyKernel::registers && by(cross_entropy_in_registers<false, T>)) return;
+    if (choice == CrossEntropyKernel::ahead && by(cross_entropy_in_registers<true, T>)) return;
+    if (choice == CrossEntropyKernel::once && by(cross_entropy_once<T>)) return;
     const auto launch = [&]<bool kStaged, int kBlockThreads>() {
       const auto kernel = gradients ? cross_entropy_kernel<T, true, kStaged, kBlockThreads>
                                     : cross_entropy_kernel<T, false, kStaged, kBlockThreads>;
-      const size_t staged = kStaged ? at(2 * stride) * sizeof(T) : 0;
-      check_cuda(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(staged)),
-          "asking for shared memory");
-      int blocks = 0;  // of a multiprocessor
-      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kBlockThreads, staged),
-                 "asking for a grid's size");
-      kernel<<<grid(std::min<int64_t>(N, int64_t{blocks} * cuda_device().multiprocessors)), kBlockThreads,
-               staged, stream>>>(static_cast<T*>(logits), targets, N, V, stride, scale, losses);
+      launch_over_rows(kernel, N, kBlockThreads, kStaged ? at(2 * stride) * sizeof(T) : 0, stream,
+                       static_cast<T*>(logits), targets, N, V, stride, scale, losses);
     };
     // Small rows: several blocks a multiprocessor, each with four pieces a thread or fewer.
     if (2 * stride * static_cast<int64_t>(sizeof(T)) > most_staged_bytes())

@@ -86,8 +86,20 @@ void column_sums(const void* x, int64_t N, int64_t columns, TensorType type, flo
 // losses[n] = log sum exp(logits[n]) - logits[n][target]; logits (N, V), rows `stride` apart, a multiple of 8.
 // With gradients, a row becomes (softmax - onehot) scale, and zero from V to stride. Every logit is read once and
 // written once where two rows fit into shared memory (58,000 of BF16 each on Hopper), and read twice otherwise.
+//
+// Kernels that a measurement chooses from (gpt2_cuda_test's bench of them); one that does not take rows of this length,
+// or no gradients, leaves them to `staged`.
+enum class CrossEntropyKernel {
+  staged,  // the next row comes into shared memory while this one is worked on, twice read from there
+  cached,  // a block a row, two at once on a multiprocessor; the row stays in shared memory between its two uses
+  registers,  // a block has one row, in its registers
+  ahead,      // the same, and the next two are on their way into shared memory
+  once,       // those too, and in its registers are the exponentials, each computed once
+};
+inline constexpr const char* kCrossEntropyKernelNames[] = {"staged", "cached", "registers", "ahead", "once"};
 void cross_entropy(void* logits, const int32_t* targets, int64_t N, int64_t V, int64_t stride,
-                   TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream);
+                   TensorType type, bool gradients, float scale, float* losses, cudaStream_t stream,
+                   CrossEntropyKernel kernel = CrossEntropyKernel::staged);
 // mean = the mean of losses (N), summed in FP64 in a fixed order.
 void mean_loss(const float* losses, int64_t N, double* mean, cudaStream_t stream);
 

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "model/device_product.h"
 #include "training/cuda/optimizer_kernels.h"
+#include "training/device_ranks.h"
 #include "training/optimizer.h"
 #include "training/optimizer_rates.h"
 
@@ -18,18 +19,24 @@ namespace {
 
 constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
+static_assert(Ranks::kSliceUnit % kNormBlock == 0, "a part of the norm must not lie in two slices");
+
 class CudaOptimizer final : public Optimizer {
  public:
-  CudaOptimizer(const OptimizerConfig& config, const ParameterTable& table)
+  CudaOptimizer(const OptimizerConfig& config, const ParameterTable& table, Ranks* ranks)
       : config_(config),
         size_(table.size()),
-        first_(bytes_of(size_)),
-        second_(bytes_of(size_)),
-        parts_(kNormParts * sizeof(double)),
+        ranks_(ranks),
+        slice_(ranks ? ranks->slice(size_) : Slice{0, size_}),
+        rank_parts_(norm_parts(ranks ? ranks->slice(size_, 0).count() : size_)),
+        first_(bytes_of(slice_.count())),
+        second_(bytes_of(slice_.count())),
+        parts_(at((ranks ? ranks->size() : 1) * rank_parts_) * sizeof(double)),
         norm_(sizeof(GradientNorm)) {
-    validate(config);
+    validate(config, ranks);
     first_.fill(0);
     second_.fill(0);
+    parts_.fill(0);
     std::vector<uint8_t> flags(at(size_ / kFlagSpan));
     for (const ParameterTensor& tensor : table.tensors()) {
       const bool muon = config.kind == OptimizerKind::muon && tensor.muon;
@@ -39,7 +46,8 @@ class CudaOptimizer final : public Optimizer {
                   static_cast<uint8_t>((tensor.decay ? kDecays : 0) | (muon ? kIsMuons : 0)));
       if (muon) add_to_group(tensor);
     }
-    flags_ = DeviceMemory(flags);
+    flags_ = DeviceMemory(std::vector<uint8_t>(flags.begin() + slice_.begin / kFlagSpan,
+                                               flags.begin() + slice_.end / kFlagSpan));
     prepare_groups();
   }
 
@@ -48,9 +56,10 @@ class CudaOptimizer final : public Optimizer {
     float *const parameters = model.parameters(), *const gradients = model.gradients();
     auto* const norm = norm_.as<GradientNorm>();
     const StepRates rates(config_, lr, steps_ + 1);
-    gradient_norm(gradients, size_, config_.clip, parts_.as<double>(), norm, stream);
-    adamw({parameters, first_.as<float>(), second_.as<float>(), gradients, flags_.as<uint8_t>(), size_,
-           config_.beta1, config_.beta2, config_.epsilon, rates.rate, rates.inverse_root, rates.keep},
+    queue_norm(gradients, norm, stream);
+    adamw({parameters + slice_.begin, first_.as<float>(), second_.as<float>(), gradients + slice_.begin,
+           flags_.as<uint8_t>(), slice_.count(), config_.beta1, config_.beta2, config_.epsilon, rates.rate,
+           rates.inverse_root, rates.keep},
           norm, stream);
     if (!groups_.empty() && (!products_ || products_stream_ != stream)) {
       products_ = std::make_unique<DeviceProducts>(stream);
@@ -77,15 +86,15 @@ class CudaOptimizer final : public Optimizer {
 
   void read_state(std::span<float> first, std::span<float> second, int64_t& steps) const override {
     check_sizes(first.size(), second.size());
-    first_.download(first.data(), first.size_bytes());
-    second_.download(second.data(), second.size_bytes());
+    first_.download(first.data() + slice_.begin, first_.bytes());
+    second_.download(second.data() + slice_.begin, second_.bytes());
     steps = steps_;
   }
   void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) override {
     check_sizes(first.size(), second.size());
     require(steps >= 0, "[optimizer] expected 0 or more steps, got {}", steps);
-    first_.upload(first.data(), first.size_bytes());
-    second_.upload(second.data(), second.size_bytes());
+    first_.upload(first.data() + slice_.begin, first_.bytes());
+    second_.upload(second.data() + slice_.begin, second_.bytes());
     steps_ = steps;
   }
 
@@ -102,6 +111,17 @@ class CudaOptimizer final : public Optimizer {
   void check_sizes(size_t first, size_t second) const {
     require(first == at(size_) && second == at(size_),
             "[optimizer] expected states of {} numbers, got {} and {}", size_, first, second);
+  }
+
+  // Of the whole gradient, from this rank's parts and all others'.
+  void queue_norm(const float* gradients, GradientNorm* norm, cudaStream_t stream) {
+    auto* const parts = parts_.as<double>();
+    square_sums(gradients + slice_.begin, slice_.count(), parts + (ranks_ ? ranks_->rank() : 0) * rank_parts_,
+                stream);
+    check_cuda(cudaGetLastError(), "queueing the norm");
+    if (ranks_)  // as pairs of floats, of which none is computed with
+      ranks_->share_rows(*make_device_memory(stream), parts_.as<float>(), 2 * rank_parts_);
+    gradient_norm(parts, static_cast<int64_t>(parts_.bytes() / sizeof(double)), config_.clip, norm, stream);
   }
 
   void add_to_group(const ParameterTensor& tensor) {
@@ -195,9 +215,13 @@ class CudaOptimizer final : public Optimizer {
 
   const OptimizerConfig config_;
   const int64_t size_;
-  DeviceMemory first_, second_;  // (size): AdamW's m and v; Muon's momentum lies in first_
-  DeviceMemory parts_, norm_;    // (kNormParts), GradientNorm
-  DeviceMemory flags_;           // (size / kFlagSpan)
+  Ranks* const ranks_;  // over which the states are sharded; nullptr: they are not
+  const Slice slice_;   // of the flat buffers, whose states are here
+  const int64_t
+      rank_parts_;  // of the norm, on the first rank, which has the most; the others have zeros behind
+  DeviceMemory first_, second_;  // (slice): AdamW's m and v; Muon's momentum lies in first_
+  DeviceMemory flags_;           // (slice / kFlagSpan)
+  DeviceMemory parts_, norm_;    // (ranks, rank_parts), GradientNorm
   std::vector<Group> groups_;
   DeviceMemory x_, next_, gram_, polynomial_, matrix_parts_;  // Muon's scratch
   std::unique_ptr<DeviceProducts> products_;                  // Muon's, of the model's stream
@@ -207,8 +231,9 @@ class CudaOptimizer final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table) {
-  return std::make_unique<CudaOptimizer>(config, table);
+std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table,
+                                               Ranks* sharded_over) {
+  return std::make_unique<CudaOptimizer>(config, table, sharded_over);
 }
 
 }  // namespace evenkeel

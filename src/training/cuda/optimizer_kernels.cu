@@ -13,11 +13,12 @@ __host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t step) {
   return (value + step - 1) / step;
 }
 
-// Of all threads of the block, as a tree; thread 0 gets it. REQUIRES: kThreads threads.
+// Of all kCount threads of the block, as a tree; thread 0 gets it.
+template <int kCount = kThreads>
 __device__ double block_sum(double value) {
-  __shared__ double sums[kThreads];
+  __shared__ double sums[kCount];
   sums[threadIdx.x] = value;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
+  for (int half = kCount / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
@@ -33,12 +34,13 @@ __device__ double squares(const float* x, int64_t first, int64_t step, int64_t c
 }
 
 __global__ void __launch_bounds__(kThreads)
-    norm_parts_kernel(const float* gradients, int64_t count, double* parts) {
+    square_sums_kernel(const float* gradients, int64_t count, double* parts) {
   // Fours, and a thread's four values in order; count is a multiple of kFlagSpan.
   const auto* fours = reinterpret_cast<const float4*>(gradients);
+  const int64_t first = blockIdx.x * (kNormBlock / 4), last = min(first + kNormBlock / 4, count / 4);
   double sum = 0;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < count / 4;
-       n += static_cast<int64_t>(kNormParts) * kThreads) {
+#pragma unroll 4
+  for (int64_t n = first + threadIdx.x; n < last; n += kThreads) {
     const float4 g = fours[n];
     for (float value : {g.x, g.y, g.z, g.w})
       sum = fma(static_cast<double>(value), static_cast<double>(value), sum);
@@ -47,10 +49,13 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) norm_kernel(const double* parts, float clip, GradientNorm* out) {
+constexpr int kNormThreads = 1024;
+__global__ void __launch_bounds__(kNormThreads)
+    norm_kernel(const double* parts, int64_t count, float clip, GradientNorm* out) {
   double sum = 0;
-  for (int n = threadIdx.x; n < kNormParts; n += kThreads) sum += parts[n];
-  sum = block_sum(sum);
+#pragma unroll 8
+  for (int64_t n = threadIdx.x; n < count; n += kNormThreads) sum += parts[n];
+  sum = block_sum<kNormThreads>(sum);
   if (threadIdx.x != 0) return;
   const double norm = sqrt(sum);
   *out = {norm, clip > 0 && norm > clip ? static_cast<float>(clip / norm) : 1.0f, isfinite(norm) ? 1 : 0};
@@ -140,13 +145,18 @@ dim3 grid_of(const MuonGroup& group) {
 
 }  // namespace
 
-void gradient_norm(const float* gradients, int64_t count, float clip, double* parts, GradientNorm* norm,
-                   cudaStream_t stream) {
-  norm_parts_kernel<<<kNormParts, kThreads, 0, stream>>>(gradients, count, parts);
-  norm_kernel<<<1, kThreads, 0, stream>>>(parts, clip, norm);
+void square_sums(const float* gradients, int64_t count, double* parts, cudaStream_t stream) {
+  if (count == 0) return;  // an empty slice
+  square_sums_kernel<<<static_cast<unsigned>(norm_parts(count)), kThreads, 0, stream>>>(gradients, count,
+                                                                                        parts);
+}
+
+void gradient_norm(const double* parts, int64_t count, float clip, GradientNorm* norm, cudaStream_t stream) {
+  norm_kernel<<<1, kNormThreads, 0, stream>>>(parts, count, clip, norm);
 }
 
 void adamw(const AdamwStep& step, const GradientNorm* norm, cudaStream_t stream) {
+  if (step.count == 0) return;  // an empty slice
   const auto blocks = static_cast<unsigned>(divide_up(step.count / 4, kThreads));
   adamw_kernel<<<blocks, kThreads, 0, stream>>>(step, norm);
 }

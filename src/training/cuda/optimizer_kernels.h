@@ -17,12 +17,17 @@ struct GradientNorm {
   int32_t finite;  // 0: nothing may change
 };
 
-// The sum of squares in FP64 (a square of a float is exact there), in two stages of fixed order: kNormParts blocks of
-// threads, each a tree over its threads' own sums; then one block over the parts. Its relative error is below
-// (count / (kNormParts 256) + 20) 2^-53. parts: (kNormParts).
-inline constexpr int kNormParts = 1024;
-void gradient_norm(const float* gradients, int64_t count, float clip, double* parts, GradientNorm* norm,
-                   cudaStream_t stream);
+// The sum of squares in FP64 (a square of a float is exact there), in two stages of fixed order: the part of every
+// kNormBlock values (a block of threads, a tree over its threads' own sums of 32), then one block of threads over all
+// parts. Parts depend on nothing but their own values, and parts of zero at the end change nothing: ranks that each make
+// those of their slice have the bits of one that makes them all. The relative error of the sum is below
+// (parts / 1024 + 50) 2^-53.
+inline constexpr int64_t kNormBlock = 8192;
+constexpr int64_t norm_parts(int64_t count) { return (count + kNormBlock - 1) / kNormBlock; }
+// gradients: (count), a multiple of kFlagSpan; parts: (norm_parts(count)).
+void square_sums(const float* gradients, int64_t count, double* parts, cudaStream_t stream);
+// parts: (count), of the whole gradient.
+void gradient_norm(const double* parts, int64_t count, float clip, GradientNorm* norm, cudaStream_t stream);
 
 // One byte for every kFlagSpan floats of the flat buffer: tensors start at multiples of it.
 inline constexpr int64_t kFlagSpan = 64;
@@ -38,7 +43,7 @@ struct AdamwStep {
   float inverse_root;  // 1 / sqrt(1 - beta2^t)
   float keep;          // 1 - lr weight_decay, where a tensor decays
 };
-// All of the buffer in one pass, but for what is Muon's: 28 bytes a parameter.
+// All of the buffer, or a slice of it, in one pass, but for what is Muon's: 28 bytes a parameter.
 void adamw(const AdamwStep& step, const GradientNorm* norm, cudaStream_t stream);
 
 // Matrices of one shape, anywhere in the flat buffer: value (i, j) of matrix b lies at starts[b] + i stride + j.

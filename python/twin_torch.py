@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Goes on with a recorded run in PyTorch: the same weights, optimiser state, batches and learning rates, with one of
+PyTorch's own attention kernels, or with ours through evenkeel.patched(). So a failure is shown to be the arithmetic's, not
+the trainer's, and a cure to be the kernel's.
+
+    twin_torch.py RUN@STEP --out TWIN [--steps N] [--attention flash|cudnn|efficient|math|fp32|evenkeel] [--plan PLAN]
+                  [--stabiliser NAME] [--batches FILE] [--tokens FILE] [--every N] [--device cuda|cpu]
+
+RUN is a folder of `evenkeel train` with AdamW and a constant learning rate behind its warm-up; STEP one of its checkpoints.
+--steps: the step at which to stop (default: as many as the batches have). --batches: another run's batches.bin.
+--attention fp32 computes it by its definition in FP32; --plan and --stabiliser are for evenkeel. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
+steps, largest_score and largest_row_mean by layer and head, so that `evenkeel report RUN TWIN` shows both.
+Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
+"""
+import argparse
+import contextlib
+import json
+import math
+import struct
+import sys
+import tomllib
+from pathlib import Path
+
+try:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+from check_model import read_safetensors
+
+BATCHES = struct.Struct("<8sqqq")  # "EKBATCH1", sequences, tokens a sequence, tokens of the source
+PROBED_SEQUENCES = 8
+
+
+def expect(condition, what, found):
+    if not condition:
+        sys.exit(f"twin_torch.py: expected {what}, found {found}")
+
+
+def read_batches(path):
+    """(steps, sequences): where each sequence begins; tokens a sequence."""
+    data = path.read_bytes()
+    expect(len(data) >= BATCHES.size and data.startswith(b"EKBATCH1"), f"a record of batches in {path}", f"{len(data)} bytes")
+    _, sequences, tokens, _ = BATCHES.unpack_from(data)
+    steps = (len(data) - BATCHES.size) // (8 * sequences)
+    return np.frombuffer(data, "<i8", steps * sequences, BATCHES.size).reshape(steps, sequences), tokens
+
+
+def read_tokens(path):
+    """nanoGPT's headerless uint16; a folder has them in train.bin."""
+    if path.is_dir():
+        path /= "train.bin"
+    expect(path.exists(), "a token file", path)
+    return np.fromfile(path, np.uint16)
+
+
+class Twin(torch.nn.Module):
+    """GPT-2 with weights by Hugging Face's names; linear layers store (in, out)."""
+
+    def __init__(self, weights, heads, attention):
+        super().__init__()
+        self.names = list(weights)
+        self.values = torch.nn.ParameterList(torch.nn.Parameter(weights[name].float()) for name in self.names)
+        self.layers = sum(name.endswith("attn.c_attn.weight") for name in self.names)
+        self.heads, self.attention = heads, attention
+
+    def weights(self):
+        return dict(zip(self.names, self.values))
+
+    def forward(self, tokens, targets, scores=None):
+        """tokens, targets (B, T); the loss. scores: a list that takes (q, k), each (B, H, T, D), of every layer."""
+        w = self.weights()
+
+        def norm(x, name):
+            return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
+
+        def linear(x, name):
+            return F.linear(x, w[f"{name}.weight"].t(), w.get(f"{name}.bias"))
+
+        B, T = tokens.shape
+        x = w["wte.weight"][tokens] + w["wpe.weight"][:T]  # (B, T, C), FP32
+        C = x.shape[-1]
+        for layer in range(self.layers):
+            h = f"h.{layer}"
+            q, k, v = (
+                t.view(B, T, self.heads, C // self.heads).transpose(1, 2)
+                for t in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, dim=2)
+            )
+            if scores is not None:
+                scores.append((q, k))
+            if self.attention == "fp32":
+                with torch.autocast(q.device.type, enabled=False):
+                    s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(C // self.heads)
+                    hidden = torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1)
+                    o = (torch.softmax(s.masked_fill(hidden, -math.inf), dim=-1) @ v.float()).to(q.dtype)
+            else:
+                o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + linear(o.transpose(1, 2).reshape(B, T, C), f"{h}.attn.c_proj")
+            inner = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
+            x = x + linear(inner, f"{h}.mlp.c_proj")
+        logits = F.linear(norm(x, "ln_f"), w.get("lm_head.weight", w["wte.weight"]))
+        return F.cross_entropy(logits.view(B * T, -1).float(), targets.reshape(B * T))
+
+
+def facts(model, rows):
+    """rows (B, T + 1). Largest score and largest |row mean| by layer and head, of q and k as the linear layers give them."""
+    scores, out = [], {"largest_score": [], "largest_row_mean": []}
+    with torch.no_grad():
+        model(rows[:, :-1], rows[:, 1:], scores)
+        for q, k in scores:
+            s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
+            T = s.shape[-1]
+            visible = torch.ones(T, T, dtype=torch.bool, device=s.device).tril()
+            means = (s * visible).sum(-1) / visible.sum(-1)
+            largest = s.masked_fill(~visible, -math.inf).amax((0, 2, 3))
+            out["largest_score"].append(largest.tolist())
+            out["largest_row_mean"].append(means.abs().amax((0, 2)).tolist())
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN@STEP")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--attention", choices=["flash", "cudnn", "efficient", "math", "fp32", "evenkeel"], default="flash")
+    parser.add_argument("--plan")
+    parser.add_argument("--stabiliser")
+    parser.add_argument("--batches", type=Path)
+    parser.add_argument("--tokens", type=Path)
+    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    folder, _, step = options.run.rpartition("@")
+    expect(folder and step.isdigit(), "RUN@STEP", options.run)
+    folder, step = Path(folder), int(step)
+    checkpoint = folder / "checkpoints" / f"step-{step:08}"
+    expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
+    config = tomllib.loads((folder / "config.toml").read_text())
+    optimizer, schedule = config["optimizer"], config["schedule"]
+    for key in ("qk_norm", "gated_attention", "softcap", "qk_clip"):
+        expect(not config["model"][key], f"a plain GPT-2 without {key}", config["model"][key])
+    expect(optimizer["kind"] == "adamw", "AdamW", optimizer["kind"])
+    expect(schedule["course"] == "constant", "a constant learning rate", schedule["course"])
+    starts, length = read_batches(options.batches or folder / "batches.bin")
+    steps = options.steps or len(starts)
+    expect(step < steps <= len(starts), f"steps above {step}, of which the record has batches ({len(starts)})", steps)
+    device, heads = torch.device(options.device), config["model"]["heads"]
+    tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype(np.int32)).to(device)
+    starts = torch.from_numpy(starts[:steps].copy()).to(device)
+
+    model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, options.attention).to(device)
+    states = read_safetensors(checkpoint / "optimizer.safetensors")
+    matrices = [name for name in model.names if model.weights()[name].dim() == 2]
+    groups = [{"params": [model.weights()[n] for n in model.names if (n in matrices) == decay],
+               "weight_decay": optimizer["weight_decay"] if decay else 0.0} for decay in (True, False)]
+    adam = torch.optim.AdamW(groups, lr=schedule["lr"], betas=(optimizer["beta1"], optimizer["beta2"]),
+                             eps=optimizer["epsilon"], **({"fused": True} if device.type == "cuda" else {}))
+    for name, weight in model.weights().items():
+        adam.state[weight] = {"step": torch.tensor(float(step), device=device if device.type == "cuda" else "cpu"),
+                              "exp_avg": states[f"first.{name}"].float().to(device),
+                              "exp_avg_sq": states[f"second.{name}"].float().to(device)}
+    backend = contextlib.nullcontext()
+    if options.attention == "evenkeel":
+        import evenkeel
+
+        backend = evenkeel.patched(options.plan, options.stabiliser)
+    elif options.attention != "fp32" and device.type == "cuda":
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+                 "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+        backend = sdpa_kernel(kinds[options.attention])
+    bf16 = config["model"]["precision"] == "bf16"
+    mixed = lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
+    run = torch.compile(model) if device.type == "cuda" else model
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    place = torch.arange(length, device=device)
+    waiting = []  # (step, loss, norm): read together, so that no step waits for its numbers
+    with backend, open(options.out / "metrics.jsonl", "w") as record:
+        for n in range(step, steps):
+            rows = tokens[starts[n][:, None] + place].long()  # (B, T + 1)
+            lr = schedule["lr"] * min(1.0, (n + 1) / max(1, schedule["warmup"]))
+            told = n % options.every == 0 or n + 1 == steps
+            with mixed():
+                seen = facts(model, rows[:PROBED_SEQUENCES]) if told else {}
+                loss = run(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer["clip"] or math.inf)
+            for group in adam.param_groups:
+                group["lr"] = lr
+            adam.step()
+            adam.zero_grad(set_to_none=True)
+            waiting.append({"step": n, "loss": loss.detach(), "gradient_norm": norm, "lr": lr} | seen)
+            if not told:
+                continue
+            for line in waiting:
+                line |= {"loss": float(line["loss"]), "gradient_norm": float(line["gradient_norm"])}
+                record.write(json.dumps(line) + "\n")
+            record.flush()
+            if n % (40 * options.every) == 0 or n + 1 == steps:
+                largest = [f"{max(layer):.4g}" for layer in waiting[-1]["largest_row_mean"]]
+                print(f"step {n}  loss {waiting[-1]['loss']:.4f}  offset by layer {' '.join(largest)}", flush=True)
+            waiting.clear()
+
+
+if __name__ == "__main__":
+    main()
