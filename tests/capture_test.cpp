@@ -221,6 +221,7 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   model->forward_backward({1, 12, tokens, tokens}, 1, context);
   nlohmann::json line;
   resumed.see(9, 0, *model, line);
+  resumed.tell(9, line);
   const nlohmann::json& full = line["probe"];
   EXPECT_NEAR(full["delta_error_running"][1][1].get<double>() - full["delta_error_sum"][1][1].get<double>(),
               history.probes[2][3].delta_error_running,

@@ -141,6 +141,9 @@ TEST(CudaRequest, is_completed) {
   CudaAttention given = problem();
   given.scale = 0.5f;
   EXPECT_EQ(complete(given).scale, 0.5f);
+  EXPECT_EQ(p.fact_sequences, p.B);
+  given.fact_sequences = 1;
+  EXPECT_EQ(complete(given).fact_sequences, 1);
 }
 
 TEST(CudaRequest, refuses_what_the_definition_does_not_allow) {
@@ -159,6 +162,8 @@ TEST(CudaRequest, refuses_what_the_definition_does_not_allow) {
   refuse("scale", [](auto& p) { p.scale = NAN; });
   refuse("softcap", [](auto& p) { p.softcap = -1; });
   refuse("tile_keys", [](auto& p) { p.tile_keys = 32; });
+  refuse("fact_sequences", [](auto& p) { p.fact_sequences = p.B + 1; });
+  refuse("fact_sequences", [](auto& p) { p.fact_sequences = -1; });
   refuse("query_lengths", [](auto& p) { p.query_offsets = &number; });
   refuse("key_lengths", [](auto& p) { p.key_offsets = &number; });
   refuse("query_rows", [](auto& p) { p.query_offsets = p.query_lengths = &number; });
@@ -218,6 +223,15 @@ TEST(CudaRequest, refuses_tensors_that_do_not_fit) {
   backward("dk", [](auto&, auto&, auto& b) { b.dk.stride[1] = 0; });
   backward("dv", [](auto&, auto&, auto& b) { b.dv.stride[3] = 2; });
   backward("with_facts", [](auto&, auto&, auto& b) { b.delta = reinterpret_cast<float*>(memory); });
+
+  // Facts alone: without dk and dv, not without one of them.
+  backward("dk", [](auto&, auto&, auto& b) { b.dk = b.dv = {}; });
+  CudaBackward facts_alone = back;
+  facts_alone.dk = facts_alone.dv = {};
+  check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory);
+  facts_alone.dk = back.dk;
+  expect_refused("dv",
+                 [&] { check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory); });
 
   // Packed: a batch stride of 0 is asked for, and is no mistake in what is written.
   static const int32_t number = 0;

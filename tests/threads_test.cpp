@@ -60,6 +60,34 @@ TEST_P(Threads, TwoCallersAtOnce) {
   EXPECT_EQ(count, 2000);
 }
 
+TEST(Background, TasksComeOneAfterTheOtherAndAreDoneInTheEnd) {
+  std::vector<int> done;  // unguarded: never two at once
+  {
+    Background background;
+    background.wait();  // for nothing
+    for (int n = 0; n < 100; ++n) background.start([&done, n] { done.push_back(n); });
+    background.wait();
+    EXPECT_EQ(done.size(), 100u);
+    background.start([&done] { done.push_back(100); });
+  }
+  for (int n = 0; n <= 100; ++n) EXPECT_EQ(done[static_cast<size_t>(n)], n);
+}
+
+TEST(Background, AnExceptionComesBackOnceAndTheNextTaskRuns) {
+  Background background;
+  int done = 0;
+  background.start([] { throw std::runtime_error("first"); });
+  EXPECT_THROW(background.wait(), std::runtime_error);
+  background.wait();
+  background.start([] { throw std::runtime_error("second"); });
+  background.settle();
+  EXPECT_THROW(background.start([&done] { ++done; }), std::runtime_error);
+  background.start([&done] { ++done; });
+  background.wait();
+  EXPECT_EQ(done, 1);
+  background.start([] { throw std::runtime_error("lost"); });
+}
+
 INSTANTIATE_TEST_SUITE_P(Counts, Threads, ::testing::Values(1, 2, 5));
 
 }  // namespace

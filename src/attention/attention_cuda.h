@@ -52,6 +52,9 @@ struct CudaAttention {
   // Keys a tile: 64, or 0 for all keys in one. Only the any-plan kernels round after each tile; the Hopper
   // kernels' plans have no rounding there.
   int64_t tile_keys = 64;
+  // Optional outputs, which cost time, are of the first so many sequences alone, and the rest of them is left as it is;
+  // 0: of all B. What else is computed is the same either way.
+  int64_t fact_sequences = 0;
   uint32_t step = 0, layer = 0;           // of the random numbers
   const uint32_t* device_step = nullptr;  // device memory, or null: instead of `step`, for replayed graphs
   // Promised for every tensor of both passes: see is_aligned. False: only the any-plan kernels take the
@@ -90,7 +93,7 @@ struct CudaForward {
 
 struct CudaBackward {
   DeviceTensor dq;         // (B, H, T, D)
-  DeviceTensor dk, dv;     // (B, G, N, D)
+  DeviceTensor dk, dv;     // (B, G, N, D); with facts, both may be null: not computed
   float* delta = nullptr;  // (B, H, T), optional: as used, keel included
   // Optional, (B, H, T): as in AttentionBackward, and delta_lp - delta_hp, where delta_hp = sum P dP / sum P.
   float *residual = nullptr, *residual_floor = nullptr, *delta_error = nullptr;

@@ -94,6 +94,8 @@ CudaAttention complete(const CudaAttention& problem) {
   require(p.tile_keys == 64 || p.tile_keys == 0,
           "[attention on the GPU] expected tile_keys of 64, or 0 for all keys in one tile, got {}",
           p.tile_keys);
+  require(p.fact_sequences >= 0 && p.fact_sequences <= p.B,
+          "[attention on the GPU] expected fact_sequences from 0 (all) to {}, got {}", p.B, p.fact_sequences);
   require(!p.query_offsets || p.query_lengths,
           "[attention on the GPU] expected query_lengths with query_offsets, got null");
   require(!p.key_offsets || p.key_lengths,
@@ -104,6 +106,7 @@ CudaAttention complete(const CudaAttention& problem) {
   require(!p.key_offsets || p.key_rows >= 1,
           "[attention on the GPU] expected key_rows, the keys of all sequences, with key_offsets, got {}",
           p.key_rows);
+  if (p.fact_sequences == 0) p.fact_sequences = p.B;
   if (p.scale == 0) p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(p.D)));
   if (std::all_of(p.plans.begin(), p.plans.end(), [&](const auto& plan) { return plan == p.plans[0]; }))
     p.plans.resize(1);
@@ -129,8 +132,10 @@ void check_backward(const CudaAttention& problem, AttentionKernel kernel, const 
   check.query("grad_output", grad_output, /*written=*/false);
   check.query("o", saved.o, false);
   check.query("dq", out.dq, /*written=*/true);
-  check.key("dk", out.dk, true);
-  check.key("dv", out.dv, true);
+  if (!with_facts || out.dk.present() || out.dv.present()) {
+    check.key("dk", out.dk, true);
+    check.key("dv", out.dv, true);
+  }
   require(saved.lse != nullptr, "[attention on the GPU] expected lse, got null");
   require(
       with_facts || !(out.delta || out.residual || out.residual_floor || out.delta_error),

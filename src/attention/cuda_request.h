@@ -6,7 +6,7 @@
 
 namespace evenkeel {
 
-// The problem checked and completed: scale set, one plan where all heads have the same.
+// The problem checked and completed: scale and fact_sequences set, one plan where all heads have the same.
 CudaAttention complete(const CudaAttention& problem);
 
 // Tensors and buffers of one pass of a complete problem, for the kernel that was chosen.

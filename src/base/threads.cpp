@@ -118,6 +118,55 @@ void set_thread_count(int count) {
   wanted_threads = std::clamp(count, 1, 1024);
 }
 
+Background::~Background() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !task_; });
+    ending_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Background::start(std::function<void()> task) {
+  wait();
+  {
+    std::lock_guard lock(mutex_);
+    task_ = std::move(task);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  }
+  changed_.notify_all();
+}
+
+void Background::settle() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !task_; });
+}
+
+void Background::wait() {
+  settle();
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+void Background::serve() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return ending_ || task_; });
+    if (!task_) return;
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      task_();  // nobody else touches it before it is empty
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    task_ = nullptr;
+    failure_ = failure;
+    changed_.notify_all();
+  }
+}
+
 void parallel_for(int64_t items, const std::function<void(int64_t, int)>& body) {
   if (items <= 0) return;
   if (current_worker >= 0) {  // nested: this thread has its items already

@@ -25,10 +25,10 @@ int run_bench(int argc, char** argv) {
       "is\n"
       "found (EVENKEEL_PYTHON names another one). With --gpu: attention next to PyTorch's FlashAttention-2 "
       "and\n"
-      "cuDNN, train next to torch.compile. probes: what they add to a training step.",
+      "cuDNN, train next to torch.compile. probes: what they add to a training step; with --gpu, to nano's.",
       "bench round --check");
   options.flag("--check", "exit 1 where a figure misses its target", bench.check);
-  options.flag("--gpu", "attention, train: on the GPU", gpu);
+  options.flag("--gpu", "attention, train, probes: on the GPU", gpu);
   options.flag("--quick", "attention --gpu: rows 1 and 4 in half a minute", bench.quick);
   options.values("--row", "N", "attention --gpu: only this row of the table, from 1; several allowed",
                  bench.rows);
@@ -44,13 +44,13 @@ int run_bench(int argc, char** argv) {
   const std::string& what = words[0];
   require(what == "round" || what == "attention" || what == "train" || what == "probes",
           "unknown bench '{}': expected round, attention, train or probes", what);
-  require(!gpu || what == "attention" || what == "train",
-          "--gpu: expected bench attention or train, got bench {}", what);
+  require(!gpu || what != "round", "--gpu: expected bench attention, train or probes, got bench {}", what);
   require((gpu && what == "attention") ||
               (!bench.quick && bench.rows.empty() && bench.plans.empty() && bench.rounds == 0),
           "--quick, --row, --plan and --rounds: expected with bench attention --gpu");
   if (threads > 0) set_thread_count(static_cast<int>(threads));
-  if (what == "probes") return bench_probes(bench.check, bench.json);
+  if (what == "probes")
+    return gpu ? bench_probes_gpu(bench.check, bench.json) : bench_probes(bench.check, bench.json);
   if (what == "train")
     return gpu ? bench_train_gpu(bench.check, bench.json) : bench_train(bench.check, bench.json);
   if (gpu) return bench_attention_gpu(bench);

@@ -3,14 +3,18 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
+
+#include "training/run_config.h"
 
 namespace evenkeel::cli {
 
 int bench_round(bool check, bool json);
 int bench_attention(bool check, bool json);
 int bench_probes(bool check, bool json);
+int bench_probes_gpu(bool check, bool json);
 int bench_train(bool check, bool json);
 int bench_train_gpu(bool check, bool json);
 
@@ -23,5 +27,25 @@ struct GpuBenchOptions {
   std::string layout = "bthd";     // order of the axes in memory, bthd or bhtd; where PyTorch is measured too
 };
 int bench_attention_gpu(const GpuBenchOptions& options);
+
+// --- What benches of whole runs share
+
+// A folder that is gone when this is.
+class TemporaryFolder {
+ public:
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  std::filesystem::path path() const { return path_; }
+
+ private:
+  std::string path_ = (std::filesystem::temp_directory_path() / "evenkeel-bench-XXXXXX").string();
+};
+
+// A run without an end, checkpoints and facts. Its data is not set.
+RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences);
+// Random tokens, as headerless uint16.
+void write_bench_tokens(const std::filesystem::path& file, int64_t vocabulary);
 
 }  // namespace evenkeel::cli

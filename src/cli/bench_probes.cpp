@@ -1,4 +1,5 @@
-// `evenkeel bench probes`: what probes add to a step of `micro` on one thread, steps with and without in turn.
+// `evenkeel bench probes`: what probes add to a step of `micro` on one thread, steps with and without in turn; with --gpu,
+// to training `nano` as `evenkeel train` does it, stretches with and without in turn.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -6,16 +7,20 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "attention/attention_cuda.h"
+#include "base/error.h"
+#include "base/progress.h"
 #include "base/threads.h"
 #include "cli/bench.h"
 #include "diagnosis/probe_recorder.h"
 #include "numerics/random.h"
 #include "training/backend.h"
+#include "training/trainer.h"
 
 namespace evenkeel::cli {
 namespace {
 
-constexpr int kRounds = 60;
+constexpr int kRounds = 60, kGpuRounds = 20;
 constexpr int64_t kEvery = 50;                         // steps between full sets, in the figure below
 constexpr double kMostCheap = 0.01, kMostFull = 0.05;  // of a step's time
 
@@ -36,6 +41,37 @@ struct RandomBatch {
   std::vector<int32_t> tokens, targets;
   Batch batch{};
 };
+
+// What probes add to a step, as shares of its time, one a round; and the most that the median may be.
+struct Figure {
+  std::string name;
+  double most;
+  std::vector<double> shares = {};
+  bool ok() const { return quantile(shares, 0.5) <= most; }
+};
+
+// head: what JSON has before the results; title: a line instead of it.
+int print(const std::vector<Figure>& figures, nlohmann::ordered_json head, const std::string& title,
+          bool check, bool json) {
+  const bool ok = std::all_of(figures.begin(), figures.end(), [](const Figure& f) { return f.ok(); });
+  if (json) {
+    head["ok"] = ok;
+    for (const Figure& f : figures)
+      head["results"].push_back({{"probes", f.name},
+                                 {"share", quantile(f.shares, 0.5)},
+                                 {"share_quartiles", {quantile(f.shares, 0.25), quantile(f.shares, 0.75)}},
+                                 {"most", f.most},
+                                 {"ok", f.ok()}});
+    fmt::print("{}\n", head.dump(2));
+  } else {
+    fmt::print("{}; in brackets quartiles\n\n", title);
+    for (const Figure& f : figures)
+      fmt::print("{:<36}{:>+7.2f} %  ({:+.2f}..{:+.2f})   at most {:.0f} %  {}\n", f.name,
+                 100 * quantile(f.shares, 0.5), 100 * quantile(f.shares, 0.25),
+                 100 * quantile(f.shares, 0.75), 100 * f.most, f.ok() ? "ok" : "MISS");
+  }
+  return check && !ok ? 1 : 0;
+}
 
 }  // namespace
 
@@ -63,12 +99,15 @@ int bench_probes(bool check, bool json) {
     if (kind != plain) {
       nlohmann::json line;
       recorder.see(number, loss, *model, line);
+      recorder.tell(number, line);
       line.dump();
     }
     optimizer->step(*model, /*lr=*/0);  // the same weights again
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   };
-  std::vector<double> times, cheap_shares, full_shares;
+  std::vector<double> times;
+  Figure cheap_figure{"cheap set, every step", kMostCheap},
+      full_figure{"full set, every 50th step", kMostFull};
   for (int round = -1; round < kRounds; ++round) {
     // Which comes first changes from round to round, so that neither always follows the full set.
     const Kind first = round % 2 == 0 ? plain : cheap;
@@ -78,42 +117,69 @@ int bench_probes(bool check, bool json) {
     step(plain);              // the caches as they were
     if (round < 0) continue;  // warms up
     times.push_back(without);
-    cheap_shares.push_back(with / without - 1);
-    full_shares.push_back((whole / without - 1) / kEvery);
+    cheap_figure.shares.push_back(with / without - 1);
+    full_figure.shares.push_back((whole / without - 1) / kEvery);
   }
   set_thread_count(threads_before);
+  const double milliseconds = 1e3 * quantile(times, 0.5);
+  return print({cheap_figure, full_figure},
+               {{"bench", "probes"}, {"threads", 1}, {"rounds", kRounds}, {"step_ms", milliseconds}},
+               fmt::format("micro, 16 x 128 tokens, one thread: {:.1f} ms a step; medians of {} pairs",
+                           milliseconds, kRounds),
+               check, json);
+}
 
-  struct Figure {
-    const char* name;
-    const std::vector<double>& shares;
-    double most;
-    bool ok() const { return quantile(shares, 0.5) <= most; }
-  };
-  const Figure figures[] = {{"cheap set, every step", cheap_shares, kMostCheap},
-                            {"full set, every 50th step", full_shares, kMostFull}};
-  const bool ok = figures[0].ok() && figures[1].ok();
-  if (json) {
-    nlohmann::ordered_json out = {{"bench", "probes"}, {"threads", 1},
-                                  {"rounds", kRounds}, {"step_ms", 1e3 * quantile(times, 0.5)},
-                                  {"ok", ok},          {"results", nlohmann::ordered_json::array()}};
-    for (const Figure& f : figures)
-      out["results"].push_back({{"probes", f.name},
-                                {"share", quantile(f.shares, 0.5)},
-                                {"share_quartiles", {quantile(f.shares, 0.25), quantile(f.shares, 0.75)}},
-                                {"most", f.most},
-                                {"ok", f.ok()}});
-    fmt::print("{}\n", out.dump(2));
-  } else {
-    fmt::print(
-        "micro, 16 x 128 tokens, one thread: {:.1f} ms a step; medians of {} pairs, in brackets "
-        "quartiles\n\n",
-        1e3 * quantile(times, 0.5), kRounds);
-    for (const Figure& f : figures)
-      fmt::print("{:<28}{:>+7.2f} %  ({:+.2f}..{:+.2f})   at most {:.0f} %  {}\n", f.name,
-                 100 * quantile(f.shares, 0.5), 100 * quantile(f.shares, 0.25),
-                 100 * quantile(f.shares, 0.75), 100 * f.most, f.ok() ? "ok" : "MISS");
+// A round is kEvery steps without probes, as many with the cheap set, and as many with both sets as a run has them: the
+// full set at the first, its record in the last.
+int bench_probes_gpu(bool check, bool json) {
+  const CudaDevice device = cuda_device();
+  require_data(device.present, "--gpu: no GPU: {}", device.why);
+  const char* const plans[] = {"bf16_all", "flash2"};
+  std::vector<Figure> figures;
+  nlohmann::ordered_json head = {
+      {"bench", "probes"}, {"device", device.name}, {"rounds", kGpuRounds}, {"step_ms", {}}};
+  std::string title = fmt::format("nano, 32 x 512 tokens on {}: medians of {} rounds of {} steps",
+                                  device.name, kGpuRounds, kEvery);
+  Progress progress("bench probes", std::size(plans) * (kGpuRounds + 1));
+  for (const char* const plan : plans) {
+    const TemporaryFolder folder;
+    RunConfig config = bench_run("nano", Backend::cuda, 32);
+    config.plan = plan;
+    config.data = (folder.path() / "tokens.bin").string();
+    write_bench_tokens(config.data, config.model.vocabulary);
+    RunConfig with_full = config, without_full = config;
+    with_full.probe_every = kEvery;
+    without_full.probe_every = config.schedule.steps;  // never but at step 0, which has no probes here
+    ProbeRecorder full(with_full, "", 0), cheap(without_full, "", 0);
+    const auto trainer = Trainer::start(folder.path() / "run", config);
+    const auto seconds_of = [&](StepWatcher* watcher) {
+      trainer->set_watcher(watcher);
+      const auto began = std::chrono::steady_clock::now();
+      for (int64_t n = 0; n < kEvery; ++n) trainer->step();
+      trainer->set_watcher(nullptr);  // when its last record is written
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    };
+    StepWatcher* const kinds[] = {nullptr, &cheap, &full};
+    std::vector<double> times;
+    Figure cheap_figure{fmt::format("{}: cheap set, every step", plan), kMostCheap},
+        full_figure{fmt::format("{}: and full set, every {}th", plan, kEvery), kMostFull};
+    for (size_t round = 0; round <= kGpuRounds; ++round) {
+      double seconds[3];
+      // Every round in another order; the first one warms up.
+      for (size_t n = 0; n < 3; ++n) seconds[(n + round) % 3] = seconds_of(kinds[(n + round) % 3]);
+      progress.advance();
+      if (round == 0) continue;
+      times.push_back(seconds[0] / static_cast<double>(kEvery));
+      cheap_figure.shares.push_back(seconds[1] / seconds[0] - 1);
+      full_figure.shares.push_back(seconds[2] / seconds[0] - 1);
+    }
+    const double milliseconds = 1e3 * quantile(times, 0.5);
+    head["step_ms"][plan] = milliseconds;
+    title += fmt::format("; {} {:.3f} ms a step", plan, milliseconds);
+    figures.push_back(std::move(cheap_figure));
+    figures.push_back(std::move(full_figure));
   }
-  return check && !ok ? 1 : 0;
+  return print(figures, std::move(head), title, check, json);
 }
 
 }  // namespace evenkeel::cli

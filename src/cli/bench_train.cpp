@@ -70,47 +70,9 @@ struct Group {
   }
 };
 
-// A folder that is gone when this is.
-class TemporaryFolder {
- public:
-  TemporaryFolder() { require_data(mkdtemp(path_.data()) != nullptr, "cannot make a folder {}", path_); }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  fs::path path() const { return path_; }
-
- private:
-  std::string path_ = (fs::temp_directory_path() / "evenkeel-bench-XXXXXX").string();
-};
-
-// Random tokens, as headerless uint16.
-void write_tokens(const fs::path& file, int64_t vocabulary) {
-  constexpr size_t kTokens = 1 << 20;
-  std::vector<uint16_t> tokens(kTokens);
-  for (size_t n = 0; n < kTokens; ++n)
-    tokens[n] = static_cast<uint16_t>(random_bits({1, 0, 0}, n) % static_cast<uint32_t>(vocabulary));
-  std::ofstream out(file, std::ios::binary);
-  out.write(reinterpret_cast<const char*>(tokens.data()),
-            static_cast<std::streamsize>(kTokens * sizeof tokens[0]));
-  require_data(out.good(), "{}: cannot be written", file.string());
-}
-
 Group make_group(const std::string& preset, Backend backend, int64_t sequences, int64_t rounds,
                  int64_t steps) {
-  Group group{preset, {}, rounds, steps, {}};
-  RunConfig& c = group.config;
-  c.model = gpt2_preset(preset);
-  c.backend = backend;
-  c.sequences = sequences;
-  c.schedule.peak = 1e-4;
-  c.schedule.steps = int64_t{1} << 30;  // no end comes: the bench stops
-  c.checkpoint_every = 0;
-  c.facts_every = 0;
-  c.divergence = 0;
-  return group;
+  return {preset, bench_run(preset, backend, sequences), rounds, steps, {}};
 }
 
 // Every round in another order.
@@ -118,7 +80,7 @@ void measure(Group& group, PythonScript* script, Progress& progress) {
   const TemporaryFolder folder;
   RunConfig config = group.config;
   config.data = (folder.path() / "tokens.bin").string();
-  write_tokens(config.data, config.model.vocabulary);
+  write_bench_tokens(config.data, config.model.vocabulary);
   const auto first_plan = std::find_if(group.contestants.begin(), group.contestants.end(),
                                        [](const Contestant& c) { return !c.plan.empty(); });
   config.plan = first_plan->plan;
@@ -250,6 +212,39 @@ PythonScript::Start add_rivals(Group& group, Report& report) {
 }
 
 }  // namespace
+
+TemporaryFolder::TemporaryFolder() {
+  require_data(mkdtemp(path_.data()) != nullptr, "cannot make a folder {}", path_);
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences) {
+  RunConfig c;
+  c.model = gpt2_preset(preset);
+  c.backend = backend;
+  c.sequences = sequences;
+  c.schedule.peak = 1e-4;
+  c.schedule.steps = int64_t{1} << 30;  // no end comes: the bench stops
+  c.checkpoint_every = 0;
+  c.facts_every = 0;
+  c.divergence = 0;
+  return c;
+}
+
+void write_bench_tokens(const fs::path& file, int64_t vocabulary) {
+  constexpr size_t kTokens = 1 << 20;
+  std::vector<uint16_t> tokens(kTokens);
+  for (size_t n = 0; n < kTokens; ++n)
+    tokens[n] = static_cast<uint16_t>(random_bits({1, 0, 0}, n) % static_cast<uint32_t>(vocabulary));
+  std::ofstream out(file, std::ios::binary);
+  out.write(reinterpret_cast<const char*>(tokens.data()),
+            static_cast<std::streamsize>(kTokens * sizeof tokens[0]));
+  require_data(out.good(), "{}: cannot be written", file.string());
+}
 
 int bench_train(bool check, bool json) {
   Report report;

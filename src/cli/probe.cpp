@@ -47,7 +47,8 @@ class Taker : public StepWatcher {
     model.read_parameters(parameters);
     for (int64_t l = 0; l < model.config().layers; ++l) {
       if (wanted_.layer >= 0 && l != wanted_.layer) continue;
-      taken.push_back(capture_of(model, l, wanted_.heads, parameters));
+      taken.push_back(
+          capture_of(model.captured(l), model.config(), model.table(), parameters, l, wanted_.heads));
       taken.back().source = from_.run.filename().string();
       taken.back().step = step;
       taken.back().loss = loss;

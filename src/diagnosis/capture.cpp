@@ -170,10 +170,15 @@ AttentionConfig Capture::attention_config() const {
   return config;
 }
 
-Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads,
-                   std::span<const float> parameters) {
-  const Gpt2Config& config = model.config();
+Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads) {
   const LayerCapture& from = model.captured(layer);
+  std::vector<float> parameters(static_cast<size_t>(model.table().size()));
+  model.read_parameters(parameters);
+  return capture_of(from, model.config(), model.table(), parameters, layer, std::move(heads));
+}
+
+Capture capture_of(const LayerCapture& from, const Gpt2Config& config, const ParameterTable& table,
+                   std::span<const float> parameters, int64_t layer, std::vector<int64_t> heads) {
   if (heads.empty())
     for (int64_t h = 0; h < config.heads; ++h) heads.push_back(h);
   for (size_t n = 0; n < heads.size(); ++n)
@@ -194,13 +199,7 @@ Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads,
 
   // c_attn (C, 3 C): the columns of q, k, v, head after head.
   const int64_t C = config.width, D = config.head_size();
-  const ParameterTensor& weight = *model.table().find(fmt::format("h.{}.attn.c_attn.weight", layer));
-  std::vector<float> read;
-  if (parameters.empty()) {
-    read.resize(static_cast<size_t>(model.table().size()));
-    model.read_parameters(read);
-    parameters = read;
-  }
+  const ParameterTensor& weight = *table.find(fmt::format("h.{}.attn.c_attn.weight", layer));
   const float* const all = parameters.data() + weight.offset;
   for (int64_t part = 0; part < 3; ++part) {
     Tensor<float>& w = part == 0 ? c.w_q : part == 1 ? c.w_k : c.w_v;

@@ -43,9 +43,11 @@ struct Capture {
 };
 
 // Of a layer that the model has just captured (StepContext::capture_sequences). heads: numbers, ascending; none: all.
-// std::invalid_argument where there is no such head. parameters: the model's, where the caller has read them.
-Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads = {},
-                   std::span<const float> parameters = {});
+// std::invalid_argument where there is no such head.
+Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads = {});
+// The same without the model. parameters: of that step, (table.size()).
+Capture capture_of(const LayerCapture& from, const Gpt2Config& config, const ParameterTable& table,
+                   std::span<const float> parameters, int64_t layer, std::vector<int64_t> heads = {});
 
 void write_capture(const std::filesystem::path& file, const Capture& capture);
 // DataError: what in the file is not as it must be.

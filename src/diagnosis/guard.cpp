@@ -91,6 +91,10 @@ void Guard::see(int64_t step, double loss, Gpt2& model, Json& line) {
   if (event_) line["guard"] = to_json(*event_, config_.model.heads);
 }
 
+void Guard::tell(int64_t step, Json& line) {
+  if (inner_) inner_->tell(step, line);  // with fewer digits, where both tell
+}
+
 void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
                    const std::vector<double>& delta) {
   const bool known = !residual.empty() && !delta.empty();

@@ -52,6 +52,7 @@ class Guard : public StepWatcher {
 
   void prepare(int64_t step, StepContext& context) override;
   void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
+  void tell(int64_t step, nlohmann::json& line) override;
   // What the last step called for; taken, it is gone.
   std::optional<GuardEvent> take();
 

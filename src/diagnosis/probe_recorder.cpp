@@ -1,6 +1,7 @@
 #include "diagnosis/probe_recorder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -70,7 +71,8 @@ std::vector<double> from_heads(const Json& value, int64_t& L, int64_t& H) {
 }
 
 ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::path& metrics, int64_t next_step)
-    : every_(config.probe_every),
+    : model_(config.model),
+      every_(config.probe_every),
       steps_(config.schedule.steps),
       sequences_(std::clamp<int64_t>(kRows / config.model.context, 1, kSequences)),
       rows_(std::min(kRows, config.model.context)),
@@ -100,10 +102,25 @@ void ProbeRecorder::prepare(int64_t step, StepContext& context) {
 }
 
 void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
-  const int64_t L = model.config().layers, H = model.config().heads;
-  const std::vector<HeadFacts>& facts = model.facts();
+  facts_ = model.facts();
+  if (full(step)) {
+    snapshot_.step = step;
+    snapshot_.loss = loss;
+    if (!snapshot_.parameters) snapshot_.parameters = model.make_host_buffer();
+    model.read_parameters({snapshot_.parameters.get(), static_cast<size_t>(model.table().size())});
+    model.swap_captures(snapshot_.layers);
+    pending_ = std::async(background_ ? std::launch::async : std::launch::deferred,
+                          [this, table = model.table()] { return full_set(table); });
+  }
+  // Always in the same line, however long it took: a record does not depend on the machine's load.
+  if (pending_.valid() && (!background_ || full(step + 1) || step + 1 == steps_))
+    line["probe"] = pending_.get();
+}
+
+void ProbeRecorder::tell(int64_t, Json& line) {
   const auto add = [&](const char* name, auto HeadFacts::*value) {
-    line[name] = by_head(L, H, [&](size_t n) { return static_cast<double>(facts[n].*value); });
+    line[name] =
+        by_head(model_.layers, model_.heads, [&](size_t n) { return static_cast<double>(facts_[n].*value); });
   };
   line["fact_sequences"] = kFactSequences;
   add("mean_lse", &HeadFacts::mean_lse);
@@ -113,32 +130,38 @@ void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
   add("residual_error", &HeadFacts::residual_error);
   add("residual_rms", &HeadFacts::residual_rms);
   add("delta_rms", &HeadFacts::delta_rms);
-  if (full(step)) {
-    snapshot_.step = step;
-    snapshot_.loss = loss;
-    snapshot_.parameters.resize(static_cast<size_t>(model.table().size()));
-    model.read_parameters(snapshot_.parameters);
-    snapshot_.layers.clear();
-    for (int64_t l = 0; l < L; ++l)
-      snapshot_.layers.push_back(capture_of(model, l, {}, snapshot_.parameters));
-    pending_ = std::async(background_ ? std::launch::async : std::launch::deferred,
-                          [this, table = model.table()] { return full_set(table); });
-  }
-  // Always in the same line, however long it took: a record does not depend on the machine's load.
-  if (pending_.valid() && (!background_ || full(step + 1) || step + 1 == steps_))
-    line["probe"] = pending_.get();
 }
 
 Json ProbeRecorder::full_set(const ParameterTable& table) {
-  const auto L = static_cast<int64_t>(snapshot_.layers.size()), H = snapshot_.layers[0].q.shape()[1];
+  const std::span<const float> parameters(snapshot_.parameters.get(), static_cast<size_t>(table.size()));
+  const int64_t L = model_.layers, H = model_.heads;
   const auto heads = static_cast<size_t>(L * H);
   std::vector<HeadProbe> probes(heads);  // (L, H)
   norms_.resize(heads);
   delta_error_running_.resize(heads);
-  parallel_for(L, [&](int64_t l, int) {  // there are more layers than a layer has work to share
-    const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
-    std::ranges::copy(probe(snapshot_.layers[static_cast<size_t>(l)], norms), probes.begin() + l * H);
-  });
+  const std::vector<NamedMatrix> matrices = matrices_of(table, parameters);
+  std::vector<SpectralNorm*> kept;  // from the last probe; the map is not to be changed side by side
+  for (const NamedMatrix& matrix : matrices) kept.push_back(&matrix_norms_[matrix.name]);
+  std::vector<double> found(matrices.size());
+  // Matrices, the embeddings first, then layers: whoever is free takes the next one.
+  const auto matrix_count = static_cast<int64_t>(matrices.size());
+  std::atomic<int64_t> next = 0;
+  parallel_for(
+      background_ ? std::min(kBackgroundThreads, thread_count()) : thread_count(), [&](int64_t, int) {
+        for (int64_t n; (n = next++) < matrix_count + L;) {
+          if (n < matrix_count) {
+            const NamedMatrix& matrix = matrices[static_cast<size_t>(n)];
+            found[static_cast<size_t>(n)] =
+                kept[static_cast<size_t>(n)]->of(matrix.values, matrix.rows, matrix.columns);
+            continue;
+          }
+          const int64_t l = n - matrix_count;
+          const auto norms = std::span(norms_).subspan(static_cast<size_t>(l * H), static_cast<size_t>(H));
+          const Capture capture =
+              capture_of(snapshot_.layers[static_cast<size_t>(l)], model_, table, parameters, l);
+          std::ranges::copy(probe(capture, norms), probes.begin() + l * H);
+        }
+      });
   for (size_t n = 0; n < heads; ++n) {
     HeadProbe& p = probes[n];
     if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
@@ -152,15 +175,6 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
   for (const ProbeField& field : kProbeFields)
     record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
   Json& norms = record["norms"] = Json::object();
-  const std::vector<NamedMatrix> matrices = matrices_of(table, snapshot_.parameters);
-  std::vector<SpectralNorm*> kept;  // from the last probe; the map is not to be changed side by side
-  for (const NamedMatrix& matrix : matrices) kept.push_back(&matrix_norms_[matrix.name]);
-  std::vector<double> found(matrices.size());
-  parallel_for(static_cast<int64_t>(matrices.size()), [&](int64_t n, int) {
-    const NamedMatrix& matrix = matrices[static_cast<size_t>(n)];
-    found[static_cast<size_t>(n)] =
-        kept[static_cast<size_t>(n)]->of(matrix.values, matrix.rows, matrix.columns);
-  });
   for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].name] = short_number(found[n]);
   return record;
 }

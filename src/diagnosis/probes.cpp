@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "diagnosis/double_kernels.h"
 
 namespace evenkeel {
 namespace {
@@ -51,11 +52,7 @@ constexpr std::array kFields = {
 
 size_t at(int64_t n) { return static_cast<size_t>(n); }
 
-double dot(const double* x, const double* y, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
-  return sum;
-}
+double dot(const double* x, const double* y, int64_t n) { return double_kernels().dot(x, y, n); }
 
 double norm(std::span<const double> x) {
   return std::sqrt(dot(x.data(), x.data(), static_cast<int64_t>(x.size())));
@@ -119,49 +116,133 @@ int64_t count_nonfinite(const Head& head) {
 
 // --- Scores and probabilities
 
-void probe_scores(const Head& head, HeadProbe& p) {
-  const auto rows = static_cast<double>(head.B * head.T);
-  double largest = -std::numeric_limits<double>::infinity(), sum_mean = 0, largest_mean = 0, sum_spread = 0,
-         largest_spread = 0, sum_lse = 0, largest_lse = 0, sum_entropy = 0, sum_sink = 0, sum_heaviest = 0;
-  std::vector<double> s;
-  for (int64_t b = 0; b < head.B; ++b)
-    for (int64_t i = 0; i < head.T; ++i) {
-      head.scores(b, i, s);
-      const auto keys = static_cast<double>(s.size());
-      double mean = 0, squares = 0;
-      for (double x : s) mean += x / keys;
-      for (double x : s) {
-        largest = std::max(largest, x);
-        largest_spread = std::max(largest_spread, std::fabs(x - mean));
-        squares += (x - mean) * (x - mean) / keys;
-      }
-      sum_mean += mean;
-      largest_mean = std::max(largest_mean, std::fabs(mean));
-      sum_spread += std::sqrt(squares);
-      const double L = softmax(s);
-      sum_lse += L;
-      largest_lse = std::max(largest_lse, std::fabs(L));
-      for (double P : s)
-        if (P > 0) sum_entropy -= P * std::log(P);
-      sum_sink += s[0];
-      sum_heaviest += *std::max_element(s.begin(), s.end());
+// (rows, columns) in FP64; rows of the source may lie apart.
+std::vector<double> widened(const float* from, int64_t rows, int64_t columns, int64_t stride) {
+  std::vector<double> to(at(rows * columns));
+  for (int64_t i = 0; i < rows; ++i) std::copy_n(from + i * stride, columns, to.begin() + i * columns);
+  return to;
+}
+std::vector<double> transposed(const std::vector<double>& from, int64_t rows, int64_t columns) {
+  std::vector<double> to(from.size());
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) to[at(j * rows + i)] = from[at(i * columns + j)];
+  return to;
+}
+
+// One head's attention in FP64, as attention_reference and pk_rows define it, by products of matrices: a block of rows at
+// a time, scores once for all that is told of them.
+struct ExactHead {
+  std::vector<double> delta;   // (B T)
+  std::vector<double> pk, dq;  // (B T, D)
+};
+
+// What the rows of scores add up to.
+struct ScoreSums {
+  double largest = -std::numeric_limits<double>::infinity(), mean = 0, largest_mean = 0, spread = 0,
+         largest_spread = 0, lse = 0, largest_lse = 0, entropy = 0, sink = 0, heaviest = 0;
+
+  // Scores become probabilities; returns L.
+  double add(std::span<double> s) {
+    const auto keys = static_cast<double>(s.size());
+    double sum = 0, squares = 0, top = -std::numeric_limits<double>::infinity();
+    for (double x : s) sum += x, top = std::max(top, x);
+    const double row_mean = sum / keys;
+    for (double x : s) {
+      largest_spread = std::max(largest_spread, std::fabs(x - row_mean));
+      squares += (x - row_mean) * (x - row_mean);
     }
-  p.largest_score = largest;
-  p.row_mean = sum_mean / rows;
-  p.largest_row_mean = largest_mean;
-  p.row_spread = sum_spread / rows;
-  p.largest_row_spread = largest_spread;
-  p.mean_lse = sum_lse / rows;
-  p.largest_lse = largest_lse;
-  p.entropy = sum_entropy / rows;
-  p.sink_mass = sum_sink / rows;
-  p.heaviest_mass = sum_heaviest / rows;
+    largest = std::max(largest, top);
+    mean += row_mean;
+    largest_mean = std::max(largest_mean, std::fabs(row_mean));
+    spread += std::sqrt(squares / keys);
+    // With x = S - m: -sum P log P = log l - sum x exp(x) / l.
+    double l = 0, weighted = 0;
+    for (double& x : s) {
+      const double below = x - top;
+      x = std::exp(below);
+      l += x;
+      weighted += below * x;
+    }
+    const double log_l = std::log(l), L = top + log_l;
+    for (double& x : s) x /= l;
+    lse += L;
+    largest_lse = std::max(largest_lse, std::fabs(L));
+    entropy += log_l - weighted / l;
+    sink += s[0];
+    heaviest += 1 / l;
+    return L;
+  }
+  void tell(HeadProbe& p, double rows) const {
+    p.largest_score = largest;
+    p.row_mean = mean / rows;
+    p.largest_row_mean = largest_mean;
+    p.row_spread = spread / rows;
+    p.largest_row_spread = largest_spread;
+    p.mean_lse = lse / rows;
+    p.largest_lse = largest_lse;
+    p.entropy = entropy / rows;
+    p.sink_mass = sink / rows;
+    p.heaviest_mass = heaviest / rows;
+  }
+};
+
+// REQUIRES: what the head reads is finite (a product with a masked key's zero would spread it).
+ExactHead probe_scores(const Head& head, HeadProbe& p) {
+  constexpr int64_t kRows = 32;  // a block's: its scores stay in the cache
+  const int64_t B = head.B, T = head.T, D = head.D;
+  const double softcap = head.capture.softcap, z = head.capture.plans[at(head.h)].keel;
+  const auto multiply = double_kernels().multiply;
+  ExactHead out{std::vector<double>(at(B * T)), std::vector<double>(at(B * T * D)),
+                std::vector<double>(at(B * T * D))};
+  ScoreSums sums;
+  std::vector<double> s(at(kRows * T)), dp(s), slope(softcap > 0 ? s.size() : 0), o(at(kRows * D)),
+      L(at(kRows));
+  for (int64_t b = 0; b < B; ++b) {
+    const std::vector<double> q = widened(head.q(b, 0), T, D, D), k = widened(head.k(b, 0), T, D, D),
+                              v = widened(head.v(b, 0), T, D, D), d_o = widened(head.d_o(b, 0), T, D, D),
+                              k_columns = transposed(k, T, D), v_columns = transposed(v, T, D);  // (D, T)
+    for (int64_t first = 0; first < T; first += kRows) {
+      const int64_t rows = std::min(kRows, T - first), keys = head.keys_of(first + rows - 1);
+      const double* const block_d_o = d_o.data() + first * D;
+      std::fill(s.begin(), s.end(), 0.0);
+      multiply({rows, keys, D, q.data() + first * D, D, 1, k_columns.data(), T, s.data(), T});
+      for (int64_t i = 0; i < rows; ++i) {
+        double* const row = s.data() + i * T;
+        const int64_t seen = head.keys_of(first + i);
+        for (int64_t j = 0; j < seen; ++j) {
+          row[j] *= head.scale;
+          if (softcap > 0) {
+            const double bent = std::tanh(row[j] / softcap);
+            row[j] = softcap * bent;
+            slope[at(i * T + j)] = 1 - bent * bent;
+          }
+        }
+        L[at(i)] = sums.add({row, at(seen)});
+        std::fill(row + seen, row + keys, 0.0);
+      }
+      // Now s is P.
+      multiply({rows, D, keys, s.data(), T, 1, k.data(), D, out.pk.data() + (b * T + first) * D, D});
+      std::fill(o.begin(), o.end(), 0.0);
+      multiply({rows, D, keys, s.data(), T, 1, v.data(), D, o.data(), D});
+      std::fill(dp.begin(), dp.end(), 0.0);
+      multiply({rows, keys, D, block_d_o, D, 1, v_columns.data(), T, dp.data(), T});
+      for (int64_t i = 0; i < rows; ++i) {
+        const double delta = dot(block_d_o + i * D, o.data() + i * D, D);
+        out.delta[at(b * T + first + i)] = delta;
+        for (size_t n = at(i * T), end = n + at(keys); n < end; ++n)
+          dp[n] = head.scale * s[n] * (dp[n] - delta + 2 * z * L[at(i)]) * (softcap > 0 ? slope[n] : 1);
+      }
+      // And dp is dS.
+      multiply({rows, D, keys, dp.data(), T, 1, k.data(), D, out.dq.data() + (b * T + first) * D, D});
+    }
+  }
+  sums.tell(p, static_cast<double>(B * T));
+  return out;
 }
 
 // --- What the plan's roundings did
 
-void probe_roundings(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
-                     HeadProbe& p) {
+void probe_roundings(const Head& head, const AttentionBuffers& ran, const ExactHead& exact, HeadProbe& p) {
   const auto rows = static_cast<double>(head.B * head.T);
   const double z = head.capture.plans[at(head.h)].keel;
   double sum = 0, squares = 0, delta_squares = 0, error_sum = 0;
@@ -174,7 +255,7 @@ void probe_roundings(const Head& head, const AttentionBuffers& ran, const Attent
       sum += rho;
       squares += rho * rho;
       delta_squares += delta * delta;
-      error_sum += delta - *exact.delta.view().at(b, head.h, i);
+      error_sum += delta - exact.delta[at(b * head.T + i)];
       tied += *ran.ties.view().at(b, head.h, i) > 1;
     }
   p.tied_rows = static_cast<double>(tied) / rows;
@@ -188,41 +269,33 @@ void probe_roundings(const Head& head, const AttentionBuffers& ran, const Attent
   p.delta_error_sum = error_sum;
 }
 
-// to (rows, columns) += a b^T
-void add_outer(std::vector<double>& to, const double* a, int64_t rows, const double* b, int64_t columns,
-               double factor) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const double f = factor * a[i];
-    double* const row = to.data() + i * columns;
-    for (int64_t j = 0; j < columns; ++j) row[j] += f * b[j];
-  }
-}
-
-void probe_gradient(const Head& head, const AttentionBuffers& ran, const AttentionReference& exact,
-                    SpectralNorm& error_norm, HeadProbe& p) {
-  const int64_t C = head.C(), D = head.D;
-  const std::vector<double> pk = pk_rows(head.capture, head.h);
-  std::vector<double> gradient(at(D * C)), error(gradient), direction(gradient), leak(gradient);
-  std::vector<double> x(at(C)), dq(at(D)), difference(at(D));
+// x: (B T, C), what the head's rows of x are in FP64.
+void probe_gradient(const Head& head, const std::vector<double>& x, const AttentionBuffers& ran,
+                    const ExactHead& exact, SpectralNorm& error_norm, HeadProbe& p) {
+  const int64_t C = head.C(), D = head.D, rows = head.B * head.T, size_of = D * C;
+  // Sums over rows of outer products with x, side by side in one product (4 D, rows) (rows, C): of dQ, of its error, and of
+  // PK by two weights.
+  std::vector<double> left(at(rows * 4 * D)), sums(at(4 * size_of));
   double sizes = 0, counted = 0;
-  for (int64_t b = 0; b < head.B; ++b)
-    for (int64_t t = 0; t < head.T; ++t) {
-      const int64_t row = b * head.T + t;
-      std::copy_n(head.x(b, t), C, x.begin());
-      for (int64_t d = 0; d < D; ++d) {
-        dq[at(d)] = *exact.dq.view().at(b, head.h, t, d);
-        difference[at(d)] = *ran.dq.view().at(b, head.h, t, d) - dq[at(d)];
-      }
-      add_outer(gradient, dq.data(), D, x.data(), C, 1);
-      add_outer(error, difference.data(), D, x.data(), C, 1);
-      const double* const pk_t = pk.data() + row * D;
-      const double size = norm({pk_t, at(D)}) * norm(x), rho = *ran.residual.view().at(b, head.h, t);
-      if (!(size > 0)) continue;
-      ++counted;
-      add_outer(direction, pk_t, D, x.data(), C, 1 / size);
-      add_outer(leak, pk_t, D, x.data(), C, rho);
-      sizes += std::fabs(rho) * size;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t b = row / head.T, t = row % head.T;
+    const double *const dq = exact.dq.data() + row * D, *const pk = exact.pk.data() + row * D;
+    const double size = norm({pk, at(D)}) * norm({x.data() + row * C, at(C)}),
+                 rho = *ran.residual.view().at(b, head.h, t);
+    double* const of_row = left.data() + row * 4 * D;
+    for (int64_t d = 0; d < D; ++d) {
+      of_row[d] = dq[d];
+      of_row[D + d] = *ran.dq.view().at(b, head.h, t, d) - dq[d];
+      of_row[2 * D + d] = size > 0 ? pk[d] / size : 0;
+      of_row[3 * D + d] = rho * pk[d];
     }
+    if (!(size > 0)) continue;
+    ++counted;
+    sizes += std::fabs(rho) * size;
+  }
+  double_kernels().multiply({4 * D, C, rows, left.data(), 1, 4 * D, x.data(), C, sums.data(), C});
+  const auto part = [&](int64_t n) { return std::span(sums).subspan(at(n * size_of), at(size_of)); };
+  const std::span<const double> gradient = part(0), error = part(1), direction = part(2), leak = part(3);
   p.gradient_norm = norm(gradient);
   p.gradient_error = norm(error);
   p.gradient_share = p.gradient_error == 0 ? 0 : p.gradient_error / p.gradient_norm;
@@ -302,17 +375,18 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
   AttentionBuffers ran(in, /*with_facts=*/true);
   attention_forward(config, in, ran.forward());
   attention_backward(config, in, d_o, ran.forward(), ran.backward());
-  const AttentionReference exact = attention_reference(config, in, d_o);
+  std::vector<double> x;  // (B T, C)
+  if (!capture.x.values().empty()) x.assign(capture.x.values().begin(), capture.x.values().end());
   std::vector<HeadProbe> probes(at(H));
   parallel_for(H, [&](int64_t h, int) {
     const Head head(capture, h);
     HeadProbe& p = probes[at(h)];
     p.nonfinite = static_cast<double>(count_nonfinite(head));
     if (p.nonfinite > 0) return;  // nothing that is told of the rest would mean anything
-    probe_scores(head, p);
+    const ExactHead exact = probe_scores(head, p);
     probe_roundings(head, ran, exact, p);
     probe_weights(head, norms[at(h)], p);
-    if (head.has_x()) probe_gradient(head, ran, exact, norms[at(h)].gradient, p);
+    if (head.has_x()) probe_gradient(head, x, ran, exact, norms[at(h)].gradient, p);
   });
   return probes;
 }
@@ -342,7 +416,10 @@ std::vector<double> common_direction(const Capture& capture, int64_t head_number
       std::copy_n(head.x(b, t), head.C(), x.begin());
       const double* const pk_t = pk.data() + (b * head.T + t) * head.D;
       const double size = norm({pk_t, at(head.D)}) * norm(x);
-      if (size > 0) add_outer(direction, pk_t, head.D, x.data(), head.C(), 1 / (size * rows));
+      if (!(size > 0)) continue;
+      for (int64_t d = 0; d < head.D; ++d)
+        double_kernels().add_scaled(direction.data() + d * head.C(), pk_t[d] / (size * rows), x.data(),
+                                    head.C());
     }
   return direction;
 }

@@ -303,15 +303,30 @@ const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {
 void Gpt2::start_captures(const Batch& batch, const StepContext& context) {
   const int64_t B = std::min(batch.B, context.capture_sequences), H = config_.heads,
                 T = context.capture_rows > 0 ? std::min(batch.T, context.capture_rows) : batch.T;
-  captures_.assign(static_cast<size_t>(config_.layers), {});
+  captures_.resize(static_cast<size_t>(config_.layers));
+  const auto fit = [](Tensor<float>& tensor, const std::array<int64_t, 4>& shape) {
+    if (tensor.shape() != shape) tensor = Tensor<float>(shape);
+  };
   for (int64_t l = 0; l < config_.layers; ++l) {
-    if (context.capture_layer >= 0 && l != context.capture_layer) continue;
     LayerCapture& c = captures_[static_cast<size_t>(l)];
-    c.x = Tensor<float>({B, 1, T, config_.width});
-    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o})
-      *t = Tensor<float>({B, H, T, config_.head_size()});
-    c.lse = Tensor<float>({B, H, T, 1});
+    c.plans.clear();
+    if (context.capture_layer >= 0 && l != context.capture_layer) {
+      c = {};
+      continue;
+    }
+    fit(c.x, {B, 1, T, config_.width});
+    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o}) fit(*t, {B, H, T, config_.head_size()});
+    fit(c.lse, {B, H, T, 1});
   }
+}
+
+void Gpt2::swap_captures(std::vector<LayerCapture>& other) {
+  captures_.swap(other);
+  for (LayerCapture& old : captures_) old.plans.clear();  // no step's any more
+}
+
+std::shared_ptr<float> Gpt2::make_host_buffer() const {
+  return {new float[static_cast<size_t>(table_.size())], std::default_delete<float[]>()};
 }
 
 const LayerCapture& Gpt2::captured(int64_t layer) const {

@@ -110,7 +110,8 @@ struct StepContext {
   bool score_facts = false;     // HeadFacts' scores; log-sum-exps come with any of the facts
   bool tie_facts = false;       // its ties
   bool residual_facts = false;  // its zero-sum residual
-  // Ties and residuals, which cost time, need only be of the first so many sequences of the batch; 0: of all.
+  // Ties and residuals, which cost time, are of the first so many sequences of the batch; 0: of all. No fact that is asked
+  // for changes a bit of the step.
   int64_t fact_sequences = 0;
   // Gpt2::captured, of the first so many sequences of the batch (or all of them), of each the first so many rows (0: all;
   // as no row sees a later one, they are a whole attention of their own); of all layers, or of one.
@@ -186,6 +187,8 @@ class Gpt2 {
   virtual void read_gradients(std::span<float> to) const = 0;
   virtual void write_gradients(std::span<const float> from) = 0;
   virtual void zero_gradients() = 0;
+  // Host memory of table().size() floats, of the kind that read_parameters fills fastest.
+  virtual std::shared_ptr<float> make_host_buffer() const;
 
   // Adds loss_scale times the gradient of the mean cross-entropy to the gradients (1 / n for the n parts of
   // an accumulated step) and returns the mean cross-entropy itself.
@@ -200,6 +203,8 @@ class Gpt2 {
   // Of the last forward_backward that was asked for captures, until the next one. DataError where this layer's was not
   // asked for.
   const LayerCapture& captured(int64_t layer) const;
+  // All of them (L), not copied: the model's memory for the next ones is what `other` was before.
+  void swap_captures(std::vector<LayerCapture>& other);
   // To be called after the optimiser: a head whose largest score s was above config().qk_clip has its W_Q and
   // W_K (and biases) scaled by sqrt(qk_clip / s) each. REQUIRES: the last step had score_facts. Returns how
   // many heads.
@@ -207,7 +212,7 @@ class Gpt2 {
 
  protected:
   void check_batch(const Batch& batch, bool with_targets) const;
-  // Room in captures_ for what the context asks for.
+  // Room in captures_ for what the context asks for; of any content.
   void start_captures(const Batch& batch, const StepContext& context);
   const std::vector<PrecisionPlan>& plans_of(int64_t layer) const {
     return plans_[static_cast<size_t>(layer)];

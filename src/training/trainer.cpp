@@ -457,6 +457,7 @@ StepReport Trainer::step(bool stop_asked) {
   if (batches_) batches_->append(offsets);
   compute_gradients(offsets, context, report);
   Json seen = Json::object();
+  recording_.wait();  // for the step before
   if (watcher_ && ranks_->first()) watcher_->see(next_step_, report.loss, *model_, seen);
   const StepNorms norms = optimizer_->step(*model_, report.lr);
   if (config_.shard_optimizer && norms.applied && ranks_->size() > 1) {
@@ -474,7 +475,11 @@ StepReport Trainer::step(bool stop_asked) {
   if (config_.validate_every > 0 && next_step_ % config_.validate_every == 0)
     report.validation_loss = validation_loss();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  if (ranks_->first()) record(report, facts, std::move(seen));
+  if (ranks_->first())
+    recording_.start([this, report, seen = std::move(seen),
+                      told = facts ? model_->facts() : std::vector<HeadFacts>()]() mutable {
+      record(report, told, std::move(seen));
+    });
   if (finding_ && ranks_->first()) {
     const Json found = {
         {"schema", kMetricsSchema},
@@ -487,7 +492,13 @@ StepReport Trainer::step(bool stop_asked) {
   return report;
 }
 
-void Trainer::record(const StepReport& report, bool facts, Json line) {
+void Trainer::set_watcher(StepWatcher* watcher) {
+  recording_.settle();
+  watcher_ = watcher;
+}
+
+void Trainer::record(const StepReport& report, const std::vector<HeadFacts>& facts, Json line) {
+  if (watcher_) watcher_->tell(report.step, line);
   const double rate = static_cast<double>(config_.sequences * config_.model.context) / report.seconds;
   line["step"] = report.step;
   line["loss"] = report.loss;
@@ -503,7 +514,7 @@ void Trainer::record(const StepReport& report, bool facts, Json line) {
                                  {"train/tokens_per_second", static_cast<float>(rate)}};
   if (report.validation_loss)
     scalars.push_back({"validation/loss", static_cast<float>(*report.validation_loss)});
-  if (facts) {
+  if (!facts.empty()) {
     // (L, H) each
     Json score = Json::array(), mean = Json::array(), lse = Json::array(), largest_lse = Json::array();
     const auto H = static_cast<size_t>(config_.model.heads);
@@ -511,7 +522,7 @@ void Trainer::record(const StepReport& report, bool facts, Json line) {
       Json of_layer[4] = {Json::array(), Json::array(), Json::array(), Json::array()};
       float worst_score = 0, worst_mean = 0;
       for (size_t head = 0; head < H; ++head) {
-        const HeadFacts& f = model_->facts()[layer * H + head];
+        const HeadFacts& f = facts[layer * H + head];
         of_layer[0].push_back(f.largest_score);
         of_layer[1].push_back(f.largest_row_mean);
         of_layer[2].push_back(f.mean_lse);
@@ -552,6 +563,7 @@ TrainingState Trainer::collect_state() {
 }
 
 void Trainer::save() {
+  recording_.wait();
   if (saved_step_ == next_step_) return;
   saved_step_ = next_step_;
   if (!ranks_->first()) {

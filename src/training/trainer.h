@@ -21,6 +21,7 @@
 
 #include "base/json_lines.h"
 #include "base/tensorboard.h"
+#include "base/threads.h"
 #include "training/batch_record.h"
 #include "training/checkpoint.h"
 #include "training/ranks.h"
@@ -68,6 +69,8 @@ class StepWatcher {
   // On rank 0, between the gradients and the update, so that weights, facts and captures belong to one another. What is
   // added to `line` becomes part of the step's line in metrics.jsonl.
   virtual void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) = 0;
+  // The same line, later and perhaps on another thread, before the next step is seen: what costs time and needs no model.
+  virtual void tell(int64_t, nlohmann::json&) {}
 };
 
 class Trainer {
@@ -92,7 +95,7 @@ class Trainer {
   const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
 
   // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
-  void set_watcher(StepWatcher* watcher) { watcher_ = watcher; }
+  void set_watcher(StepWatcher* watcher);
 
   // These clauses on top of the plan from the next step on. Part of config.toml when this returns, so that whoever resumes
   // or replays the run repeats it. Alone only: other ranks would not know.
@@ -103,7 +106,8 @@ class Trainer {
   static void roll_back(const std::filesystem::path& folder, int64_t step, const std::string& clauses);
 
   // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
-  // ranks where one of them was asked.
+  // ranks where one of them was asked. Its line is written while the next step is computed, and is there before that one
+  // is seen, before a checkpoint, and when the run is over; where it cannot be written, the next step throws.
   StepReport step(bool stop_asked = false);
   void save();  // a checkpoint of now, if there is none
 
@@ -120,8 +124,8 @@ class Trainer {
   void add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
                  int64_t count, std::vector<double>& told);
   double validation_loss();
-  // line: what the watcher had to say.
-  void record(const StepReport& report, bool facts, nlohmann::json line);
+  // line: what the watcher had to say; facts: empty where scores were not asked for.
+  void record(const StepReport& report, const std::vector<HeadFacts>& facts, nlohmann::json line);
 
   const std::shared_ptr<Ranks> ranks_;
   const std::filesystem::path folder_;
@@ -147,6 +151,7 @@ class Trainer {
   std::unique_ptr<JsonLinesWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;
   std::unique_ptr<BatchRecorder> batches_;
+  Background recording_;  // uses metrics_, events_ and watcher_
 };
 
 }  // namespace evenkeel

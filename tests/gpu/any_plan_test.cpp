@@ -97,7 +97,8 @@ struct Results {
 struct GpuOptions {
   TensorType type = TensorType::bf16;
   bool facts = true;
-  int misaligned = 0;  // elements by which q, k, v, dO start late
+  int64_t fact_sequences = 0;  // 0: all
+  int misaligned = 0;          // elements by which q, k, v, dO start late
   bool step_in_memory = false;
   bool backward = true;
 };
@@ -111,6 +112,7 @@ void make_bf16(cases::Problem& p) {
 CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& config, TensorType type) {
   CudaAttention a;
   a.B = p.shape.B, a.H = p.shape.H, a.G = p.shape.G, a.T = p.shape.T, a.N = p.shape.N, a.D = p.shape.D;
+  a.fact_sequences = a.B;
   a.type = type;
   a.plans = config.plans;
   a.scale = AttentionShape(config, p.in).scale;
@@ -127,6 +129,7 @@ CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& confi
 Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const GpuOptions& options = {}) {
   const TensorType type = options.type;
   CudaAttention a = cuda_problem(p, config, type);
+  if (options.fact_sequences > 0) a.fact_sequences = options.fact_sequences;
   std::vector<std::unique_ptr<DeviceBytes>> memory;
   const auto upload = [&](const View<const float>& view, const std::vector<float>& values) {
     std::vector<float> shifted(static_cast<size_t>(options.misaligned));
@@ -697,6 +700,17 @@ TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
       return results;
     };
     EXPECT_TRUE(without_facts(run_gpu(p, config, {.facts = false})).same_bits(once));
+    // Facts of the first sequence alone: the same ones, and of the other whatever was there.
+    const Results some = run_gpu(p, config, {.fact_sequences = 1});
+    EXPECT_TRUE(without_facts(some).same_bits(once));
+    const auto alike = [&](const auto& found, const auto& all) {
+      const size_t half = all.size() / 2;
+      return std::memcmp(found.data(), all.data(), half * sizeof all[0]) == 0 &&
+             std::memcmp(found.data() + half, all.data() + half, half * sizeof all[0]) != 0;
+    };
+    EXPECT_TRUE(alike(some.ties, once.ties) && alike(some.delta, once.delta));
+    EXPECT_TRUE(alike(some.residual, once.residual) && alike(some.residual_floor, once.residual_floor));
+    EXPECT_TRUE(alike(some.delta_error, once.delta_error));
     // Misaligned rows are taken by the kernel for anything, whose facts are summed in another order.
     EXPECT_TRUE(without_facts(run_gpu(p, config, {.misaligned = 1})).same_bits(once));
   }

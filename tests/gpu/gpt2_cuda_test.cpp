@@ -236,7 +236,7 @@ INSTANTIATE_TEST_SUITE_P(Gpt2Cuda, AsTheCpu, testing::ValuesIn(cases()),
 
 // --- Facts
 
-void compare_facts(const Case& c) {
+void compare_facts(const Case& c, int64_t fact_sequences = 0) {
   SCOPED_TRACE(c.name);
   Pair pair(c.config, c.plan);
   // Larger queries and keys, so that scores are of some size and signs of row means differ.
@@ -248,7 +248,11 @@ void compare_facts(const Case& c) {
   pair.cpu->write_parameters(parameters);
   pair.cuda->write_parameters(parameters);
   const Tokens tokens(c.config, c.B, c.T);
-  const StepContext all{.step = 3, .score_facts = true, .tie_facts = true, .residual_facts = true};
+  const StepContext all{.step = 3,
+                        .score_facts = true,
+                        .tie_facts = true,
+                        .residual_facts = true,
+                        .fact_sequences = fact_sequences};
   pair.cpu->forward_backward(tokens.batch(), 1, all);
   pair.cuda->forward_backward(tokens.batch(), 1, all);
   const bool fp32 = c.config.precision == kFp32;
@@ -290,6 +294,42 @@ TEST(Gpt2Cuda, FactsAsTheCpuHasThem) {
   compare_facts(
       {"qk_norm", changed(config_of(kBf16, 2, 64), [](auto& c) { c.qk_norm = true; }), "flash2", 2, 40});
   compare_facts({"softcap", changed(config_of(kFp32, 2, 32), [](auto& c) { c.softcap = 2; }), "fp32", 2, 40});
+  for (const int64_t sequences : {1, 2, 9}) {  // of 3; more than there are: all
+    compare_facts({"some, fp32", config_of(kFp32, 2, 32), "fp32", 3, 70}, sequences);
+    compare_facts({"some, any plan", config_of(kBf16, 2, 64), "bf16_all", 3, 150}, sequences);
+    compare_facts({"some, aside", config_of(kBf16, 2, 64), "flash2", 3, 150}, sequences);
+  }
+}
+
+// Where the Hopper kernels train, facts are told aside by the any-plan kernels: the same as where these train. Heads whose
+// seeds differ are theirs, and nothing here draws a number.
+TEST(Gpt2Cuda, FactsToldAsideAreTheAnyPlanKernels) {
+  const Gpt2Config config = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
+  const Tokens tokens(config, 4, 150);
+  for (const int64_t sequences : {1, 3, 0}) {
+    std::vector<HeadFacts> facts[2];
+    for (const bool any_plan : {false, true}) {
+      const auto model = make_gpt2_cuda(config, 5);
+      Floats parameters = parameters_of(*model);
+      const ParameterTensor* w = model->table().find("h.0.attn.c_attn.weight");
+      for (int64_t n = 0; n < w->count(); ++n) parameters[at(w->offset + n)] *= 8;
+      model->write_parameters(parameters);
+      model->set_plan(ScopedPlan::parse(any_plan ? "flash2; head 1: seed=7" : "flash2"));
+      const StepContext context{.tie_facts = true, .residual_facts = true, .fact_sequences = sequences};
+      for (int call = 0; call < 3; ++call) model->forward_backward(tokens.batch(), 1, context);
+      facts[any_plan] = model->facts();
+    }
+    for (size_t h = 0; h < facts[0].size(); ++h) {
+      const HeadFacts &aside = facts[0][h], &direct = facts[1][h];
+      EXPECT_EQ(aside.tied_rows, direct.tied_rows) << h;  // q and k have the same bits
+      // dO comes behind O, whose last bits differ: some numbers of dS are rounded the other way.
+      EXPECT_NEAR(aside.delta_rms, direct.delta_rms, 1e-2 * direct.delta_rms) << h;
+      EXPECT_NEAR(aside.residual_rms, direct.residual_rms, 0.2 * direct.residual_rms) << h;
+      EXPECT_NEAR(aside.residual_mean, direct.residual_mean, 4 * direct.residual_error) << h;
+      EXPECT_GT(aside.residual_rms, 0) << h;
+      EXPECT_NEAR(aside.mean_lse, direct.mean_lse, 1e-3 * direct.largest_lse) << h;
+    }
+  }
 }
 
 // Of some sequences of all layers, then of one layer; behind a recorded call, too.
@@ -368,6 +408,41 @@ TEST(Gpt2Cuda, SmallSameBitsTwiceRecordedOrNot) {
         EXPECT_EQ(loss, first_loss) << plan << ", call " << call;
         EXPECT_TRUE(same_bits(gradients, first)) << plan << ", call " << call;
       }
+    }
+  }
+}
+
+// Of some or of all sequences, told by the way, aside, or in one layer so and in the other so.
+TEST(Gpt2Cuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
+  const Gpt2Config config = config_of(kBf16, 2, 64);
+  const Tokens tokens(config, 3, 37);
+  for (const char* plan :
+       {"flash2", "flash2,stabiliser=dither", "flash2,stabiliser=zero_sum", "flash2,stabiliser=wide_output",
+        "bf16_all,probs=bf16/stochastic", "flash2; layer 0: row_sum=bf16"}) {
+    SCOPED_TRACE(plan);
+    Floats expected;
+    double expected_loss = 0;
+    for (const int64_t sequences : {-1, 2, 0}) {  // -1: without facts
+      const auto model = make_gpt2_cuda(config, 5);
+      model->set_plan(ScopedPlan::parse(plan));
+      StepContext context{.step = 3};
+      if (sequences >= 0) {
+        context.tie_facts = context.residual_facts = true;
+        context.fact_sequences = sequences;
+      }
+      for (int call = 0; call < 4; ++call) {  // as it comes, while recording, recorded; with captures
+        context.capture_sequences = call == 3 && sequences >= 0 ? 2 : 0;
+        model->zero_gradients();
+        const double loss = model->forward_backward(tokens.batch(), 1, context);
+        const Floats gradients = gradients_of(*model);
+        if (expected.empty()) expected = gradients, expected_loss = loss;
+        EXPECT_EQ(loss, expected_loss) << sequences << ", call " << call;
+        EXPECT_TRUE(same_bits(gradients, expected)) << sequences << ", call " << call;
+      }
+      if (sequences < 0) continue;
+      for (const HeadFacts& facts : model->facts())
+        EXPECT_TRUE(facts.delta_rms > 0 && facts.tied_rows >= 0 && facts.tied_rows <= 1);
+      EXPECT_EQ(model->captured(0).q.shape()[0], 2);
     }
   }
 }

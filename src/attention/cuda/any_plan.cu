@@ -190,6 +190,7 @@ class Pass {
     p.visible = static_cast<const uint8_t*>(problem.visible.data);
     std::copy_n(problem.visible.stride.begin(), 4, p.visible_stride);
     p.one_tile = problem.tile_keys == 0;
+    p.fact_sequences = static_cast<int>(problem.fact_sequences);
     p.step = problem.step;
     p.layer = problem.layer;
     p.device_step = problem.device_step;
@@ -335,8 +336,9 @@ void launch_backward(const Pass& pass) {
       rows.template operator()<RowTask::gradients_and_facts>();
     else
       rows.template operator()<RowTask::gradients>();
-    pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
-                Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
+    if (p.dk.data)
+      pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
+                  Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
   };
   run.template operator()<Variant::quick>();
   run.template operator()<Variant::full>();

@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
   const int b = head / p.H, h = head % p.H;
   const DevicePlan& plan = plan_of(p, h);
   if (plan.backward != kVariant || (kDeltaOnly && !plan.zero_sum)) return;
+  const bool has_facts = b < p.fact_sequences, tells_facts = kFacts && has_facts;
 
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float block_delta[kOwnedRows];
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
     block_delta[i] = delta;
     if (own < p.T) {
       p.used_delta[head_rows + own] = delta;
-      if (p.delta) p.delta[head_rows + own] = delta;
+      if (p.delta && has_facts) p.delta[head_rows + own] = delta;
     }
   }
   __syncthreads();
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
       }
       score_gradients(s, dp, p.scale, values_of);
       // sum P and sum a P (dP - delta): what delta lacks of sum P dP / sum P.
-      if (kFacts && (wants_error || kAny)) {
+      if (tells_facts && (wants_error || kAny)) {
         float weight[2] = {0, 0}, gradient[2] = {0, 0};
 #pragma unroll
         for (int n = 0; n < kStepFragments; ++n)
@@ -330,20 +331,20 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
       };
       if constexpr (kAny) {
         if (p.softcap > 0) {
-          if (kFacts) measure(kFp32.significand_bits, kFp32MinExponent);
+          if (tells_facts) measure(kFp32.significand_bits, kFp32MinExponent);
 #pragma unroll
           for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) dp[n][e] = __fmul_rn(dp[n][e], slope[n][e]);
         }
         round_fragments<kAny>(dp, sites.dscores, stream_key(p, plan, Site::dscores), elements);
-        if (kFacts && !(p.softcap > 0))
+        if (tells_facts && !(p.softcap > 0))
           measure(sites.dscores.rounding->significand_bits, sites.dscores.rounding->min_exponent);
       }
       if constexpr (!kDeltaOnly)
         multiply_columns<kD, kStepFragments, kAny>(dq, dp, dscores_parts, keys, kBackwardStep, 0, k_parts,
                                                    lane, [&](const uint32_t(&left)[4]) {
-                                                     if constexpr (kFacts) {
+                                                     if (tells_facts) {
                                                        multiply_add(dscore_sums, left, kBf16Ones, kBf16Ones);
                                                        if (!wants_floor) return;
                                                        // 2^7 ulps of a normal bf16 number: its power of two.
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
     }
     return;
   }
-  if constexpr (kFacts) {
+  if (tells_facts) {
     for (int i = 0; i < 2; ++i) {
       const double weight = quad_sum(kAny ? prob_sum[i] : static_cast<double>(quick_prob_sum[i]));
       const double gradient = quad_sum(gradient_sum[i]);

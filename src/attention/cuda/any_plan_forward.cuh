@@ -139,7 +139,7 @@ struct ForwardShape {
   }
 };
 
-// kTies: counts are asked for.
+// kTies: counts are asked for, of some sequences.
 template <int kD, Variant kVariant, bool kTies>
 __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardShape<kD, kVariant>::kBlocks)
     forward_kernel(const __grid_constant__ Problem p) {
@@ -170,6 +170,7 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
       !kQuick && (plan.stabiliser == Stabiliser::paper || plan.stabiliser == Stabiliser::paper_capped);
   const bool one_tile = !kQuick && p.one_tile, max_first = !kQuick && (plan.max_first || p.one_tile);
   const float tie_tolerance = plan.tie_tolerance;
+  const bool tells_ties = kTies && b < p.fact_sequences;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int warp_row = block_row + warp * kWarpRows;
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
     score_tile(s, key, stage);
     const float tile_max[2] = {quad_max(largest(s, 0)), quad_max(largest(s, 1))};
     // A tile without a score near the largest changes nothing.
-    if (kTies && __any_sync(0xffffffffu, tile_max[0] >= threshold[0] || tile_max[1] >= threshold[1])) {
+    if (tells_ties && __any_sync(0xffffffffu, tile_max[0] >= threshold[0] || tile_max[1] >= threshold[1])) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (tile_max[i] <= tie_max[i]) continue;
@@ -453,7 +454,7 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
   }
   if (one_tile && begin < end) round_sums(0);
 
-  if constexpr (kTies) {
+  if (tells_ties) {
     if (__syncthreads_or(doubt)) {
       tied[0] = tied[1] = 0;
       for_each_key_tile([&](int key) {

@@ -86,6 +86,7 @@ struct Problem {
   float* lse;             // (B, H, T)
   float2* row_values;     // (B, H, T): (L without centre_keys' part, 1), or for consistent (m, l)
   float* o_for_delta;     // (B, H, T, D), or null: no head's plan saves it
+  int fact_sequences;     // that ties, delta, residual, ... are written of: the first so many of B
   int32_t* ties;          // (B, H, T) or null
   const float* mean_key;  // (B, G, D), where a plan centres keys
   float* used_delta;      // (B, H, T): between the kernels

@@ -19,11 +19,6 @@ __device__ __forceinline__ void raise(float* target, float value) {
     atomicMin(reinterpret_cast<unsigned*>(target), __float_as_uint(value));
 }
 
-__global__ void clear_sums(FactSums* sums, int count) {
-  const int n = blockIdx.x * blockDim.x + threadIdx.x;
-  if (n < count) sums[n] = FactSums{};
-}
-
 // One (batch, head, layer) of q and k.
 template <class T>
 struct Head {
@@ -200,54 +195,74 @@ __global__ void __launch_bounds__(kMeanWarps* kWarp) largest_row_mean_kernel(Fac
   if (lane == 0) raise(&sums[head.sums_index].largest_row_mean, most);
 }
 
-// --- Sums over rows: a block for each head of each layer, its threads' sums added up as a tree.
-constexpr int kSumThreads = 512;
+// --- Sums over rows: a block for each head of each layer, a warp for each of its sequences in turn.
+constexpr int kSumWarps = 32;
 
-template <class Value>
-__device__ Value block_sum(Value value, Value* shared) {
-  __syncthreads();
-  shared[threadIdx.x] = value;
-  for (int half = kSumThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+// What a thread, then a warp, then the block has added up.
+struct RowSums {
+  double lse, residual, residual_squares, delta_squares;
+  float largest_lse;
+  int tied;
+
+  __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+      lse += __shfl_xor_sync(~0u, lse, lane);
+      residual += __shfl_xor_sync(~0u, residual, lane);
+      residual_squares += __shfl_xor_sync(~0u, residual_squares, lane);
+      delta_squares += __shfl_xor_sync(~0u, delta_squares, lane);
+      tied += __shfl_xor_sync(~0u, tied, lane);
+    }
+    largest_lse = warp_max(largest_lse);
   }
-  return shared[0];  // in thread 0
-}
+};
 
-__global__ void __launch_bounds__(kSumThreads) row_sums_kernel(FactInputs in, FactSums* sums) {
-  __shared__ double shared[kSumThreads];
-  __shared__ int64_t shared_count[kSumThreads];
-  const int64_t head = blockIdx.x, layer = blockIdx.y, rows = in.B * in.T;
-  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
-  int64_t tied = 0;
-  float largest = 0;
-  for (int64_t n = threadIdx.x; n < rows; n += kSumThreads) {
-    const int64_t at = layer * in.row_layer_stride + (n / in.T * in.H + head) * in.T + n % in.T;
-    lse += static_cast<double>(in.lse[at]);
-    largest = fmaxf(largest, fabsf(in.lse[at]));
-    if (in.ties) tied += in.ties[at] > 1;
+// Also clears the facts that others raise: this kernel comes first.
+__global__ void __launch_bounds__(kSumWarps* kWarp) row_sums_kernel(FactInputs in, FactSums* sums) {
+  __shared__ RowSums of_warp[kSumWarps];
+  const int head = blockIdx.x, layer = blockIdx.y, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int B = static_cast<int>(in.B), T = static_cast<int>(in.T);
+  RowSums own{};
+  for (int b = warp; b < B; b += kSumWarps) {
+    const int64_t first = layer * in.row_layer_stride + (int64_t{b} * in.H + head) * T;
+    const float* const lse = in.lse + first;
+#pragma unroll 8
+    for (int t = lane; t < T; t += kWarp) {
+      own.lse += static_cast<double>(lse[t]);
+      own.largest_lse = fmaxf(own.largest_lse, fabsf(lse[t]));
+    }
+    if (b >= in.fact_sequences) continue;
+    if (in.ties)
+#pragma unroll 8
+      for (int t = lane; t < T; t += kWarp) own.tied += in.ties[first + t] > 1;
     if (!in.residual) continue;
-    const double rho = in.residual[at], delta = in.delta[at];
-    residual += rho;
-    residual_squares += rho * rho;
-    delta_squares += delta * delta;
+#pragma unroll 8
+    for (int t = lane; t < T; t += kWarp) {
+      const double rho = in.residual[first + t], delta = in.delta[first + t];
+      own.residual += rho;
+      own.residual_squares += rho * rho;
+      own.delta_squares += delta * delta;
+    }
   }
-  FactSums& out = sums[layer * in.H + head];
-  largest = warp_max(largest);
-  if (threadIdx.x % kWarp == 0) raise(&out.largest_lse, largest);
-  lse = block_sum(lse, shared);
-  residual = block_sum(residual, shared);
-  residual_squares = block_sum(residual_squares, shared);
-  delta_squares = block_sum(delta_squares, shared);
-  tied = block_sum(tied, shared_count);
-  if (threadIdx.x != 0) return;
-  out.rows = rows;
-  out.lse = lse;
-  out.tied = tied;
-  out.residual = residual;
-  out.residual_squares = residual_squares;
-  out.delta_squares = delta_squares;
+  own.add_lanes();
+  if (lane == 0) of_warp[warp] = own;
+  __syncthreads();
+  if (warp != 0) return;
+  own = of_warp[lane];
+  own.add_lanes();
+  if (lane != 0) return;
+  FactSums out;
+  out.rows = in.B * in.T;
+  out.sampled = in.fact_sequences * in.T;
+  out.lse = own.lse;
+  out.largest_lse = own.largest_lse;
+  out.tied = own.tied;
+  out.residual = own.residual;
+  out.residual_squares = own.residual_squares;
+  out.delta_squares = own.delta_squares;
+  sums[layer * in.H + head] = out;
 }
+static_assert(kSumWarps == kWarp);
 
 template <int kD>
 void launch_largest_score(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
@@ -280,11 +295,7 @@ void launch_scores(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
 }  // namespace
 
 void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream) {
-  constexpr int kThreads = 128;
-  const int64_t heads = in.L * in.H;
-  clear_sums<<<grid((heads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(sums, static_cast<int>(heads));
-  check_launch("clearing facts");
-  row_sums_kernel<<<dim3(grid(in.H), grid(in.L)), kSumThreads, 0, stream>>>(in, sums);
+  row_sums_kernel<<<dim3(grid(in.H), grid(in.L)), kSumWarps * kWarp, 0, stream>>>(in, sums);
   check_launch("sums of facts");
   if (!scores) return;
   if (in.type == TensorType::bf16)

@@ -18,6 +18,7 @@ struct FactInputs {
   int64_t layer_stride, row_stride;
   int64_t row_layer_stride;  // of what follows, (L, B, H, T), in elements
   const float* lse;
+  int64_t fact_sequences;         // the first so many of B, which what follows is of
   const int32_t* ties;            // nullptr: not asked for
   const float *residual, *delta;  // the same
 };

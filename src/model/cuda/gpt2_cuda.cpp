@@ -5,6 +5,12 @@
 // A call copies its batch up, runs one recorded graph, and waits once, for the loss. The first call of its kind
 // (sizes, scale, facts, plan) is not recorded: there the products' algorithms are chosen. The second one records.
 //
+// Facts change no bit of a step. The any-plan kernels tell them by the way; the Hopper kernels tell none, so that for their
+// layers the any-plan kernels compute attention once more, of the sequences that are asked for, on a stream beside (a
+// thirty-second of the batch costs half a percent of a step of `nano`, and nothing waits for it). What is told then is
+// what the plan's arithmetic leaves of the sums, not the order in which the Hopper kernels add; their log-sum-exps are
+// their own.
+//
 // Besides products and attention, a step of `gpt2` at 64 x 1024 tokens in BF16 moves, with N C = 50 M values:
 //   LayerNorm forward    25 x 6 N C bytes        7.5 GB
 //   LayerNorm backward   25 x 16 N C            20.1 GB
@@ -23,6 +29,7 @@
 #include "attention/cuda/kernels.h"
 #include "attention/device_memory.h"
 #include "base/error.h"
+#include "base/threads.h"
 #include "model/cuda/device_facts.h"
 #include "model/cuda/device_layers.h"
 #include "model/device_product.h"
@@ -68,6 +75,22 @@ class PinnedMemory {
  private:
   void* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// A place in one stream that another one waits for.
+class StreamMark {
+ public:
+  StreamMark() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
+  ~StreamMark() { cudaEventDestroy(event_); }
+  StreamMark(const StreamMark&) = delete;
+  StreamMark& operator=(const StreamMark&) = delete;
+  void set(cudaStream_t stream) { check_cuda(cudaEventRecord(event_, stream), "marking a stream"); }
+  void wait_in(cudaStream_t stream) const {
+    check_cuda(cudaStreamWaitEvent(stream, event_, 0), "waiting for another stream");
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
 };
 
 // Of one sum over rows: its parts by blocks, until the end of the step.
@@ -122,6 +145,21 @@ struct Activations {
   int64_t qkv_stride, row_stride;  // from layer to layer, in elements: of qkv or qk, and of (B, H, T)
 };
 
+// Attention once more, for its facts: what it leaves besides them is read by nobody.
+struct AsideMemory {
+  CudaForward forward;
+  CudaBackward backward;
+  void* workspace;
+};
+
+// The first rows of what a layer's attention read and wrote, as they lie on the device, in host memory.
+struct CapturedRows {
+  void *ln1 = nullptr, *qkv = nullptr;  // (rows, C), (rows, 3 C)
+  void* qk = nullptr;                   // (rows, 2 C): qk_norm
+  void *o = nullptr, *d_o = nullptr;    // (rows, C)
+  float* lse = nullptr;                 // (B, H, T)
+};
+
 // The kernels name a random number by its sequence's place in the call. Parts of a step draw others by a step number of
 // their own (2^32 over the golden ratio apart). So here, other than on the CPU, the number of parts changes a stochastic
 // plan's draws.
@@ -153,11 +191,15 @@ struct CallKind {
   int64_t B, T;
   bool backward;
   float loss_scale;
-  bool score_facts, tie_facts, residual_facts;
-  uint64_t plan_version;
+  bool score_facts = false, tie_facts = false, residual_facts = false;
+  int64_t fact_sequences = 0;  // of ties and residuals: the first so many of B
+  uint64_t plan_version = 0;
 
+  bool has_facts() const { return score_facts || attention_has_facts(); }
+  bool attention_has_facts() const { return tie_facts || residual_facts; }
   auto tie() const {
-    return std::tie(B, T, backward, loss_scale, score_facts, tie_facts, residual_facts, plan_version);
+    return std::tie(B, T, backward, loss_scale, score_facts, tie_facts, residual_facts, fact_sequences,
+                    plan_version);
   }
   bool operator<(const CallKind& other) const { return tie() < other.tie(); }
 };
@@ -208,7 +250,10 @@ class PhaseClock {
 class Gpt2Cuda final : public Gpt2 {
  public:
   Gpt2Cuda(const Gpt2Config& config, uint64_t seed);
-  ~Gpt2Cuda() override { cudaStreamSynchronize(stream_); }
+  ~Gpt2Cuda() override {
+    cudaStreamSynchronize(stream_);
+    cudaStreamSynchronize(aside_stream_);
+  }
 
   float* parameters() override { return parameters_.as<float>(); }
   float* gradients() override { return gradients_.as<float>(); }
@@ -223,6 +268,10 @@ class Gpt2Cuda final : public Gpt2 {
   void write_gradients(std::span<const float> from) override { write(from, gradients_); }
   void zero_gradients() override {
     check_cuda(cudaMemsetAsync(gradients_.data(), 0, gradients_.bytes(), stream_), "clearing gradients");
+  }
+  std::shared_ptr<float> make_host_buffer() const override {
+    const auto memory = std::make_shared<PinnedMemory>(parameters_.bytes());
+    return {memory, memory->as<float>()};
   }
 
   double forward_backward(const Batch& batch, float loss_scale, const StepContext& context) override;
@@ -271,14 +320,27 @@ class Gpt2Cuda final : public Gpt2 {
   CudaAttention attention_problem(int64_t layer, const CallKind& kind, float keel_scale) const;
   CudaInputs attention_inputs(const LayerMemory& m) const;
   CudaForward attention_memory(int64_t layer, const LayerMemory& m, bool ties) const;
+  void* attention_workspace() const { return attention_.as<char>() + at(config_.layers) * saved_bytes_; }
+  // Are facts asked for that the kernels which train this layer do not tell?
+  bool is_told_aside(int64_t layer, const CallKind& kind) const;
+  CudaAttention aside_problem(int64_t layer, const CallKind& kind, float keel_scale) const;
+  AsideMemory carve_aside(const CudaAttention& problem, Carver& carver) const;
+  void tell_aside(int64_t layer, const CallKind& kind, float keel_scale);  // REQUIRES: its d_o is there
+  void join_aside();  // nothing that follows on the stream comes before what is told aside
   void forward(const CallKind& kind);
   void layer_forward(int64_t l, float* out, const CallKind& kind);
   void classify(bool gradients, float gradient_scale);
   void backward(const CallKind& kind);
   void layer_backward(int64_t l, const CallKind& kind, float keel_scale);
   void write_facts(const CallKind& kind);
-  // What this layer's attention read and wrote, to the host. REQUIRES: its d_o is there.
+  // What this layer's attention read and wrote, on its way to the host; there once the call has been waited for.
+  // REQUIRES: its d_o is there.
   void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
+  void make_room_for_captures();
+  void unpack_captures();                                    // from there into captures_
+  int64_t captured_row_count(const LayerCapture& c) const {  // up to the last one that is wanted
+    return (c.x.shape()[0] - 1) * T_ + c.x.shape()[2];
+  }
   void enqueue(const CallKind& kind);
   void run(const CallKind& kind);
   void token_backward(const int32_t* tokens);
@@ -294,8 +356,9 @@ class Gpt2Cuda final : public Gpt2 {
   const TensorType type_;   // of activations
   const int64_t padded_V_;  // of logits and of all products with the output layer
   const bool fused_gelu_;
-  DeviceStream owned_stream_;
-  const cudaStream_t stream_;
+  DeviceStream owned_stream_, owned_aside_stream_;
+  const cudaStream_t stream_, aside_stream_;
+  StreamMark forked_, joined_;
   DeviceProducts products_;
   DeviceMemory parameters_, gradients_, operands_, arena_, attention_, facts_memory_;
   bool operands_fresh_ = false;
@@ -309,11 +372,12 @@ class Gpt2Cuda final : public Gpt2 {
   std::map<std::pair<int64_t, int64_t>, Sized> sized_;
   struct Recorded {
     bool done_before = false;
-    size_t saved = 0;  // bytes of attention's memory: a layer's, then the workspace
+    // Attention's memory: `saved` bytes for each layer, the workspace, from `aside` on what is computed aside.
+    size_t saved = 0, aside = 0;
     Graph graph;
   };
   std::map<CallKind, Recorded> recorded_;
-  PinnedMemory input_, runs_, output_;
+  PinnedMemory input_, runs_, output_, captured_;
   std::vector<int32_t> token_end_;  // (V)
   std::optional<PhaseClock> clock_;
 
@@ -321,15 +385,18 @@ class Gpt2Cuda final : public Gpt2 {
   int64_t B_ = 0, T_ = 0, N_ = 0;
   Sized* at_hand_ = nullptr;
   Activations* a_ = nullptr;
-  size_t saved_bytes_ = 0;
-  bool captures_now_ = false;
+  size_t saved_bytes_ = 0, aside_offset_ = 0;
+  bool captures_now_ = false, aside_runs_ = false;
+  std::vector<CapturedRows> captured_rows_;  // (L), in captured_
 };
 
 constexpr int64_t kInputHeader = kAlignment / sizeof(int32_t);  // of input: the step, alone
 
+// What a call tells: the loss, then from kAlignment on the facts.
 struct OutputHeader {
   double loss;
 };
+size_t output_bytes(size_t heads) { return kAlignment + heads * sizeof(FactSums); }
 
 CudaDevice require_device() {
   const CudaDevice device = cuda_device();
@@ -348,11 +415,12 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
       fused_gelu_(is_bf16() && 4 * config.width % 8 == 0),
       stream_(static_cast<cudaStream_t>(owned_stream_.get())),
+      aside_stream_(static_cast<cudaStream_t>(owned_aside_stream_.get())),
       products_(stream_),
       parameters_(at(table_.size()) * sizeof(float)),
       gradients_(at(table_.size()) * sizeof(float)),
-      facts_memory_(kAlignment + facts_.size() * sizeof(FactSums)),
-      output_(sizeof(OutputHeader) + facts_.size() * sizeof(FactSums)),
+      facts_memory_(output_bytes(facts_.size())),
+      output_(output_bytes(facts_.size())),
       token_end_(at(config.vocabulary)) {
   require(config_.head_size() <= kLargestHead, "[model] expected a head size up to {} on the GPU, got {}",
           kLargestHead, config_.head_size());
@@ -515,14 +583,20 @@ void Gpt2Cuda::start(const CallKind& kind) {
   a_ = &at_hand_->activations;
   auto found = recorded_.find(kind);
   if (found == recorded_.end()) {
-    size_t saved = 0, workspace = 0;
+    size_t saved = 0, workspace = 0, aside = 0;
     for (int64_t l = 0; l < config_.layers; ++l) {
+      const bool is_aside = is_told_aside(l, kind);
       const CudaSizes sizes =
-          cuda_attention_sizes(attention_problem(l, kind, 1), kind.tie_facts || kind.residual_facts);
+          cuda_attention_sizes(attention_problem(l, kind, 1), kind.attention_has_facts() && !is_aside);
       saved = std::max(saved, sizes.saved), workspace = std::max(workspace, sizes.workspace);
+      if (!is_aside) continue;
+      Carver count(nullptr);
+      carve_aside(aside_problem(l, kind, 1), count);
+      aside = std::max(aside, count.used());
     }
-    saved = (saved + kAlignment - 1) / kAlignment * kAlignment;
-    const size_t bytes = saved * at(config_.layers) + workspace;
+    const auto aligned = [](size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+    saved = aligned(saved);
+    const size_t before_aside = aligned(saved * at(config_.layers) + workspace), bytes = before_aside + aside;
     if (bytes > attention_.bytes()) {
       wait();
       recorded_.clear();
@@ -533,8 +607,10 @@ void Gpt2Cuda::start(const CallKind& kind) {
     std::erase_if(recorded_, [&](const auto& entry) { return entry.first.plan_version != plan_version_; });
     found = recorded_.emplace(kind, Recorded{}).first;
     found->second.saved = saved;
+    found->second.aside = before_aside;
   }
   saved_bytes_ = found->second.saved;
+  aside_offset_ = found->second.aside;
 }
 
 // --- Products
@@ -610,6 +686,7 @@ CudaAttention Gpt2Cuda::attention_problem(int64_t layer, const CallKind& kind, f
   problem.softcap = config_.softcap;
   problem.causal = true;
   problem.tile_keys = config_.tile_keys;
+  problem.fact_sequences = kind.fact_sequences;
   problem.layer = static_cast<uint32_t>(layer);
   problem.device_step = a_->input;
   problem.aligned = config_.head_size() % 8 == 0;
@@ -632,6 +709,57 @@ CudaForward Gpt2Cuda::attention_memory(int64_t layer, const LayerMemory& m, bool
   return out;
 }
 
+// --- Attention's facts, aside
+
+bool Gpt2Cuda::is_told_aside(int64_t layer, const CallKind& kind) const {
+  return kind.attention_has_facts() &&
+         choose_kernel(cuda_device(), attention_problem(layer, kind, 1), /*with_facts=*/false).kernel ==
+             AttentionKernel::hopper;
+}
+
+// The sequences that are asked for alone. They are the batch's first ones, so that their random numbers are the same.
+CudaAttention Gpt2Cuda::aside_problem(int64_t layer, const CallKind& kind, float keel_scale) const {
+  CudaAttention problem = attention_problem(layer, kind, keel_scale);
+  problem.B = kind.fact_sequences;
+  return problem;
+}
+
+AsideMemory Gpt2Cuda::carve_aside(const CudaAttention& problem, Carver& carver) const {
+  const CudaSizes sizes = cuda_attention_sizes(problem, /*with_facts=*/true);
+  const int64_t C = config_.width, rows = problem.B * problem.T;
+  const auto heads = [&] { return heads_of(carver.take_bytes(at(rows * C) * element_bytes()), 0, C); };
+  AsideMemory m{};
+  m.forward.o = heads();
+  m.forward.lse = carver.take<float>(rows * problem.H);
+  m.forward.saved = carver.take_bytes(sizes.saved);
+  m.backward.dq = heads();
+  m.workspace = carver.take_bytes(sizes.workspace);
+  return m;
+}
+
+void Gpt2Cuda::tell_aside(int64_t l, const CallKind& kind, float keel_scale) {
+  const LayerMemory& m = a_->layers[at(l)];
+  const CudaAttention problem = aside_problem(l, kind, keel_scale);
+  Carver carver(attention_.as<char>() + aside_offset_);
+  AsideMemory aside = carve_aside(problem, carver);
+  forked_.set(stream_);
+  forked_.wait_in(aside_stream_);
+  aside_runs_ = true;
+  if (kind.tie_facts) aside.forward.ties = m.ties;
+  attention_forward_cuda(problem, attention_inputs(m), aside.forward, true, aside.workspace, aside_stream_);
+  if (kind.residual_facts) {
+    aside.backward.residual = m.residual;
+    aside.backward.delta = m.delta;
+    attention_backward_cuda(problem, attention_inputs(m), heads_of(a_->d_o, 0, config_.width), aside.forward,
+                            aside.backward, true, aside.workspace, aside_stream_);
+  }
+  joined_.set(aside_stream_);
+}
+
+void Gpt2Cuda::join_aside() {
+  if (std::exchange(aside_runs_, false)) joined_.wait_in(stream_);
+}
+
 // --- Forward
 
 void Gpt2Cuda::forward(const CallKind& kind) {
@@ -649,7 +777,7 @@ void Gpt2Cuda::layer_forward(int64_t l, float* out, const CallKind& kind) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
-  const bool with_facts = kind.tie_facts || kind.residual_facts;
+  const bool with_facts = kind.attention_has_facts() && !is_told_aside(l, kind);
   phase("layernorm forward", 0, stream_bytes() + activation_bytes(C));
   device::layernorm_forward(m.x, master(w.ln1_gain), master(w.ln1_bias), N_, C, type_, m.ln1, m.mean1,
                             m.rstd1, stream_);
@@ -661,8 +789,8 @@ void Gpt2Cuda::layer_forward(int64_t l, float* out, const CallKind& kind) {
   }
   phase("attention forward", 4.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
   attention_forward_cuda(attention_problem(l, kind, 1), attention_inputs(m),
-                         attention_memory(l, m, kind.tie_facts), with_facts,
-                         attention_.as<char>() + at(config_.layers) * saved_bytes_, stream_);
+                         attention_memory(l, m, with_facts && kind.tie_facts), with_facts,
+                         attention_workspace(), stream_);
   const void* attended = m.o;
   if (config_.gated_attention) {
     linear_forward("gate", m.ln1, w.gate, w.gate_bias, C, C, m.gate, type_, nullptr);
@@ -744,7 +872,7 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
-  const bool with_facts = kind.tie_facts || kind.residual_facts;
+  const bool aside = is_told_aside(l, kind), with_facts = kind.attention_has_facts() && !aside;
   void* const dx_operand = is_bf16() ? a_->dx_operand : nullptr;
 
   if (fused_gelu_) {
@@ -774,6 +902,7 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
   device::layernorm_backward(a_->dnorm, type_, m.middle, master(w.ln2_gain), m.mean2, m.rstd2, N_, C, a_->dx,
                              a_->dx, dx_operand, m.sums.ln2_gain, m.sums.ln2_bias, stream_);
 
+  join_aside();  // which reads the d_o of the layer before
   if (config_.gated_attention) {
     linear_backward("proj, input gradient", a_->dx_operand, w.proj, C, C, a_->wide, TensorType::fp32);
     weight_backward("proj, weight gradient", a_->dx_operand, m.gated, w.proj, C, C);
@@ -788,16 +917,16 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
   out.dq = heads_of(a_->dqkv, 0, 3 * C);
   out.dk = heads_of(a_->dqkv, C, 3 * C);
   out.dv = heads_of(a_->dqkv, 2 * C, 3 * C);
-  if (kind.residual_facts) {
+  if (with_facts && kind.residual_facts) {
     out.residual = m.residual;
     out.delta = m.delta;
   }
+  if (aside) tell_aside(l, kind, keel_scale);
   phase("attention backward", 10.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
   const CudaAttention problem = attention_problem(l, kind, keel_scale);
   if (captures_now_) capture(l, problem.plans);
   attention_backward_cuda(problem, attention_inputs(m), heads_of(a_->d_o, 0, C),
-                          attention_memory(l, m, false), out, with_facts,
-                          attention_.as<char>() + at(config_.layers) * saved_bytes_, stream_);
+                          attention_memory(l, m, false), out, with_facts, attention_workspace(), stream_);
   if (config_.qk_norm) {
     phase("qk_norm", 0, 3 * activation_bytes(2 * C));
     device::rms_norm_backward(a_->dqkv, m.qkv, master(w.q_gain), master(w.k_gain), m.qk_rstd, N_, H, D, type_,
@@ -819,7 +948,8 @@ void Gpt2Cuda::layer_backward(int64_t l, const CallKind& kind, float keel_scale)
 // --- Facts
 
 void Gpt2Cuda::write_facts(const CallKind& kind) {
-  if (!kind.score_facts && !kind.tie_facts && !kind.residual_facts) return;
+  if (!kind.has_facts()) return;
+  join_aside();
   const LayerMemory& first = a_->layers[0];
   const int64_t C = config_.width, row_stride = (config_.qk_norm ? 2 : 3) * C;
   const CudaInputs in = attention_inputs(first);
@@ -834,6 +964,7 @@ void Gpt2Cuda::write_facts(const CallKind& kind) {
   facts.row_stride = row_stride;
   facts.row_layer_stride = a_->row_stride;
   facts.lse = first.lse;
+  facts.fact_sequences = kind.fact_sequences;
   if (kind.tie_facts) facts.ties = first.ties;
   if (kind.residual_facts) facts.residual = first.residual, facts.delta = first.delta;
   phase("facts", kind.score_facts ? static_cast<double>(config_.layers) * static_cast<double>(N_) *
@@ -846,6 +977,7 @@ void Gpt2Cuda::write_facts(const CallKind& kind) {
 // --- A call
 
 void Gpt2Cuda::enqueue(const CallKind& kind) {
+  aside_runs_ = false;
   phase("copies");
   copy_up(a_->input, input_.as<void>(), at(kInputHeader + 2 * N_) * sizeof(int32_t));
   forward(kind);
@@ -856,57 +988,85 @@ void Gpt2Cuda::enqueue(const CallKind& kind) {
     classify(/*gradients=*/false, 0);
   }
   phase("copies");
-  copy_down(output_.as<void>(), facts_memory_.data(), sizeof(OutputHeader));
-  if (kind.score_facts || kind.tie_facts || kind.residual_facts)
-    copy_down(output_.as<void>(sizeof(OutputHeader)), facts_memory_.as<char>() + kAlignment,
-              facts_.size() * sizeof(FactSums));
+  copy_down(output_.as<void>(), facts_memory_.data(),
+            kind.has_facts() ? output_bytes(facts_.size()) : sizeof(OutputHeader));
+}
+
+void Gpt2Cuda::make_room_for_captures() {
+  const int64_t C = config_.width;
+  const auto lay_out = [&](void* memory) {
+    Carver carver(memory);
+    captured_rows_.clear();
+    for (const LayerCapture& c : captures_) {
+      CapturedRows& r = captured_rows_.emplace_back();
+      if (c.x.values().empty()) continue;
+      const auto take = [&](int64_t columns) {
+        return carver.take_bytes(at(captured_row_count(c) * columns) * element_bytes());
+      };
+      r.ln1 = take(C);
+      r.qkv = take(3 * C);
+      if (config_.qk_norm) r.qk = take(2 * C);
+      r.o = take(C);
+      r.d_o = take(C);
+      r.lse = carver.take<float>(c.lse.shape()[0] * config_.heads * T_);
+    }
+    return carver.used();
+  };
+  if (const size_t bytes = lay_out(nullptr); captured_.bytes() < bytes) captured_ = PinnedMemory(bytes);
+  lay_out(captured_.as<void>());
 }
 
 void Gpt2Cuda::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   LayerCapture& c = captures_[at(layer)];
   if (c.x.values().empty()) return;
   c.plans = plans;
+  const CapturedRows& to = captured_rows_[at(layer)];
   const LayerMemory& m = a_->layers[at(layer)];
-  // Up to the last row that is wanted
-  const int64_t rows = (c.x.shape()[0] - 1) * T_ + c.x.shape()[2], C = config_.width;
-  // The first rows of (N, columns), in FP32.
-  const auto download = [&](const void* from, int64_t columns) {
-    std::vector<float> values(at(rows * columns));
-    if (is_bf16()) {
-      std::vector<uint16_t> narrow(values.size());
-      copy_down(narrow.data(), from, narrow.size() * sizeof(uint16_t));
-      wait();
-      std::transform(narrow.begin(), narrow.end(), values.begin(),
-                     [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); });
-    } else {
-      copy_down(values.data(), from, values.size() * sizeof(float));
-      wait();
-    }
-    return values;
+  const int64_t rows = captured_row_count(c), C = config_.width;
+  const auto copy = [&](void* target, const void* from, int64_t columns) {
+    copy_down(target, from, at(rows * columns) * element_bytes());
   };
-  // Columns [first, first + H D) of such rows, by head.
-  const auto keep = [&](Tensor<float>& to, const std::vector<float>& from, int64_t columns, int64_t first) {
+  copy(to.ln1, m.ln1, C);
+  copy(to.qkv, m.qkv, 3 * C);
+  if (config_.qk_norm) copy(to.qk, m.qk, 2 * C);
+  copy(to.o, m.o, C);
+  copy(to.d_o, a_->d_o, C);
+  copy_down(to.lse, m.lse, at(c.lse.shape()[0] * config_.heads * T_) * sizeof(float));
+}
+
+void Gpt2Cuda::unpack_captures() {
+  // Columns [first, first + H D) of rows of so many, by head, in FP32.
+  const auto unpack = [&](Tensor<float>& to, const void* from, int64_t columns, int64_t first) {
     const View<float> all = to.view();
     const auto [B, H, T, D] = all.shape;
     for (int64_t b = 0; b < B; ++b)
       for (int64_t h = 0; h < H; ++h)
-        for (int64_t t = 0; t < T; ++t)
-          std::copy_n(from.begin() + (b * T_ + t) * columns + first + h * D, D, all.at(b, h, t));
+        for (int64_t t = 0; t < T; ++t) {
+          const int64_t at_row = (b * T_ + t) * columns + first + h * D;
+          if (is_bf16())
+            std::transform(
+                static_cast<const uint16_t*>(from) + at_row, static_cast<const uint16_t*>(from) + at_row + D,
+                all.at(b, h, t),
+                [](uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); });
+          else
+            std::copy_n(static_cast<const float*>(from) + at_row, D, all.at(b, h, t));
+        }
   };
-  const std::vector<float> qkv = download(m.qkv, 3 * C);
-  const int64_t qk_columns = (config_.qk_norm ? 2 : 3) * C;
-  const std::vector<float> qk = config_.qk_norm ? download(m.qk, qk_columns) : qkv;
-  keep(c.x, download(m.ln1, C), C, 0);
-  keep(c.q, qk, qk_columns, 0);
-  keep(c.k, qk, qk_columns, C);
-  keep(c.v, qkv, 3 * C, 2 * C);
-  keep(c.o, download(m.o, C), C, 0);
-  keep(c.d_o, download(a_->d_o, C), C, 0);
-  const auto [B, H, T, one] = c.lse.shape();
-  std::vector<float> lse(at(B * H * T_));  // (B, H, T), as it lies there
-  copy_down(lse.data(), m.lse, lse.size() * sizeof(float));
-  wait();
-  for (int64_t n = 0; n < B * H; ++n) std::copy_n(lse.begin() + n * T_, T, c.lse.values().begin() + n * T);
+  parallel_for(config_.layers, [&](int64_t l, int) {
+    LayerCapture& c = captures_[at(l)];
+    if (c.x.values().empty()) return;
+    const CapturedRows& from = captured_rows_[at(l)];
+    const int64_t C = config_.width, qk_columns = (config_.qk_norm ? 2 : 3) * C;
+    const void* const qk = config_.qk_norm ? from.qk : from.qkv;
+    unpack(c.x, from.ln1, C, 0);
+    unpack(c.q, qk, qk_columns, 0);
+    unpack(c.k, qk, qk_columns, C);
+    unpack(c.v, from.qkv, 3 * C, 2 * C);
+    unpack(c.o, from.o, C, 0);
+    unpack(c.d_o, from.d_o, C, 0);
+    const auto [B, H, T, one] = c.lse.shape();
+    for (int64_t n = 0; n < B * H; ++n) std::copy_n(from.lse + n * T_, T, c.lse.values().begin() + n * T);
+  });
 }
 
 void Gpt2Cuda::run(const CallKind& kind) {
@@ -981,27 +1141,35 @@ void Gpt2Cuda::token_backward(const int32_t* tokens) {
 
 double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
-  const CallKind kind{
-      batch.B,      batch.T, true, loss_scale, context.score_facts, context.tie_facts, context.residual_facts,
-      plan_version_};
+  CallKind kind{batch.B, batch.T, true, loss_scale};
+  kind.score_facts = context.score_facts;
+  kind.tie_facts = context.tie_facts;
+  kind.residual_facts = context.residual_facts;
+  if (kind.attention_has_facts())
+    kind.fact_sequences = context.fact_sequences == 0 ? batch.B : std::min(batch.B, context.fact_sequences);
+  kind.plan_version = plan_version_;
   start(kind);
   stage(batch, random_step(context));
   refresh_operands();
   captures_now_ = context.capture_sequences > 0;
-  if (captures_now_) start_captures(batch, context);
+  if (captures_now_) {
+    start_captures(batch, context);
+    make_room_for_captures();
+  }
   run(kind);
-  captures_now_ = false;
   token_backward(batch.tokens.data());
   if (clock_) clock_->end();
   wait();
-  const FactSums* sums = output_.as<FactSums>(sizeof(OutputHeader));
+  if (std::exchange(captures_now_, false)) unpack_captures();
+  const FactSums* sums = output_.as<FactSums>(kAlignment);
   for (size_t n = 0; n < facts_.size(); ++n) facts_[n] = facts_of(sums[n], context);
   return output_.as<OutputHeader>()->loss;
 }
 
 double Gpt2Cuda::loss(const Batch& batch, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
-  const CallKind kind{batch.B, batch.T, false, 1, false, false, false, plan_version_};
+  CallKind kind{batch.B, batch.T, false, 1};
+  kind.plan_version = plan_version_;
   start(kind);
   stage(batch, random_step(context));
   refresh_operands();
@@ -1019,7 +1187,8 @@ std::vector<float> Gpt2Cuda::logits(std::span<const int32_t> tokens) {
   T = std::min(T, config_.context);
   std::vector<int32_t> padded(tokens.begin(), tokens.end());
   padded.resize(at(T));
-  const CallKind kind{1, T, false, 1, false, false, false, plan_version_};
+  CallKind kind{1, T, false, 1};
+  kind.plan_version = plan_version_;
   start(kind);
   stage({1, T, padded, {}}, 0);
   refresh_operands();
