@@ -135,6 +135,7 @@ def main():
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     folder, _, step = options.run.rpartition("@")
+    expect(options.device != "cuda" or torch.cuda.is_available(), "a PyTorch with a GPU (or --device cpu)", "none")
     expect(folder and step.isdigit(), "RUN@STEP", options.run)
     folder, step = Path(folder), int(step)
     checkpoint = folder / "checkpoints" / f"step-{step:08}"
