@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/error.h"
 #include "base/threads.h"
@@ -161,7 +162,7 @@ TEST_F(CaptureTest, a_replay_captures_the_bits_of_the_run) {
     Replay replay(folder / "run", 10);
     EXPECT_EQ(replay.trainer().next_step(), first);
     Keeper again(10, 3);
-    replay.trainer().set_watcher(&again);
+    const ScopedWatcher watched(replay.trainer(), again);
     int64_t steps = 0;
     replay.run_to(11, [&] { ++steps; });
     EXPECT_EQ(steps, 11 - first);
@@ -173,7 +174,7 @@ TEST_F(CaptureTest, a_replay_captures_the_bits_of_the_run) {
   // Another plan from there on gives another run.
   Replay other(folder / "run", 10, {}, [](RunConfig& c) { c.plan = "fp32"; });
   Keeper kept(10, 3);
-  other.trainer().set_watcher(&kept);
+  const ScopedWatcher watched(other.trainer(), kept);
   other.run_to(11);
   EXPECT_FALSE(same_bits(kept.kept[0].q, live.kept[0].q));
   EXPECT_THROW(Replay(folder / "run", 12), DataError);  // the run has steps 0 to 11
@@ -189,7 +190,8 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   const auto run = [&](const char* name, bool watched) {
     const auto trainer = Trainer::start(folder / name, c);
     ProbeRecorder probes(trainer->config(), folder / name / "metrics.jsonl", 0);
-    if (watched) trainer->set_watcher(&probes);
+    std::optional<ScopedWatcher> watcher;
+    if (watched) watcher.emplace(*trainer, probes);
     while (!trainer->done()) trainer->step();
     std::vector<float> weights(static_cast<size_t>(trainer->model().table().size()));
     trainer->model().read_parameters(weights);

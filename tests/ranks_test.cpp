@@ -294,10 +294,11 @@ TEST(Ranks, of_another_version_or_number_are_refused) {
       }
     });
   for (std::thread& thread : threads) thread.join();
-  for (const std::string& words : told)
-    EXPECT_EQ(
-        words,
-        "the version of all ranks must be the same: expected '0.0' as on rank 0, found '0.1' on rank 1");
+  for (int rank : {0, 1})
+    EXPECT_EQ(told[rank],
+              fmt::format("rank {}: the version of all ranks must be the same: expected '0.0' as on rank "
+                          "0, found '0.1' on rank 1",
+                          rank));
 
   const int other_port = free_port();
   threads.clear();

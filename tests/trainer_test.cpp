@@ -79,6 +79,31 @@ TEST_F(TrainerTest, learns_and_records_every_step) {
   }
 }
 
+TEST_F(TrainerTest, a_watcher_has_told_its_last_line_before_it_goes) {
+  struct Teller : StepWatcher {
+    void prepare(int64_t, StepContext&) override {}
+    void see(int64_t, double, Gpt2&, nlohmann::json&) override {}
+    void tell(int64_t step, nlohmann::json& line) override { line["told"] = told = step; }
+    int64_t told = -1;
+  };
+  {
+    const auto trainer = Trainer::start(folder / "run", tiny());
+    for (int64_t step = 0; step < 10; ++step) {
+      Teller teller;
+      {
+        const ScopedWatcher watched(*trainer, teller);
+        trainer->step();
+      }
+      EXPECT_EQ(teller.told, step);
+    }
+    trainer->step();  // with nobody there
+  }
+  const auto lines = metrics(folder / "run");
+  ASSERT_EQ(lines.size(), 11u);
+  for (size_t n = 0; n < 10; ++n) EXPECT_EQ(lines[n].at("told"), n);
+  EXPECT_FALSE(lines[10].contains("told"));
+}
+
 TEST_F(TrainerTest, the_same_bits_on_any_number_of_threads_and_from_recorded_batches) {
   const std::vector<float> once = run_to_end(folder / "a", tiny());
   const int threads = thread_count();

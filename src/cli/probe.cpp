@@ -69,7 +69,7 @@ std::vector<Capture> replay_captures(const RunStep& from, const Wanted& wanted) 
   for (const int64_t h : wanted.heads)
     require(h < model.heads, "--heads: expected heads from 0 to {}, got {}", model.heads - 1, h);
   Taker taker(from, wanted);
-  replay.trainer().set_watcher(&taker);
+  const ScopedWatcher watched(replay.trainer(), taker);
   Progress progress("replay", from.step + 1 - replay.trainer().next_step());
   replay.run_to(from.step + 1, [&] { progress.advance(); });
   return std::move(taker.taken);

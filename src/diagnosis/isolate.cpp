@@ -453,9 +453,10 @@ class Search {
     try {
       const std::unique_ptr<Replay> replay = replays_.at(e_.window.begin);
       Taker taker(e_.guilty[0] / H_, e_.guilty[0] % H_);
-      replay->trainer().set_watcher(&taker);
-      replay->trainer().step();
-      replay->trainer().set_watcher(nullptr);
+      {
+        const ScopedWatcher watched(replay->trainer(), taker);
+        replay->trainer().step();
+      }
       Look look;
       for (const Site site : e_.sites)
         if (site == Site::row_sum || site == Site::pv || site == Site::output_for_delta) look.site = site;

@@ -250,14 +250,15 @@ const Trial& Replays::trial(const TrialSetup& setup, const Window& window) {
   Trainer& trainer = replay.trainer();
   replay.run_to(window.begin);
   HealthWatcher watcher(window, config_.model.layers * config_.model.heads);
-  trainer.set_watcher(&watcher);
-  while (trainer.next_step() < window.end && !trainer.done()) {
-    const StepReport report = trainer.step();
-    watcher.see_norm(report.step, report.gradient_norm);
-    if (options_.progress) options_.progress(setup, report.step, window);
+  {
+    const ScopedWatcher watched(trainer, watcher);
+    while (trainer.next_step() < window.end && !trainer.done()) {
+      const StepReport report = trainer.step();
+      watcher.see_norm(report.step, report.gradient_norm);
+      if (options_.progress) options_.progress(setup, report.step, window);
+    }
   }
   const bool whole = trainer.next_step() >= window.end && !trainer.finding();
-  trainer.set_watcher(nullptr);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   places_[key] = trials_.size();
   trials_.push_back({setup, window, watcher.health(whole), seconds});

@@ -115,7 +115,11 @@ std::shared_ptr<Ranks> Ranks::join(const Launch& launch, const std::string& vers
     }
   if (!link) link = connect_tcp(launch);
   auto ranks = std::make_shared<Ranks>(launch, std::move(link));
-  ranks->agree("the version", version);
+  try {
+    ranks->agree("the version", version);
+  } catch (const DataError& error) {  // whoever calls has no ranks yet to name this one by
+    throw DataError(fmt::format("rank {}: {}", launch.rank, error.what()));
+  }
   return ranks;
 }
 

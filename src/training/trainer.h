@@ -154,4 +154,16 @@ class Trainer {
   Background recording_;  // uses metrics_, events_ and watcher_
 };
 
+// A watcher for as long as this lives, for one that does not outlive its trainer: its last line may still be on its way.
+class ScopedWatcher {
+ public:
+  ScopedWatcher(Trainer& trainer, StepWatcher& watcher) : trainer_(trainer) { trainer.set_watcher(&watcher); }
+  ~ScopedWatcher() { trainer_.set_watcher(nullptr); }
+  ScopedWatcher(const ScopedWatcher&) = delete;
+  ScopedWatcher& operator=(const ScopedWatcher&) = delete;
+
+ private:
+  Trainer& trainer_;
+};
+
 }  // namespace evenkeel
