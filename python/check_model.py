@@ -46,8 +46,16 @@ def read_safetensors(path):
     return tensors
 
 
-def gpt2_loss(w, heads, tokens, targets):
-    """GPT-2 by its definition, plain operations on whole tensors. w: FP64 tensors by Hugging Face's names."""
+def causal_attention(q, k, v):
+    """O by its definition; q, k, v, O: (B, H, T, D)."""
+    T = q.shape[-2]
+    hidden = torch.triu(torch.ones(T, T, dtype=torch.bool, device=q.device), 1)
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def gpt2_loss(w, heads, tokens, targets, attention=causal_attention):
+    """GPT-2 by its definition, plain operations on whole tensors (B, T). w: tensors by Hugging Face's names."""
 
     def norm(x, name):
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
@@ -58,7 +66,6 @@ def gpt2_loss(w, heads, tokens, targets):
 
     B, T = tokens.shape
     x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
-    hidden = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
     layer = 0
     while f"h.{layer}.ln_1.weight" in w:
         h = f"h.{layer}"
@@ -67,8 +74,7 @@ def gpt2_loss(w, heads, tokens, targets):
             t.reshape(B, T, heads, C // heads).transpose(1, 2)
             for t in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, dim=2)
         )
-        scores = (q @ k.transpose(-2, -1) / math.sqrt(C // heads)).masked_fill(hidden, -math.inf)
-        o = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(B, T, C)
+        o = attention(q, k, v).transpose(1, 2).reshape(B, T, C)
         x = x + linear(o, f"{h}.attn.c_proj")
         inner = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
         x = x + linear(inner, f"{h}.mlp.c_proj")

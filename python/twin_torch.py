@@ -29,7 +29,7 @@ except ImportError as error:
     print(f"skipped: {error}")
     sys.exit(77)
 
-from check_model import read_safetensors
+from check_model import causal_attention, gpt2_loss, read_safetensors
 
 BATCHES = struct.Struct("<8sqqq")  # "EKBATCH1", sequences, tokens a sequence, tokens of the source
 PROBED_SEQUENCES = 8
@@ -57,67 +57,48 @@ def read_tokens(path):
     return np.fromfile(path, np.uint16)
 
 
+def fp32_attention(q, k, v):
+    with torch.autocast(q.device.type, enabled=False):
+        return causal_attention(q.float(), k.float(), v.float()).to(q.dtype)
+
+
+def sdpa(q, k, v):
+    """Looked up at every call: evenkeel.patched() puts another function there."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Twin(torch.nn.Module):
-    """GPT-2 with weights by Hugging Face's names; linear layers store (in, out)."""
+    """GPT-2 with weights by Hugging Face's names."""
 
     def __init__(self, weights, heads, attention):
         super().__init__()
         self.names = list(weights)
         self.values = torch.nn.ParameterList(torch.nn.Parameter(weights[name].float()) for name in self.names)
-        self.layers = sum(name.endswith("attn.c_attn.weight") for name in self.names)
         self.heads, self.attention = heads, attention
 
     def weights(self):
         return dict(zip(self.names, self.values))
 
-    def forward(self, tokens, targets, scores=None):
-        """tokens, targets (B, T); the loss. scores: a list that takes (q, k), each (B, H, T, D), of every layer."""
-        w = self.weights()
-
-        def norm(x, name):
-            return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
-
-        def linear(x, name):
-            return F.linear(x, w[f"{name}.weight"].t(), w.get(f"{name}.bias"))
-
-        B, T = tokens.shape
-        x = w["wte.weight"][tokens] + w["wpe.weight"][:T]  # (B, T, C), FP32
-        C = x.shape[-1]
-        for layer in range(self.layers):
-            h = f"h.{layer}"
-            q, k, v = (
-                t.view(B, T, self.heads, C // self.heads).transpose(1, 2)
-                for t in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, dim=2)
-            )
-            if scores is not None:
-                scores.append((q, k))
-            if self.attention == "fp32":
-                with torch.autocast(q.device.type, enabled=False):
-                    s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(C // self.heads)
-                    hidden = torch.ones(T, T, dtype=torch.bool, device=s.device).triu(1)
-                    o = (torch.softmax(s.masked_fill(hidden, -math.inf), dim=-1) @ v.float()).to(q.dtype)
-            else:
-                o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + linear(o.transpose(1, 2).reshape(B, T, C), f"{h}.attn.c_proj")
-            inner = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
-            x = x + linear(inner, f"{h}.mlp.c_proj")
-        logits = F.linear(norm(x, "ln_f"), w.get("lm_head.weight", w["wte.weight"]))
-        return F.cross_entropy(logits.view(B * T, -1).float(), targets.reshape(B * T))
+    def forward(self, tokens, targets):
+        """tokens, targets (B, T); the loss."""
+        return gpt2_loss(self.weights(), self.heads, tokens, targets, self.attention)
 
 
 def facts(model, rows):
     """rows (B, T + 1). Largest score and largest |row mean| by layer and head, of q and k as the linear layers give them."""
-    scores, out = [], {"largest_score": [], "largest_row_mean": []}
+    out = {"largest_score": [], "largest_row_mean": []}
+
+    def looking(q, k, v):
+        s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
+        T = s.shape[-1]
+        visible = torch.ones(T, T, dtype=torch.bool, device=s.device).tril()
+        means = (s * visible).sum(-1) / visible.sum(-1)
+        out["largest_score"].append(s.masked_fill(~visible, -math.inf).amax((0, 2, 3)).tolist())
+        out["largest_row_mean"].append(means.abs().amax((0, 2)).tolist())
+        return model.attention(q, k, v)
+
     with torch.no_grad():
-        model(rows[:, :-1], rows[:, 1:], scores)
-        for q, k in scores:
-            s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
-            T = s.shape[-1]
-            visible = torch.ones(T, T, dtype=torch.bool, device=s.device).tril()
-            means = (s * visible).sum(-1) / visible.sum(-1)
-            largest = s.masked_fill(~visible, -math.inf).amax((0, 2, 3))
-            out["largest_score"].append(largest.tolist())
-            out["largest_row_mean"].append(means.abs().amax((0, 2)).tolist())
+        gpt2_loss(model.weights(), model.heads, rows[:, :-1], rows[:, 1:], looking)
     return out
 
 
@@ -153,7 +134,8 @@ def main():
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype(np.int32)).to(device)
     starts = torch.from_numpy(starts[:steps].copy()).to(device)
 
-    model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, options.attention).to(device)
+    attention = fp32_attention if options.attention == "fp32" else sdpa
+    model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, attention).to(device)
     states = read_safetensors(checkpoint / "optimizer.safetensors")
     matrices = [name for name in model.names if model.weights()[name].dim() == 2]
     groups = [{"params": [model.weights()[n] for n in model.names if (n in matrices) == decay],

@@ -13,6 +13,7 @@
 #include "base/json_lines.h"
 #include "base/whole_file.h"
 #include "diagnosis/replays.h"
+#include "diagnosis/verdict.h"
 #include "numerics/random.h"
 #include "run_program.h"
 
@@ -269,6 +270,56 @@ TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
   EXPECT_EQ(loss_moved(broken, {}), 170);
   ASSERT_TRUE(broken.guard);
   EXPECT_EQ(broken.guard->step, 150);
+}
+
+// The run's own heads say how far is far, between two limits that hold for all.
+TEST(Drift, TheLimitIsSoManyTimesTheMedianBetweenTwoLimits) {
+  EXPECT_EQ(drifted_beyond({}, 4), kDriftedOffset);
+  EXPECT_EQ(drifted_beyond({1, 1, 1}, 4), kDriftedOffset);
+  EXPECT_EQ(drifted_beyond({1, 30, 1e9}, 4), 120);
+  EXPECT_EQ(drifted_beyond({1e9, 30, 1}, 8), 240);
+  EXPECT_EQ(drifted_beyond({1e9, 30, 20, 1}, 4), 80);  // the lower of two
+  EXPECT_EQ(drifted_beyond({1e9, 1e9, 1}, 4), kFarOffset);
+  EXPECT_EQ(drifted_beyond({NAN, NAN, 1}, 4), kFarOffset);  // not known is far
+}
+
+// Offsets of a healthy model of 13.8 M parameters (median 18, largest 117), and of one whose head 5 has left them behind.
+TEST(Drift, AVerdictNamesAHeadThatHasLeftTheOthersBehind) {
+  const auto symptom_of = [](double farthest) {
+    RunRecord record;
+    record.layers = 2, record.heads = 3;
+    record.offset_is = "largest_row_mean";
+    for (int64_t step = 0; step < 40; step += 10) {
+      record.fact_steps.push_back(step);
+      record.offset.push_back({10, 18, 18, 40, 18, step < 20 ? 30.0 : farthest});
+    }
+    return find_symptom(record);
+  };
+  EXPECT_EQ(symptom_of(117).kind, Symptom::Kind::none);
+  EXPECT_EQ(symptom_of(8 * 18).kind, Symptom::Kind::none);
+  const Symptom found = symptom_of(8 * 18 + 1);
+  EXPECT_EQ(found.kind, Symptom::Kind::offset);
+  EXPECT_EQ(found.layer, 1);
+  EXPECT_EQ(found.head, 2);
+  EXPECT_EQ(found.since, 20);
+}
+
+// One head of six against four times the median, between 67 and 266.
+TEST_F(Records, TheGuardsLimitRisesWithTheOtherHeads) {
+  const auto spoken_at = [&](const char* name, double others, double farthest) {
+    return run(name, 300,
+               [=](int64_t step, Json& line) {
+                 line["residual_rms"] = by_head(1e-2);
+                 line["largest_lse"] = by_head(others);
+                 if (step >= 100) line["largest_lse"][1][0] = farthest;
+               })
+        .guard.has_value();
+  };
+  EXPECT_TRUE(spoken_at("far_of_few", 12, 100));
+  EXPECT_FALSE(spoken_at("near_of_many", 40, 150));
+  EXPECT_TRUE(spoken_at("far_of_many", 40, 170));
+  EXPECT_TRUE(spoken_at("beyond_all", 200, 280));
+  EXPECT_FALSE(spoken_at("below_all", 200, 250));
 }
 
 TEST_F(Records, TheGuardsAlarmIsItsOwn) {
