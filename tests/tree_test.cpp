@@ -1,4 +1,4 @@
-// README.md's annotated tree, the fenced block after the heading "## The tree", and the files of the source
+// ARCHITECTURE.md's annotated tree, the fenced block after the heading "## The tree", and the files of the source
 // folders are the same: no file without a phrase, no phrase without a file.
 //
 // A line of the block is names, then a phrase. Depth is indentation; a folder's name ends in '/'; several
@@ -41,9 +41,9 @@ bool looks_like_name(const std::string& word) {
   return std::isalpha(static_cast<unsigned char>(word[dot + 1])) || word[dot + 1] == '{';
 }
 
-// The lines of the block, or nothing where README.md has none.
-std::optional<std::vector<std::string>> tree_block(const fs::path& readme) {
-  std::ifstream file(readme);
+// The lines of the block, or nothing where ARCHITECTURE.md has none.
+std::optional<std::vector<std::string>> tree_block(const fs::path& page) {
+  std::ifstream file(page);
   std::vector<std::string> block;
   enum { before_heading, before_fence, inside } state = before_heading;
   for (std::string line; std::getline(file, line);) {
@@ -109,8 +109,8 @@ bool is_source(const fs::path& path) {
 
 // One line of text for each difference.
 std::vector<std::string> differences(const fs::path& root) {
-  const auto block = tree_block(root / "README.md");
-  if (!block) return {"README.md has no fenced block after the heading '## The tree'"};
+  const auto block = tree_block(root / "ARCHITECTURE.md");
+  if (!block) return {"ARCHITECTURE.md has no fenced block after the heading '## The tree'"};
   const Listing listing = parse_block(*block, root);
   std::vector<std::string> found;
   for (const char* top : {"cmake", "include", "python", "scripts", "src", "tests", "tools"}) {
@@ -122,19 +122,19 @@ std::vector<std::string> differences(const fs::path& root) {
       bool covered = listing.files.contains(path);
       if (!covered && !is_source(entry.path()))
         for (const std::string& folder : listing.leaf_folders) covered |= path.starts_with(folder);
-      if (!covered) found.push_back("not in README.md's tree: " + path);
+      if (!covered) found.push_back("not in ARCHITECTURE.md's tree: " + path);
     }
   }
   for (const std::string& path : listing.files)
     if (!fs::is_regular_file(root / path))
-      found.push_back("in README.md's tree, but there is no such file: " + path);
+      found.push_back("in ARCHITECTURE.md's tree, but there is no such file: " + path);
   for (const std::string& path : listing.folders)
     if (!fs::is_directory(root / path))
-      found.push_back("in README.md's tree, but there is no such folder: " + path);
+      found.push_back("in ARCHITECTURE.md's tree, but there is no such folder: " + path);
   return found;
 }
 
-TEST(ReadmeTree, names_every_file_and_nothing_else) {
+TEST(Tree, names_every_file_and_nothing_else) {
   for (const std::string& difference : differences(EVENKEEL_SOURCE_DIR)) ADD_FAILURE() << difference;
 }
 
@@ -151,11 +151,11 @@ class PlantedTree : public testing::Test {
   }
   void TearDown() override { fs::remove_all(root_); }
   std::vector<std::string> with_block(const std::string& block) {
-    std::ofstream(root_ / "README.md") << "# Title\n```\nsrc/\n```\n## The tree\n\nIn words.\n```text\n"
-                                       << block << "```\n## More\n```\nnothing.h\n```\n";
+    std::ofstream(root_ / "ARCHITECTURE.md") << "# Title\n```\nsrc/\n```\n## The tree\n\nIn words.\n```text\n"
+                                             << block << "```\n## More\n```\nnothing.h\n```\n";
     return differences(root_);
   }
-  const fs::path root_ = fs::path(testing::TempDir()) / ("readme_tree_test." + std::to_string(getpid()));
+  const fs::path root_ = fs::path(testing::TempDir()) / ("tree_test." + std::to_string(getpid()));
 };
 
 const char* const kBlock =
@@ -180,29 +180,31 @@ TEST_F(PlantedTree, that_agrees) {
 
 TEST_F(PlantedTree, that_lacks_a_file) {
   std::ofstream(root_ / "src/numerics/new.h") << "";
-  EXPECT_EQ(with_block(kBlock), std::vector<std::string>{"not in README.md's tree: src/numerics/new.h"});
+  EXPECT_EQ(with_block(kBlock),
+            std::vector<std::string>{"not in ARCHITECTURE.md's tree: src/numerics/new.h"});
 }
 
 TEST_F(PlantedTree, whose_folder_does_not_stand_for_sources) {
   std::ofstream(root_ / "tests/corpus/new_fuzz.cpp") << "";
   EXPECT_EQ(with_block(kBlock),
-            std::vector<std::string>{"not in README.md's tree: tests/corpus/new_fuzz.cpp"});
+            std::vector<std::string>{"not in ARCHITECTURE.md's tree: tests/corpus/new_fuzz.cpp"});
 }
 
 TEST_F(PlantedTree, that_names_what_is_not_there) {
   fs::remove(root_ / "src/cli.cpp");
   fs::remove(root_ / "src/numerics/simd.h");
   fs::remove_all(root_ / "tests/corpus");
-  EXPECT_EQ(with_block(kBlock),
-            (std::vector<std::string>{"in README.md's tree, but there is no such file: src/cli.cpp",
-                                      "in README.md's tree, but there is no such file: src/numerics/simd.h",
-                                      "in README.md's tree, but there is no such folder: tests/corpus/"}));
+  EXPECT_EQ(
+      with_block(kBlock),
+      (std::vector<std::string>{"in ARCHITECTURE.md's tree, but there is no such file: src/cli.cpp",
+                                "in ARCHITECTURE.md's tree, but there is no such file: src/numerics/simd.h",
+                                "in ARCHITECTURE.md's tree, but there is no such folder: tests/corpus/"}));
 }
 
 TEST_F(PlantedTree, without_a_block) {
-  std::ofstream(root_ / "README.md") << "## The tree\n\n## More\n```\nsrc/\n```\n";
+  std::ofstream(root_ / "ARCHITECTURE.md") << "## The tree\n\n## More\n```\nsrc/\n```\n";
   EXPECT_EQ(differences(root_),
-            std::vector<std::string>{"README.md has no fenced block after the heading '## The tree'"});
+            std::vector<std::string>{"ARCHITECTURE.md has no fenced block after the heading '## The tree'"});
 }
 
 }  // namespace
