@@ -1,0 +1,274 @@
+"""The packed curves of the study (docs/curves/*.json), and its words as code: offset, drift, failure, lead time.
+
+Standard library only. Nothing here writes. Layers are counted from 1, as in the text. A step is an index from 0; "by step n" means
+that n steps were made.
+
+A packed run (scripts/study --pack) has
+    plan, seed, size, options, branch       what was trained; branch: (run, step) that it continues
+    torch                                   its attention kernel, if PyTorch trained it
+    steps, loss, gradient_norm              last step of each group of steps; the group's mean loss and median gradient norm
+    fact_steps, offset, largest_score       recorded steps; by layer, the largest over heads
+    largest                                 by layer, (value, step) over the whole record; runs packed before this field existed lack it
+    loss_means                              means of 200 steps: of steps 0 to 199, 200 to 399, ...; may be lacking likewise
+    validation                              (step, validation loss); may be lacking likewise
+    summary                                 last step, final loss, validation loss, offset and score at some marks
+"""
+
+import json
+import math
+from pathlib import Path
+
+WINDOW = 200  # steps of a mean loss: the unit in which failure is judged
+DRIFT_FACTOR = 8  # an offset beyond this multiple of its healthy level has drifted
+FAILURE_EXCESS = 0.05  # of the loss, above the healthy twin's
+WARMUP = {"micro": 100, "nano": 500, "gpt2": 500}
+FACTS_EVERY = {"micro": 10, "nano": 25, "gpt2": 25}  # steps between records of offset and score, as trained
+REMEDIES = ("wide_output", "consistent", "zero_sum")
+# Runs of the same seed and batches that are healthy by construction, when a plan has no twin with a remedy of its own.
+CONTROLS = {"micro": ("fp32",), "nano": ("flash2,stabiliser=wide_output", "bf16_all,stabiliser=wide_output", "bf16_all,stabiliser=zero_sum"),
+            "gpt2": ("flash2,stabiliser=wide_output",)}  # fmt: skip
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def median(values):
+    values = sorted(values)
+    middle = len(values) // 2
+    return math.nan if not values else values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+class Run:
+    def __init__(self, name, packed):
+        self.name, self.packed = name, packed
+        self.plan, self.seed, self.size = packed["plan"], packed["seed"], packed["size"]
+        self.branch = packed.get("branch")
+        self.last_step = packed["summary"]["step"]  # steps made
+        self.fact_steps, self.offset, self.score = packed["fact_steps"], packed["offset"], packed["largest_score"]
+        self.layers = range(1, len(self.offset[0]) + 1)
+
+    @property
+    def in_torch(self):
+        """The attention kernel of a run that PyTorch trained, from our first checkpoint on; else None."""
+        return self.packed.get("torch")
+
+    @property
+    def is_continued(self):
+        """Shares its first steps with the run it branched off."""
+        return bool(self.branch) and not self.in_torch
+
+    @property
+    def stabiliser(self):
+        return self.plan.partition("stabiliser=")[2].partition(",")[0]
+
+    @property
+    def settings(self):
+        """The options that change what is trained, not how often something is recorded."""
+        options, found = self.packed["options"], []
+        for n, word in enumerate(options[:-1]):
+            trained = word == "--set" and options[n + 1].startswith(("model.", "optimizer.")) and "tile_keys" not in options[n + 1]
+            if trained or word in ("--optimizer", "--lr"):
+                found.append(options[n + 1])
+        return tuple(sorted(found))
+
+    @property
+    def is_guarded(self):
+        return "--guard" in self.packed["options"]
+
+    @property
+    def is_whole_record(self):
+        """Are maxima of this run maxima over every record, or of the points that were kept?"""
+        return "largest" in self.packed or self.fact_steps[2] - self.fact_steps[1] <= FACTS_EVERY[self.size]
+
+    def largest(self, kind, layer=None, since=0):
+        """(value, step) of the largest offset or score, of one layer or of all. Of the recorded points where the run was packed thinned."""
+        found = []
+        if kind in self.packed.get("largest", {}) and not since:
+            by_layer = self.packed["largest"][kind]
+            found = [tuple(pair) for pair in (by_layer if layer is None else [by_layer[layer - 1]])]
+        rows = self.offset if kind == "offset" else self.score
+        for step, row in zip(self.fact_steps, rows):
+            if step >= since:
+                found.append((max(row) if layer is None else row[layer - 1], step))
+        if layer is None and not since:  # the marks were taken from the whole record
+            found += [(mark[kind], int(step)) for step, mark in self.packed["summary"].get("marks", {}).items()]
+        return max(found)
+
+    def at(self, kind, step, layer=None):
+        """The last recorded value at or before a step; None where the record ends earlier."""
+        if not self.fact_steps or step > self.last_step + FACTS_EVERY[self.size]:
+            return None
+        n = max((n for n, s in enumerate(self.fact_steps) if s <= step), default=None)
+        if n is None:
+            return None
+        row = (self.offset if kind == "offset" else self.score)[n]
+        return max(row) if layer is None else row[layer - 1]
+
+    def worst_layer(self):
+        return max(self.layers, key=lambda layer: self.largest("offset", layer)[0])
+
+    def loss_means(self):
+        """Mean loss of each whole window of 200 steps. From thinned curves: the groups' means, weighted by their part of the window."""
+        if "loss_means" in self.packed:
+            return [math.nan if loss is None else loss for loss in self.packed["loss_means"]]
+        first = 1 if self.in_torch else 0
+        edges, sums = [first], [0.0]
+        for step, loss in zip(self.packed["steps"], self.packed["loss"]):
+            edges.append(step + 1)
+            sums.append(sums[-1] + loss * (step + 1 - edges[-2]))
+        found, n = [], 0
+        total_at = lambda x, n: sums[n] + (sums[n + 1] - sums[n]) * (x - edges[n]) / (edges[n + 1] - edges[n])
+        totals = []
+        for x in range(0, edges[-1] + 1, WINDOW):
+            while n + 2 < len(edges) and edges[n + 1] < x:
+                n += 1
+            totals.append(total_at(max(x, first), n))
+        for k in range(len(totals) - 1):
+            found.append((totals[k + 1] - totals[k]) / (WINDOW - (first if k == 0 else 0)))
+        return found
+
+    def loss_by(self, step):
+        """Mean loss of the 200 steps before a step that is a multiple of 200; NaN where there is none."""
+        means, n = self.loss_means(), step // WINDOW - 1
+        return means[n] if 0 <= n < len(means) else math.nan
+
+    def final_loss(self):
+        """Mean loss of the last whole window of 200 steps."""
+        return self.loss_means()[-1] if self.loss_means() else math.nan
+
+    def validation(self):
+        """(step, loss) of the last validation; None where there was none."""
+        if self.packed.get("validation"):
+            return tuple(self.packed["validation"][-1])
+        last = self.packed["summary"].get("validation_loss")
+        return None if last is None else (self.last_step, last)
+
+
+class Study:
+    """All runs, each trajectory once."""
+
+    def __init__(self, folder):
+        self.runs = {}
+        for path in sorted(Path(folder).glob("*.json")):
+            for name, packed in json.loads(path.read_text()).items():
+                if name in self.runs:
+                    raise ValueError(f"{path}: expected each run once in {folder}, found {name} again")
+                self.runs[name] = Run(name, packed)
+
+    def __getitem__(self, name):
+        if name not in self.runs:
+            raise KeyError(f"expected a run of docs/curves, found {name}")
+        return self.runs[name]
+
+    def distinct(self, names):
+        """Runs of these names that exist, each trajectory once: two runs are one where their losses are the same."""
+        found, seen = [], set()
+        for name in names:
+            run = self.runs.get(name)
+            if run is None:
+                continue
+            key = (run.size, run.seed, tuple(run.packed["loss"][:20]), tuple(run.packed["steps"][:20]), tuple(run.packed["loss"][-20:]))
+            if key not in seen:
+                seen.add(key)
+                found.append(run)
+        return found
+
+    def twin(self, run):
+        """The same run with a remedy: seed, batches and settings the same. None where there is no such run.
+
+        First choice is the plan with a remedy added, then a run that is healthy by construction; of several, the one that goes as far as the run, else the longest.
+        """
+        alike = [other for other in self.runs.values()
+                 if other is not run and other.size == run.size and other.seed == run.seed and not other.is_continued and not other.is_guarded
+                 and tuple(other.packed["loss"]) != tuple(run.packed["loss"])]  # fmt: skip
+        if run.in_torch:
+            first = [other for other in alike if other.in_torch in ("evenkeel", "math")]
+        else:
+            alike = [other for other in alike if not other.in_torch and other.settings == run.settings]
+            base = run.plan.partition(",stabiliser=")[0]
+            first = [other for other in alike if other.plan in [f"{base},stabiliser={remedy}" for remedy in REMEDIES]]
+        second = [other for plan in CONTROLS[run.size] for other in alike if other.plan == plan]
+        for candidates in (first, second):
+            long_enough = [other for other in candidates if other.last_step >= run.last_step]
+            if long_enough:
+                return long_enough[0]
+        return max(first + second, key=lambda other: other.last_step, default=None)
+
+    def healthy_level(self, run, layer):
+        """Median offset of the twin's layer, from the end of the warm-up on."""
+        twin = self.twin(run)
+        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if step >= WARMUP[run.size]) if twin else math.nan
+
+    def drift(self, run):
+        """(step, layer) from which a layer's offset is beyond 8 times its healthy level for good, if it then doubles at least; None: no drift.
+
+        "For good" is to the end of the record. Of several layers, the first.
+        """
+        found = []
+        for layer in run.layers:
+            limit = DRIFT_FACTOR * self.healthy_level(run, layer)
+            start = None
+            for step, row in zip(run.fact_steps, run.offset):
+                if not row[layer - 1] > limit:
+                    start = None
+                elif start is None:
+                    start = step
+            if start is not None and run.largest("offset", layer, start)[0] >= 2 * limit:
+                found.append((start, layer))
+        return min(found, default=None)
+
+    def excess(self, run):
+        """Loss above the twin's, as a share of it, for each window of 200 steps. Beyond the twin's end, against its last mean: losses fall, so this understates."""
+        twin = self.twin(run)
+        if twin is None:
+            return []
+        theirs = twin.loss_means()
+        return [ours / theirs[min(n, len(theirs) - 1)] - 1 for n, ours in enumerate(run.loss_means())]
+
+    def failure(self, run):
+        """Steps made when a drifted run's mean loss of 200 steps is first more than 5 % above its twin's; None: no failure."""
+        drift = self.drift(run)
+        if drift is None:
+            return None
+        for n, excess in enumerate(self.excess(run)):
+            if (n + 1) * WINDOW > drift[0] and not excess <= FAILURE_EXCESS:
+                return (n + 1) * WINDOW
+        return None
+
+    def lead(self, run):
+        """Steps from drift to failure."""
+        failure = self.failure(run)
+        return None if failure is None else failure - self.drift(run)[0]
+
+    def offset_share(self, run):
+        """Offset over largest score in the layer that drifts, from the drift on: (least, most) of the recorded points."""
+        drift = self.drift(run)
+        if drift is None:
+            return None
+        step, layer = drift
+        shares = [row[layer - 1] / score[layer - 1] for s, row, score in zip(run.fact_steps, run.offset, run.score) if s >= step]
+        return min(shares), max(shares)
+
+    def growth(self, run, low=40, high=1500):
+        """E-foldings of the drifting layer's offset in 1,000 steps, from the last record below `low` to the first above `high`; None where either is not recorded."""
+        drift = self.drift(run)
+        if drift is None:
+            return None
+        points = [(step, row[drift[1] - 1]) for step, row in zip(run.fact_steps, run.offset) if step >= WARMUP[run.size]]
+        end = next((step for step, offset in points if offset > high), None)
+        begin = max((step for step, offset in points if end is not None and offset < low and step < end), default=None)
+        return None if begin is None else 1000 * math.log(high / low) / (end - begin)
+
+    def offset_at_doubled_gradient(self, run):
+        """The drifting layer's offset when the gradient norm is first twice the twin's (group medians within 200 steps); None: never."""
+        drift, twin = self.drift(run), self.twin(run)
+        if drift is None:
+            return None
+        theirs = list(zip(twin.packed["steps"], twin.packed["gradient_norm"]))
+        for step, norm in zip(run.packed["steps"], run.packed["gradient_norm"]):
+            near = [other for at, other in theirs if abs(at - step) <= WINDOW]
+            if step >= drift[0] and near and norm > 2 * median(near):
+                return run.at("offset", step, drift[1])
+        return None

@@ -1,0 +1,132 @@
+"""The study's words as code, and the packing of its curves. Python's standard library only."""
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from study_curves import Study
+
+
+def script(name):
+    """A program without a suffix, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
+
+
+def curve(offsets, losses, **more):
+    """A packed run of nano: one layer; an offset and a mean loss for every 200 steps."""
+    steps = [200 * (n + 1) - 1 for n in range(len(losses))]
+    return {"plan": "flash2", "seed": 1, "size": "nano", "options": [], "steps": steps, "loss": losses, "gradient_norm": [1.0] * len(losses),
+            "fact_steps": [200 * n for n in range(len(offsets))], "offset": [[x] for x in offsets], "largest_score": [[2 * x] for x in offsets],
+            "summary": {"step": 200 * len(losses)}, **more}  # fmt: skip
+
+
+class Definitions(unittest.TestCase):
+    def study(self, **runs):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "curves.json").write_text(json.dumps(runs))
+            return Study(folder)
+
+    def pair(self, offsets, losses, **more):
+        remedy = curve([10.0] * 8, [3.01, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3], plan="flash2,stabiliser=wide_output")
+        study = self.study(run=curve(offsets, losses, **more), remedy=remedy)
+        return study, study["run"]
+
+    HEALTHY = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3]
+    DRIFTING = [10.0, 10.0, 10.0, 81.0, 90.0, 100.0, 200.0, 400.0]
+
+    def test_drift_needs_8_times_the_healthy_level_to_the_end(self):
+        study, run = self.pair(self.DRIFTING, self.HEALTHY)
+        self.assertEqual(study.drift(run), (600, 1))
+        study, run = self.pair([10, 10, 10, 200, 80, 80, 80, 80], self.HEALTHY)
+        self.assertIsNone(study.drift(run))  # 8 times is not beyond 8 times
+        study, run = self.pair([10, 10, 10, 400, 400, 400, 400, 70], self.HEALTHY)
+        self.assertIsNone(study.drift(run))  # came back
+        study, run = self.pair([10, 10, 10, 90, 100, 110, 120, 130], self.HEALTHY)
+        self.assertIsNone(study.drift(run))  # did not double
+
+    def test_failure_is_drift_and_5_percent(self):
+        losses = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5 * 1.04, 2.4 * 1.06, 7.0]
+        study, run = self.pair(self.DRIFTING, losses)
+        self.assertEqual((study.failure(run), study.lead(run)), (1400, 800))
+        study, run = self.pair([10.0] * 8, losses)
+        self.assertIsNone(study.failure(run))  # a worse loss without drift is something else
+        study, run = self.pair(self.DRIFTING, self.HEALTHY)
+        self.assertIsNone(study.failure(run))
+        study, run = self.pair(self.DRIFTING, losses, seed=2)
+        self.assertIsNone(study.twin(run))  # another seed is no twin
+        self.assertIsNone(study.failure(run))
+
+    def test_a_nan_loss_is_a_failure(self):
+        study, run = self.pair(self.DRIFTING, [3.0, 2.9, 2.8, 2.7, float("nan"), float("nan"), float("nan"), float("nan")])
+        self.assertEqual(study.failure(run), 1000)
+
+    def test_one_trajectory_is_counted_once(self):
+        study = self.study(a=curve([1.0] * 8, self.HEALTHY), b=curve([1.0] * 8, self.HEALTHY, plan="another name"),
+                           c=curve([1.0] * 8, [3.1] * 8))  # fmt: skip
+        self.assertEqual([run.name for run in study.distinct(["a", "b", "c", "absent"])], ["a", "c"])
+
+    def test_means_of_200_steps_from_groups_of_other_widths(self):
+        losses = [float(n) for n in range(1, 5)]  # groups of 150 steps: 0-149, 150-299, 300-449, 450-599
+        study = self.study(run=curve([1.0] * 4, losses, steps=[149, 299, 449, 599]))
+        for found, expected in zip(study["run"].loss_means(), [(150 * 1 + 50 * 2) / 200, (100 * 2 + 100 * 3) / 200, (50 * 3 + 150 * 4) / 200]):
+            self.assertAlmostEqual(found, expected)
+
+    def test_a_name_in_two_files_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for file in ("a.json", "b.json"):
+                (Path(folder) / file).write_text(json.dumps({"run": curve([1.0] * 3, [1.0] * 3)}))
+            with self.assertRaisesRegex(ValueError, "expected each run once"):
+                Study(folder)
+
+
+class Packing(unittest.TestCase):
+    def test_maxima_losses_and_validation_are_of_the_whole_record(self):
+        study = script("study")
+        run = study.Run("part", "name", "flash2", steps=4000, size="nano")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / run.folder).mkdir()
+            with open(folder / run.folder / "metrics.jsonl", "w") as file:
+                def write(step, loss):
+                    row = {"step": step, "loss": loss, "gradient_norm": 1.0}
+                    if step % 5 == 0:  # 800 records, of which every second is kept
+                        peak = 900.0 if step == 2005 else 30.0
+                        row.update(largest_score=[[50.0, 60.0], [70.0, 80.0]], largest_row_mean=[[1.0, 20.0], [peak, 10.0]])
+                    if step % 1000 == 999:
+                        row["validation_loss"] = 5.0 - step / 1000
+                    file.write(json.dumps(row) + "\n")
+                for step in range(300):
+                    write(step, 9.0)
+                for step in range(200, 4000):  # 200 to 299 were rolled back
+                    write(step, "nan" if step >= 3900 else 2.0)
+                file.write('{"step": 4000, "lo')
+            packed = study.packed(run, study.rows_of(folder / run.folder))
+        self.assertNotIn(900.0, [row[1] for row in packed["offset"]])  # thinned out of the curve
+        self.assertEqual(packed["largest"]["offset"], [[20.0, 0], [900.0, 2005]])
+        self.assertEqual(packed["largest"]["score"], [[60.0, 0], [80.0, 0]])
+        self.assertEqual(packed["loss_means"][:3], [9.0, 2.0, 2.0])
+        self.assertEqual(len(packed["loss_means"]), 20)
+        self.assertNotEqual(packed["loss_means"][19], packed["loss_means"][19])  # NaN
+        self.assertEqual([step for step, _ in packed["validation"]], [999, 1999, 2999, 3999])
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "curves.json").write_text(json.dumps({"run": packed}))
+            read = Study(name)["run"]
+            self.assertEqual(read.largest("offset"), (900.0, 2005))
+            self.assertEqual(read.validation()[0], 3999)
+
+
+if __name__ == "__main__":
+    unittest.main()
