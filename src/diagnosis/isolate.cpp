@@ -528,26 +528,14 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
     for (const Site site : e.sites) formats.push_back(to_string(plan.at(site)));
   }
   // Each part a trial plays in the argument, and whether it healed.
-  const std::pair<const char*, const Trial*> kParts[] = {{"recorded", e.recorded},
-                                                         {"control", e.control},
-                                                         {"placebo", e.placebo},
-                                                         {"control_placebo", e.control_placebo},
-                                                         {"cured", e.cured},
-                                                         {"alone_guilty", e.alone_guilty},
-                                                         {"zero_sum", e.zero_sum},
-                                                         {"zero_sum_all", e.zero_sum_all},
-                                                         {"wide_output", e.wide_output},
-                                                         {"consistent", e.consistent},
-                                                         {"wide_pv", e.wide_pv},
-                                                         {"unbiased", e.unbiased},
-                                                         {"slower", e.slower}};
   Json parts = Json::array(), trials = Json::array();
-  for (const auto& [part, trial] : kParts) {
+  for (size_t n = 0; n < kVerdictPartCount; ++n) {
+    const Trial* const trial = trial_of(e, static_cast<VerdictPart>(n));
     if (!trial) continue;
     Json json = to_json(*trial);
     for (const char* long_one : {"head_offset", "residual_share", "residual_bias", "step_loss"})
       json.erase(long_one);
-    json["part"] = part;
+    json["part"] = kVerdictParts[n].name;
     if (e.measure != Evidence::Measure::none && e.control) json["heals"] = e.heals(*trial);
     parts.push_back(std::move(json));
   }

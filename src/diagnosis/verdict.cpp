@@ -184,6 +184,38 @@ Symptom find_symptom(const RunRecord& record) {
   return symptom;
 }
 
+const Trial* const& trial_of(const VerdictTrials& trials, VerdictPart part) {
+  switch (part) {
+    case VerdictPart::recorded:
+      return trials.recorded;
+    case VerdictPart::placebo:
+      return trials.placebo;
+    case VerdictPart::alone_guilty:
+      return trials.alone_guilty;
+    case VerdictPart::unbiased:
+      return trials.unbiased;
+    case VerdictPart::wide_pv:
+      return trials.wide_pv;
+    case VerdictPart::wide_output:
+      return trials.wide_output;
+    case VerdictPart::consistent:
+      return trials.consistent;
+    case VerdictPart::zero_sum:
+      return trials.zero_sum;
+    case VerdictPart::zero_sum_all:
+      return trials.zero_sum_all;
+    case VerdictPart::cured:
+      return trials.cured;
+    case VerdictPart::control_placebo:
+      return trials.control_placebo;
+    case VerdictPart::slower:
+      return trials.slower;
+    case VerdictPart::control:
+      return trials.control;
+  }
+  throw std::logic_error("trial_of: a part without a trial");
+}
+
 double Evidence::growth(const Trial& trial) const {
   return log_of(std::max(trial.health.offset, kScoreUnit)) - log_of(std::max(begin_offset, kScoreUnit));
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "diagnosis/replays.h"
+#include "records/verdict_parts.h"
 
 namespace evenkeel {
 
@@ -71,31 +72,40 @@ struct BadSequences {
 // Most of the steps that jump have such a sequence.
 inline bool from_data(const BadSequences& bad) { return 2 * bad.steps_with > bad.looked_at; }
 
-// Everything that isolate found; a trial that was not made is not there.
-struct Evidence {
-  Symptom symptom;
-  Window window;
+// The trials of a verdict, a member for each row of kVerdictParts; one that was not made is nullptr.
+struct VerdictTrials {
   const Trial *recorded = nullptr, *control = nullptr;  // as recorded; all in FP32
-  std::optional<int64_t> not_repeated;                  // the first step whose loss is not the recorded one
-  double recorded_loss = 0;                             // there
-  double begin_offset = 0;                              // recorded at the window's begin, largest over heads
   // A change that cannot matter (the format of dv), on the recorded plan and on the control: it heals nothing and harms
   // nothing, unless the stretch is so chaotic that anything does.
   const Trial *placebo = nullptr, *control_placebo = nullptr;
-  bool chaotic = false;       // a placebo changed the outcome, or most sites do
-  double loss_tolerance = 0;  // means over a window's last quarter differ by less by chance
-  enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
-  std::vector<int64_t> layers,
-      guilty;                    // the smallest set of layers, then of heads (l H + h), whose FP32 heals
-  std::vector<Site> sites;       // the smallest set of their sites; none: not found
-  std::vector<Site> alone;       // every site that heals by itself
-  const Trial* cured = nullptr;  // the sites in FP32, nothing else changed
+  const Trial* cured = nullptr;         // the sites in FP32, nothing else changed
   const Trial* alone_guilty = nullptr;  // the sites as recorded, everything else in FP32
   const Trial* zero_sum = nullptr;      // the remedy; also the sham: the same rounding, its rows' sums kept
   // The same on all heads; tried where it does not heal on the guilty ones alone, since others may leak, too.
   const Trial* zero_sum_all = nullptr;
   const Trial *wide_output = nullptr, *consistent = nullptr, *wide_pv = nullptr, *unbiased = nullptr;
   const Trial* slower = nullptr;  // FP32 at a quarter of the learning rate
+};
+static_assert(
+    sizeof(VerdictTrials) == kVerdictPartCount * sizeof(const Trial*),
+    "a trial of a verdict needs a row in records/verdict_parts.h, or it is in no record and on no page");
+// The member of a row.
+const Trial* const& trial_of(const VerdictTrials& trials, VerdictPart part);
+
+// Everything that isolate found.
+struct Evidence : VerdictTrials {
+  Symptom symptom;
+  Window window;
+  std::optional<int64_t> not_repeated;  // the first step whose loss is not the recorded one
+  double recorded_loss = 0;             // there
+  double begin_offset = 0;              // recorded at the window's begin, largest over heads
+  bool chaotic = false;                 // a placebo changed the outcome, or most sites do
+  double loss_tolerance = 0;            // means over a window's last quarter differ by less by chance
+  enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
+  std::vector<int64_t> layers,
+      guilty;               // the smallest set of layers, then of heads (l H + h), whose FP32 heals
+  std::vector<Site> sites;  // the smallest set of their sites; none: not found
+  std::vector<Site> alone;  // every site that heals by itself
   std::optional<BadSequences> data;
   bool budget_spent = false;
 

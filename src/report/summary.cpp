@@ -299,6 +299,26 @@ bool heals(const Json& part) {
   return found != part.end() && found->is_boolean() && found->get<bool>();
 }
 
+// The remedy that heals; of several, the one that the verdict names (zero_sum on few heads, then on all), then the first.
+ChainLink remedy_link(const Json& verdict) {
+  std::vector<VerdictPart> tried;
+  for (const VerdictPart part : {VerdictPart::zero_sum, VerdictPart::zero_sum_all}) tried.push_back(part);
+  for (size_t n = 0; n < kVerdictPartCount; ++n)
+    if (kVerdictParts[n].is_remedy &&
+        std::find(tried.begin(), tried.end(), static_cast<VerdictPart>(n)) == tried.end())
+      tried.push_back(static_cast<VerdictPart>(n));
+  std::string failed;
+  for (const VerdictPart part : tried)
+    if (const Json* const trial = part_of(verdict, name(part))) {
+      if (heals(*trial))
+        return {"remedy", escape(row_of(part).label),
+                fmt::format("offset {} with it", figure(number_at(*trial, "offset")))};
+      failed += (failed.empty() ? "" : ", ") + std::string(row_of(part).label);
+    }
+  if (failed.empty()) return {"remedy", "", ""};
+  return {"remedy", "none of those tried", "not healed by " + escape(failed)};
+}
+
 std::string list_of_numbers(const std::set<int64_t>& numbers) {
   std::string text;
   for (const int64_t n : numbers) text += (text.empty() ? "" : ", ") + std::to_string(n);
@@ -352,10 +372,9 @@ std::string chain_part(const PageData& data) {
       links[4] = {"bits", figure(number_at(*found, "error")),
                   "the worst addition's error; see <a href=\"#bits\">below</a>"};
     }
-    if (const Json* const remedy = part_of(v, "zero_sum"))
-      links[5] = {"remedy", heals(*remedy) ? term("zero_sum") : "not zero_sum",
-                  fmt::format("offset {} with it", figure(number_at(*remedy, "offset")))};
-    const Json *const cured = part_of(v, "cured"), *const alone = part_of(v, "alone_guilty");
+    links[5] = remedy_link(v);
+    const Json *const cured = part_of(v, name(VerdictPart::cured)), *const alone = part_of(
+                                                                        v, name(VerdictPart::alone_guilty));
     if (cured || alone)
       links[6] = {
           "proof", cured && alone && heals(*cured) && !heals(*alone) ? "both ways" : "one way",
@@ -427,19 +446,6 @@ std::string remedies_part(const PageData& data) {
   table += "</tbody></table></div>\n";
   const RunRecords& run = data.runs[data.subject];
   if (run.verdict && !list_at(*run.verdict, "parts").empty()) {
-    static const std::pair<const char*, const char*> kParts[] = {
-        {"recorded", "as recorded"},
-        {"placebo", "placebo: another format of dv"},
-        {"alone_guilty", "only the guilty site rounded"},
-        {"unbiased", "guilty site, stochastic rounding"},
-        {"wide_pv", "PV in FP32"},
-        {"wide_output", "wide_output"},
-        {"consistent", "consistent"},
-        {"zero_sum", "zero_sum"},
-        {"cured", "guilty site in FP32"},
-        {"control_placebo", "placebo of the control"},
-        {"slower", "FP32, a quarter of the rate"},
-        {"control", "control: all in FP32"}};
     DotPlot plot;
     plot.id = "trials", plot.title = "Replays", plot.log_x = true;
     plot.x_label = "offset at the end of the replay, log axis";
@@ -447,12 +453,12 @@ std::string remedies_part(const PageData& data) {
         "Each replay of the same stretch with one thing changed: how large the offset was at its end, and "
         "whether that counts as healed.";
     plot.guides.push_back({kDriftedOffset, "drifted beyond here"});
-    for (const auto& [part, label] : kParts)
-      if (const Json* const trial = part_of(*run.verdict, part)) {
+    for (const VerdictPartRow& part : kVerdictParts)
+      if (const Json* const trial = part_of(*run.verdict, part.name)) {
         const double offset = number_at(*trial, "offset");
         const bool judged = trial->contains("heals");
         plot.dots.push_back(
-            {label,
+            {std::string(part.label),
              fmt::format("{}{}", figure(offset), judged ? heals(*trial) ? " · heals" : " · derails" : ""),
              judged ? heals(*trial) ? "good" : "bad" : "unknown", offset});
       }
