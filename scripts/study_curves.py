@@ -14,6 +14,7 @@ A packed run (scripts/study --pack) has
     summary                                 last step, final loss, validation loss, offset and score at some marks
 """
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -109,6 +110,7 @@ class Run:
     def worst_layer(self):
         return max(self.layers, key=lambda layer: self.largest("offset", layer)[0])
 
+    @functools.cache
     def loss_means(self):
         """Mean loss of each whole window of 200 steps. From thinned curves: the groups' means, weighted by their part of the window."""
         if "loss_means" in self.packed:
@@ -175,6 +177,7 @@ class Study:
                 found.append(run)
         return found
 
+    @functools.cache
     def twin(self, run):
         """The same run with a remedy: seed, batches and settings the same. None where there is no such run.
 
@@ -196,11 +199,13 @@ class Study:
                 return long_enough[0]
         return max(first + second, key=lambda other: other.last_step, default=None)
 
+    @functools.cache
     def healthy_level(self, run, layer):
         """Median offset of the twin's layer, from the end of the warm-up on."""
         twin = self.twin(run)
         return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if step >= WARMUP[run.size]) if twin else math.nan
 
+    @functools.cache
     def drift(self, run):
         """(step, layer) from which a layer's offset is beyond 8 times its healthy level for good, if it then doubles at least; None: no drift.
 
@@ -219,6 +224,7 @@ class Study:
                 found.append((start, layer))
         return min(found, default=None)
 
+    @functools.cache
     def excess(self, run):
         """Loss above the twin's, as a share of it, for each window of 200 steps. Beyond the twin's end, against its last mean: losses fall, so this understates."""
         twin = self.twin(run)
@@ -261,6 +267,7 @@ class Study:
         begin = max((step for step, offset in points if end is not None and offset < low and step < end), default=None)
         return None if begin is None else 1000 * math.log(high / low) / (end - begin)
 
+    @functools.cache
     def offset_at_doubled_gradient(self, run):
         """The drifting layer's offset when the gradient norm is first twice the twin's (group medians within 200 steps); None: never."""
         drift, twin = self.drift(run), self.twin(run)
@@ -268,7 +275,7 @@ class Study:
             return None
         theirs = list(zip(twin.packed["steps"], twin.packed["gradient_norm"]))
         for step, norm in zip(run.packed["steps"], run.packed["gradient_norm"]):
-            near = [other for at, other in theirs if abs(at - step) <= WINDOW]
-            if step >= drift[0] and near and norm > 2 * median(near):
+            near = [other for at, other in theirs if abs(at - step) <= WINDOW] if step >= drift[0] else []
+            if near and norm > 2 * median(near):
                 return run.at("offset", step, drift[1])
         return None

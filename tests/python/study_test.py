@@ -1,8 +1,9 @@
-"""The study's words as code, and the packing of its curves. Python's standard library only."""
+"""The study's words as code, the packing of its curves, and that the pages say what the curves say. Python's standard library only."""
 
 import importlib.machinery
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,56 @@ class Packing(unittest.TestCase):
             read = Study(name)["run"]
             self.assertEqual(read.largest("offset"), (900.0, 2005))
             self.assertEqual(read.validation()[0], 3999)
+
+
+class Pages(unittest.TestCase):
+    """docs/study.md, README.md and the figures against docs/curves."""
+
+    def check(self, root):
+        return subprocess.run([sys.executable, ROOT / "scripts/study", "--docs", "--check", "--root", root], capture_output=True, text=True)
+
+    def planted(self, file, old, new):
+        """What --check says of a copy of the pages in which one place is changed."""
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            (root / "docs").mkdir()
+            for page in ("README.md", "docs/study.md", "docs/experiments.md"):
+                shutil.copy(ROOT / page, root / page)
+            shutil.copytree(ROOT / "docs/curves", root / "docs/curves")
+            text = (root / file).read_text()
+            self.assertIn(old, text, "the place to plant a fault is gone")
+            (root / file).write_text(text.replace(old, new, 1))
+            return self.check(root)
+
+    def assert_found(self, done, words):
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn(words, done.stdout)
+
+    def test_pages_say_what_the_curves_say(self):
+        done = self.check(ROOT)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_figures_are_drawn_from_the_curves(self):
+        done = subprocess.run([sys.executable, ROOT / "scripts/picture", "--check"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_a_changed_digit_is_found(self):
+        mark = "<!-- = failure roads-flash2-1 -->"
+        value = (ROOT / "docs/study.md").read_text().split(mark)[1].split("<!--")[0]
+        self.assert_found(self.planted("docs/study.md", mark + value, mark + value[:-1] + "1"), f"expected {mark}{value}")
+        self.assert_found(self.planted("README.md", "| `fp32` | 15 /", "| `fp32` | 16 /"), "README.md:")
+        self.assert_found(self.planted("docs/study.md", "| row sum, 2 bits | nearest | 3 (", "| row sum, 2 bits | nearest | 4 ("), "docs/study.md:")
+
+    def test_a_changed_curve_is_found(self):
+        largest = json.loads((ROOT / "docs/curves/nano.json").read_text())["seeds-flash2-3"]
+        peak = max(row[1] for row in largest["offset"])
+        self.assert_found(self.planted("docs/curves/nano.json", str(peak), str(3 * peak)), "docs/study.md:")
+
+    def test_a_number_from_nowhere_is_found(self):
+        self.assert_found(self.planted("docs/study.md", "## The mechanism\n", "## The mechanism\n\nIt fails 17 times.\n"), "found 17")
+        self.assert_found(self.planted("README.md", "## Where to go\n", "It fails 17 times.\n\n## Where to go\n"), "found 17")
+        self.assert_found(self.planted("docs/study.md", "## The mechanism\n", "## The mechanism\n\n<!-- experiments.md -->17.171717<!-- -->\n"), "17.171717")
+        self.assert_found(self.planted("docs/study.md", "= failure roads-flash2-1 ", "= failure roads-flash9-1 "), "expected a run of docs/curves")
 
 
 if __name__ == "__main__":

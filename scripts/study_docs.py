@@ -1,0 +1,473 @@
+"""Writes the study's figures into docs/study.md and README.md from docs/curves (scripts/study --docs), or checks them (--docs --check).
+
+A page has four kinds of marks, all HTML comments, which a reader does not see:
+    <!-- study: NAME --> ... <!-- end -->               a table: the function NAME_table below
+    <!-- = QUANTITY RUN... -->value<!-- -->             a figure, see Figures.value; RUN may have * for any characters
+    <!-- experiments.md -->value<!-- -->                a figure that docs/experiments.md has in the same words; no curve is behind it
+    <!-- given -->words<!-- -->                         a setting: chosen, not measured; several lines end with <!-- end -->
+In docs/study.md, and in README.md's section on the study, every other number must be quoted ("") or in code (``): else --check names it.
+So no result can be typed by hand.
+"""
+
+import fnmatch
+import math
+import re
+
+from study_curves import Study
+
+PAGES = ("docs/study.md", "README.md")
+LINTED_SECTION = {"docs/study.md": None, "README.md": "## What we measured"}  # None: all of it
+TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
+TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6}
+THINNED = "†"
+NONE = "–"
+
+BLOCK = re.compile(r"(<!-- study: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
+INLINE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- -->)", re.S)
+GIVEN = re.compile(r"<!-- given -->.*?<!-- (end )?-->", re.S)
+CITED = re.compile(r"(<!-- experiments\.md -->)(.*?)(<!-- -->)", re.S)
+
+# Runs at the size of nano without a remedy, by what rounds and who trains: words, names.
+NANO_GROUPS = (
+    ("`flash2`", "ours, Hopper kernels", ("roads-flash2-1", "guard-flash2-1", "seeds-flash2-2", "seeds-flash2-3", "twins-ours-2", "twins-ours-3", "twins-ours-3b")),
+    ("`flash2`", "ours, any-plan kernels", ("controls-any_plan-1",)),
+    ("FLASH", "PyTorch", ("twins-flash-2", "twins-flash-3")),
+    ("cuDNN", "PyTorch", ("twins-cudnn-2", "twins-cudnn-3")),
+    ("`flash2`, our Hopper kernel", "PyTorch", ("twins-hopper_none-3",)),
+    ("`bf16_all,row_sum=fp32`", "ours", ("roads-paper-1", "rescue-unmended-1", "rescue-unmended-1b")),
+    ("`flash2,row_sum=bf16`", "ours", ("roads-row_sum-1", "guard-unguarded-1", "guard-unguarded-1b", "guard-unguarded-1c", "roads-row_sum-2", "seeds-row_sum-2", "seeds-row_sum-3")),
+    ("MATH (FP32 inside)", "PyTorch", ("twins-math-3",)),
+    ("evenkeel as installed", "PyTorch", ("twins-evenkeel-3",)),
+)  # fmt: skip
+
+# The cure matrix: plan and remedy, and the parts whose runs belong there.
+CURES = (
+    ("flash2", "wide_output", "ours"),
+    ("flash2", "consistent", "ours"),
+    ("flash2", "zero_sum", "ours"),
+    ("bf16_all", "wide_output", "ours"),
+    ("bf16_all", "consistent", "ours"),
+    ("bf16_all", "zero_sum", "ours"),
+    ("flash2", "wide_output", "PyTorch"),
+)
+SEEDS = (1, 2, 3)
+
+# At the size of micro: words, names.
+MICRO_SITES = (
+    ("nothing", "–", ("healthy-fp32-*",)),
+    ("row sum, 2 bits", "nearest", ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1")),
+    ("row sum, 2 bits", "stochastic", ("derailing-row_sum_e5m2_stochastic-*",)),
+    ("row sum, 3 bits", "nearest", ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1")),
+    ("row sum, 4 and 5 bits", "nearest", ("bits-row_sum_4-1", "bits-row_sum_5-1")),
+    ("O-bar, 2 bits", "nearest", ("derailing-pv_2_bits-?", "bits-pv_2-1")),
+    ("O-bar, 2 bits", "stochastic", ("derailing-pv_2_bits_stochastic-*",)),
+    ("O-bar, 2 bits, one tile", "nearest", ("claims-one_tile-1",)),
+    ("O, 2 bits", "nearest", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1")),
+    ("O, 2 bits", "stochastic", ("noise-output_stochastic-1",)),
+    ("O or O-bar, 3 to 5 bits", "nearest", ("bits-pv_[345]-1", "bits-output_[345]-1")),
+    ("scores, 2 bits", "nearest", ("noise-scores_nearest-1",)),
+    ("scores, 2 bits", "stochastic", ("noise-scores_stochastic-1",)),
+    ("probabilities for PV, 2 bits", "nearest", ("noise-probs_nearest-1",)),
+    ("probabilities for PV, 2 bits", "stochastic", ("noise-probs_stochastic-1",)),
+    ("dP or delta, 2 bits", "nearest", ("noise-dprobs_nearest-1", "noise-delta_nearest-1")),
+    ("dP or delta, 2 bits", "stochastic", ("noise-dprobs_stochastic-1", "noise-delta_stochastic-1")),
+    ("O-bar, 2 bits, layer 1 alone", "nearest", ("claims-layer_1_alone-1",)),
+    ("O-bar, 2 bits, layer 2 or 3 alone", "nearest", ("claims-layer_[23]_alone-1",)),
+    ("O-bar, 2 bits, all layers but the first", "nearest", ("claims-all_but_layer_1-1",)),
+    ("O-bar, 2 bits, one head", "nearest", ("claims-one_head-1",)),
+    ("`fp8` (q, k, v, P in E4M3)", "nearest", ("claims-fp8-1",)),
+)
+MICRO_CURES = (
+    ("row sum, 2 bits", "`zero_sum`", ("healthy-row_sum_e5m2_zero_sum-*", "healthy-row_sum_stochastic_zero_sum-1")),
+    ("O-bar, 2 bits", "`zero_sum`", ("healthy-pv_2_bits_zero_sum-*",)),
+    ("O-bar, 2 bits", "`wide_output`", ("claims-wide_output-1",)),
+    ("O-bar, 2 bits", "`consistent`", ("claims-consistent-1",)),
+    ("O, 2 bits", "delta from O in FP32", ("claims-output_delta_wide-1",)),
+    ("probabilities, 2 bits", "`consistent`", ("healthy-probs_2_bits-1",)),
+    ("`bf16_all`", "`zero_sum`", ("healthy-bf16_all_zero_sum-1",)),
+    ("`flash2`", "`wide_output`", ("healthy-flash2_wide_output-1",)),
+    ("`fp8`", "`zero_sum`", ("claims-fp8_zero_sum-1",)),
+    ("row sum, 2 bits", "keel 1e-5", ("keel-leaking_1e-5-1",)),
+    ("row sum, 2 bits", "keel 1e-4", ("keel-leaking_1e-4-1",)),
+    ("row sum, 2 bits", "keel 1e-3", ("keel-leaking_1e-3-1",)),
+    ("row sum, 2 bits", "`centre_keys`", ("others-centre_keys-1",)),
+    ("row sum, 2 bits", "QK norm", ("others-qk_norm-1",)),
+    ("row sum, 2 bits", "QK clip at 50", ("others-qk_clip_50-1",)),
+    ("row sum, 2 bits", "softcap 50", ("others-softcap_50-1",)),
+    ("row sum, 2 bits", "gated attention", ("others-gated-1",)),
+    ("row sum, 2 bits", "weight decay 0.1", ("others-weight_decay-1",)),
+    ("row sum, 2 bits", "Muon for AdamW", ("others-muon-1",)),
+    ("row sum, 2 bits", "momentum for AdamW", ("others-momentum-1",)),
+    ("row sum, 2 bits", "6 layers", ("others-deeper-1",)),
+    ("row sum, 2 bits", "width 256", ("others-wider-1",)),
+    ("row sum, 2 bits", "`zero_sum` and one of: QK norm, QK clip, softcap, gating, weight decay, Muon, momentum, 6 layers", ("others-qk_norm_zero_sum-1", "others-qk_clip_50_zero_sum-1", "others-softcap_50_zero_sum-1", "others-gated_zero_sum-1",
+                                                 "others-weight_decay_zero_sum-1", "others-muon_zero_sum-1", "others-momentum_zero_sum-1", "others-deeper_zero_sum-1")),
+    ("row sum, 2 bits", "`zero_sum` and width 256, stopped early", ("others-wider_zero_sum-1",)),
+    ("O-bar of 2 bits, BF16 scores", "none", ("shift-none-1",)),
+    ("O-bar of 2 bits, BF16 scores", "the paper's shift, beta 2, 4, 8", ("shift-paper_*-1",)),
+    ("O-bar of 2 bits, BF16 scores", "the paper's shift, capped", ("shift-capped-1",)),
+    ("O-bar of 2 bits, BF16 scores", "every row shifted", ("shift-every_row-1",)),
+    ("O-bar of 2 bits, BF16 scores", "dither", ("shift-dither-1",)),
+    ("O-bar of 2 bits, BF16 scores", "`zero_sum`", ("shift-zero_sum-1",)),
+)  # fmt: skip
+RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
+RESCUE_WORDS = {"zero_sum": "`zero_sum`", "fp32_scores": "`zero_sum`, FP32 scores", "centre_keys": "`centre_keys`, O-bar and O in FP32",
+                "keel": "`zero_sum`, keel 1e-5 over 2,000 steps"}  # fmt: skip
+
+
+def number(value):
+    """Three digits or so, as a reader wants them."""
+    if value is None or isinstance(value, float) and math.isnan(value):
+        return NONE
+    if abs(value) >= 99_950:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.1f}"
+
+
+def percent(value):
+    return NONE if value is None or math.isnan(value) else f"{100 * value:+.1f} %".replace("-0.0", "+0.0")
+
+
+def loss(value):
+    return "NaN" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def listed(values, words):
+    """All of up to three values, else the least and the most."""
+    known = [value for value in values if value is not None and value == value]
+    if not known:
+        return NONE
+    if len(known) <= 3:
+        return ", ".join(dict.fromkeys(words(value) for value in sorted(known)))
+    return f"{words(min(known))} to {words(max(known))}"
+
+
+def table(head, rows):
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+class Figures:
+    """Every figure and table that a page can ask for."""
+
+    def __init__(self, folder, experiments):
+        self.study, self.experiments = Study(folder), experiments
+
+    def match(self, patterns):
+        """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
+        names = []
+        for pattern in patterns:
+            found = sorted(name for name in self.study.runs if fnmatch.fnmatchcase(name, pattern.lstrip("~")))
+            if not found and not pattern.startswith("~"):
+                raise ValueError(f"expected a run of docs/curves, found {pattern}")
+            names += found
+        return self.study.distinct(names)
+
+    # --- single figures
+
+    def quantity(self, run, words):
+        """QUANTITY[:layer][@step] of a run, as text."""
+        name, _, step = words.partition("@")
+        name, _, layer = name.partition(":")
+        layer = int(layer) if layer else None
+        study = self.study
+        if name in ("offset", "score"):
+            return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
+        if name == "loss":
+            return loss(run.loss_by(int(step)) if step else run.final_loss())
+        if name == "twin_loss":
+            return loss(study.twin(run).loss_by(int(step) if step else run.last_step // 200 * 200))
+        plain = {
+            "offset_step": lambda: run.largest("offset", layer)[1],
+            "score_step": lambda: run.largest("score", layer)[1],
+            "steps": lambda: run.last_step,
+            "layer": lambda: run.worst_layer(),
+            "drift": lambda: study.drift(run)[0],
+            "failure": lambda: study.failure(run),
+            "lead": lambda: study.lead(run),
+            "doubled": lambda: study.offset_at_doubled_gradient(run),
+        }
+        if name in plain:
+            return number(plain[name]()) if name != "layer" else str(plain[name]())
+        if name == "excess":
+            return percent(study.excess(run)[int(step) // 200 - 1 if step else -1]).lstrip("+")
+        if name == "peak_excess":
+            return percent(max(study.excess(run))).lstrip("+")
+        if name == "growth":
+            return f"{study.growth(run):.1f}"
+        if name == "share":
+            return "{:.2f} to {:.2f}".format(*study.offset_share(run))
+        if name == "validation":
+            return f"{run.validation()[1]:.4f}"
+        if name == "peak_loss":  # of one group of steps, as packed
+            return f"{max(run.packed['loss'][n] for n, s in enumerate(run.packed['steps']) if s >= int(step or 0)):.2f}"
+        raise ValueError(f"expected a quantity that study_docs.py knows, found {words}")
+
+    def value(self, words):
+        """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`"""
+        first, *rest = words.split()
+        if first == "epochs":
+            return f"{int(rest[1]) * TOKENS_A_STEP[rest[0]] / TOKENS_OF_TEXT[rest[0]]:.1f}"
+        if first in ("runs", "drifted", "failed"):
+            runs = self.match(rest)
+            chosen = {"runs": lambda run: True, "drifted": self.study.drift, "failed": self.study.failure}[first]
+            count = sum(chosen(run) is not None for run in runs)
+            return str(count) if first == "runs" else f"{count} of {len(runs)}"
+        if first == "above":
+            runs = self.match(rest[1:])
+            return f"{sum(run.largest('offset')[0] > float(rest[0]) for run in runs)} of {len(runs)}"
+        if first in ("least", "most"):
+            texts = [self.quantity(run, rest[0]) for run in self.match(rest[1:])]
+            size = lambda text: float(text.replace(",", "").replace(" %", ""))
+            return (min if first == "least" else max)((text for text in texts if text not in (NONE, "NaN")), key=size)
+        texts = [self.quantity(run, first) for run in self.match(rest)]
+        return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
+
+    # --- tables
+
+    def offset_cell(self, run):
+        value, _ = run.largest("offset")
+        return number(value) + ("" if run.is_whole_record else THINNED)
+
+    def group_row(self, words, runs):
+        study = self.study
+        seeds = sorted({run.seed for run in runs})
+        count = f"{len(runs)} (seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))})"
+        thinned = "" if all(run.is_whole_record for run in runs) else THINNED
+        return [*words, count, f"{sum(study.drift(run) is not None for run in runs)}", f"{sum(study.failure(run) is not None for run in runs)}",
+                listed([study.drift(run)[0] for run in runs if study.drift(run)], number), listed([study.failure(run) for run in runs], number),
+                listed([run.largest("offset")[0] for run in runs], number) + thinned]  # fmt: skip
+
+    def failures_table(self):
+        head = ["arithmetic", "trained by", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset",
+                "lead time", "largest loss above the twin's", "the same at the end"]  # fmt: skip
+        rows = []
+        for plan, trainer, names in NANO_GROUPS:
+            runs = self.match(names)
+            excess = [self.study.excess(run) for run in runs]
+            rows.append(self.group_row((plan, trainer), runs) + [listed([self.study.lead(run) for run in runs], number),
+                        listed([max(e) for e in excess], percent), listed([e[-1] for e in excess], percent)])  # fmt: skip
+        return table(head, rows)
+
+    def runs_table(self):
+        """One line a run of nano and gpt2."""
+        rows = []
+        for run in self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued):
+            twin, drift, excess = self.study.twin(run), self.study.drift(run), self.study.excess(run)
+            value, step = run.largest("offset")
+            rows.append([run.name, f"`{run.plan}`" if run.plan else f"PyTorch, {run.in_torch}", number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
+                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), percent(excess[-1]) if excess else NONE,
+                         twin.name if twin else NONE])  # fmt: skip
+        return table(["run", "plan", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "twin"], rows)
+
+    def sites_table(self):
+        rows = []
+        for site, mode, names in MICRO_SITES:
+            runs = self.match(names)
+            rows.append(self.group_row((site, mode), runs) + [listed([run.final_loss() for run in runs], loss)])
+        return table(["rounded", "mode", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+
+    def micro_cures_table(self):
+        rows = []
+        for site, cure, names in MICRO_CURES:
+            runs = self.match(names)
+            ends = listed([run.final_loss() for run in runs], loss)
+            rows.append(self.group_row((site, cure), runs) + [ends if any(run.final_loss() == run.final_loss() for run in runs) else "NaN"])
+        return table(["rounded", "with", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+
+    def cure_runs(self, plan, remedy, trainer, seed):
+        if trainer == "PyTorch":
+            found = [run for run in self.study.runs.values() if run.in_torch == "evenkeel" and run.seed == seed]
+        else:
+            found = [run for run in self.study.runs.values() if run.size == "nano" and run.plan == f"{plan},stabiliser={remedy}" and run.seed == seed
+                     and not run.in_torch and not run.is_continued]  # fmt: skip
+        return self.study.distinct(run.name for run in found)
+
+    def cure_table(self):
+        """Plan and remedy against seed; of each cell's runs the largest offset, the most steps, the loss against the twin's, validation."""
+        rows = []
+        for plan, remedy, trainer in CURES:
+            cells = []
+            for seed in SEEDS:
+                runs = self.cure_runs(plan, remedy, trainer, seed)
+                if not runs:
+                    cells.append("not run")
+                    continue
+                longest = max(runs, key=lambda run: run.last_step)
+                drifted = [run for run in runs if self.study.drift(run)]
+                excess, validation = self.study.excess(longest), longest.validation()
+                words = f"{number(longest.last_step)} steps: {'**drift**, ' if drifted else ''}offset {max((run.largest('offset')[0], self.offset_cell(run)) for run in runs)[1]}"
+                words += f", loss {percent(excess[-1])}" if excess else ""
+                words += f", validation {validation[1]:.4f}" if validation else ""
+                cells.append(words + (f" ({len(runs)} runs)" if len(runs) > 1 else ""))
+            rows.append([f"`{plan}`", f"`{remedy}`", trainer, *cells])
+        return table(["plan", "remedy", "trained by", *(f"seed {seed}" for seed in SEEDS)], rows)
+
+    def size_table(self):
+        runs = self.study.distinct(name for name in self.study.runs if self.study[name].size == "gpt2")
+        if not runs:
+            return "docs/curves holds no run of this size.\n"
+        rows = []
+        for run in sorted(runs, key=lambda run: (run.plan, run.seed)):
+            drift, excess, (value, step), validation = self.study.drift(run), self.study.excess(run), run.largest("offset"), run.validation()
+            rows.append([f"`{run.plan}`" if run.plan else f"PyTorch, {run.in_torch}", str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
+                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), percent(excess[-1]) if excess else NONE,
+                         f"{validation[1]:.4f}" if validation else NONE])  # fmt: skip
+        return table(["plan", "seed", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "validation loss"], rows)
+
+    def rescue_table(self):
+        rows = []
+        for remedy in RESCUES:
+            for start in (4_000, 8_000, 12_000, 15_000):
+                run = self.study.runs.get(f"rescue-{remedy}_{start}-1")
+                if run is None:
+                    continue
+                offsets = [run.at("offset", start + more, 2) if start + more <= run.last_step else None for more in (0, 500, 1_000, 2_000, 3_000)]
+                excess = self.study.excess(run)
+                after = excess[start // 200 :]
+                rows.append([RESCUE_WORDS[remedy], number(start), " / ".join(number(x) for x in offsets), f"{number(run.at('score', start, 2))} to {number(run.at('score', run.last_step, 2))}",
+                             number(run.last_step), loss(run.final_loss()), percent(after[-1]), percent(max(after))])  # fmt: skip
+        return table(["remedy", "from step", "offset of layer 2 then, and 500 / 1,000 / 2,000 / 3,000 steps later", "its largest score, then and at the end", "end", "loss at the end",
+                      "above the healthy run's", "at most since the remedy"], rows)  # fmt: skip
+
+    def maxima_table(self):
+        """What was said to be the largest offset, and what is."""
+        said = (
+            ("`micro`, FP32", "31", ("healthy-fp32-*",)),
+            ("O and O-bar of 3 to 5 bits", "21", ("bits-pv_[345]-1", "bits-output_[345]-1")),
+            ("O-bar of 2 bits in one head", "18", ("claims-one_head-1",)),
+            ("O-bar of 2 bits in layers 2 and 3 alone", "19", ("claims-layer_[23]_alone-1",)),
+            ("O-bar of 2 bits, `consistent`", "24", ("claims-consistent-1",)),
+            ("`fp8`, without and with `zero_sum`", "14, 19", ("claims-fp8-1", "claims-fp8_zero_sum-1")),
+            ("row sum of 2 bits, weight decay, `zero_sum`", "12", ("others-weight_decay_zero_sum-1",)),
+            ("row sum of 2 bits, gated, `zero_sum`", "104", ("others-gated_zero_sum-1",)),
+            ("O-bar of 2 bits, BF16 scores, `zero_sum`", "20", ("shift-zero_sum-1",)),
+            ("`nano`, guarded (two recordings)", "120", ("guard-guarded-1*",)),
+        )
+        rows = []
+        for words, old, names in said:
+            offsets = [run.largest("offset")[0] for run in self.match(names)]
+            rows.append([words, old, ", ".join(number(x) for x in offsets) if len(offsets) <= 2 else number(max(offsets))])
+        return table(["run", "said", "largest offset"], rows)
+
+    def law_table(self):
+        rows = []
+        for plan, trainer, names in NANO_GROUPS:
+            for run in self.match(names):
+                growth, doubled = self.study.growth(run), self.study.offset_at_doubled_gradient(run)
+                if self.study.drift(run):
+                    failure = self.study.failure(run)
+                    rows.append([run.name, plan, trainer, f"{growth:.1f}" if growth else NONE, number(doubled), number(failure and run.at("offset", failure, self.study.drift(run)[1])),
+                                 "{:.2f} to {:.2f}".format(*self.study.offset_share(run))])  # fmt: skip
+        return table(["run", "arithmetic", "trained by", "e-foldings in 1,000 steps, 40 to 1,500", "offset where the gradient norm has doubled", "offset at failure", "offset over largest score"], rows)
+
+    def readme_table(self):
+        cured = lambda plan, *remedies: tuple(run.name for remedy in remedies for seed in SEEDS for run in self.cure_runs(plan, remedy, "ours", seed))
+        groups = (
+            ("`flash2` (FlashAttention-2's arithmetic)", "Evenkeel", NANO_GROUPS[0][2]),
+            ("PyTorch's FLASH kernel", "PyTorch", NANO_GROUPS[2][2]),
+            ("PyTorch's cuDNN kernel", "PyTorch", NANO_GROUPS[3][2]),
+            ("PyTorch's MATH kernel (FP32 inside)", "PyTorch", NANO_GROUPS[7][2]),
+            ("Evenkeel's kernel, with its remedy", "PyTorch", NANO_GROUPS[8][2]),
+            ("`flash2,stabiliser=wide_output` (our default)", "Evenkeel", cured("flash2", "wide_output")),
+            ("`bf16_all` with `zero_sum` or `wide_output`", "Evenkeel", cured("bf16_all", "zero_sum", "wide_output")),
+        )
+        rows = []
+        for words, trainer, names in groups:
+            runs = self.match(names)
+            *first, _, failure, offset = self.group_row((words, trainer), runs)
+            rows.append(first + [failure, offset, listed([run.last_step for run in runs], number)])
+        return table(["attention", "trained by", "runs (seeds)", "drift", "fail", "failure at step", "largest offset", "steps made"], rows)
+
+    def readme_micro_table(self):
+        rows = []
+        for name in ("healthy-fp32-1", "derailing-row_sum_e5m2-1", "healthy-row_sum_e5m2_zero_sum-1"):
+            run = self.study[name]
+            rows.append([f"`{run.plan}`", " / ".join(number(run.at("offset", step)) for step in (400, 800, 1_600)), self.offset_cell(run),
+                         " / ".join(loss(run.loss_by(step)) for step in (400, 800, 1_600))])  # fmt: skip
+        return table(["plan", "offset at step 400 / 800 / 1,600", "largest offset", "loss at the same steps"], rows)
+
+
+# --- pages
+
+
+def line_of(text, place):
+    return text.count("\n", 0, place) + 1
+
+
+def page_with_figures(name, text, figures):
+    """The page as it should be, and what is wrong with it as it is: (line, words)."""
+    faults = []
+
+    def block(match):
+        wanted = getattr(figures, match[2] + "_table", None)
+        if wanted is None:
+            faults.append((line_of(text, match.start()), f"expected the name of a table, found {match[2]}"))
+            return match[0]
+        return match[1] + "\n" + wanted() + "\n" + match[4]
+
+    def inline(match):
+        try:
+            return match[1] + figures.value(match[2]) + match[4]
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
+            return match[0]
+
+    for match in CITED.finditer(text):
+        if match[2] not in figures.experiments:
+            faults.append((line_of(text, match.start()), f'expected words that docs/experiments.md has, found "{match[2]}"'))
+    for pattern, replace in ((BLOCK, block), (INLINE, inline)):
+        for match in pattern.finditer(text):
+            wanted = replace(match)
+            if wanted != match[0]:
+                for n, (old, new) in enumerate(zip(match[0].splitlines(), wanted.splitlines())):
+                    if old != new:
+                        faults.append((line_of(text, match.start()) + n, f"expected {new.strip()}, found {old.strip()}"))
+                        break
+                else:
+                    faults.append((line_of(text, match.start()), f"the table {match[2]} has another length than the curves give"))
+    faults = list(dict.fromkeys(faults))
+    return INLINE.sub(inline, BLOCK.sub(block, text)), faults + unmarked_numbers(text, LINTED_SECTION[name])
+
+
+# What a number may be outside the marks: names of things, places in a text, formats, seeds and layers.
+NAMES = re.compile(
+    r"GPT-2( 124M)?|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|seeds? \d(, \d)*( and \d)?|sections? \d"
+    r"|Figures? \d+( and \d+)?|W_\w|log2|\b[a-z]\d\b|cuDNN \d\.\d+")
+
+
+def unmarked_numbers(text, section):
+    """(line, words) of every number that is neither generated, cited, given, quoted nor in code."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])
+    start, end = 0, len(text)
+    if section is not None:
+        start = text.find(section + "\n")
+        if start < 0:
+            return [(1, f"expected the section {section}, found none")]
+        after = re.search(r"^## ", text[start + 3 :], re.M)
+        end = start + 3 + after.start() if after else len(text)
+    for pattern in (BLOCK, GIVEN, INLINE, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
+                    re.compile(r"`[^`]*`"), re.compile(r'"[^"]*"'), re.compile(r"\]\([^)]*\)"), re.compile(r"<!--.*?-->", re.S), re.compile(r"^\s*\d+\. ", re.M), NAMES):  # fmt: skip
+        text = pattern.sub(blank, text)
+    return [(line_of(text, start + m.start()), f"expected a figure from the curves (or a mark that says where it comes from), found {m[0]}")
+            for m in re.finditer(r"\d[\d.,]*", text[start:end])]  # fmt: skip
+
+
+def write_docs(root, check):
+    """Returns the exit code: 0, or 1 where a page differs from the curves (check) or has a number from nowhere."""
+    figures = Figures(root / "docs" / "curves", (root / "docs" / "experiments.md").read_text())
+    failed = False
+    for name in PAGES:
+        path = root / name
+        text = path.read_text()
+        wanted, faults = page_with_figures(name, text, figures)
+        if not check and wanted != text:
+            path.write_text(wanted)
+            print(f"{name}: written")
+            faults = page_with_figures(name, wanted, figures)[1]
+        for line, words in faults:
+            print(f"{name}:{line}: {words}")
+        failed = failed or bool(faults)
+    if failed and check:
+        print("scripts/study --docs writes the figures of docs/curves into the pages")
+    return 1 if failed else 0
