@@ -200,20 +200,20 @@ class Study:
         return max(first + second, key=lambda other: other.last_step, default=None)
 
     @functools.cache
-    def healthy_level(self, run, layer):
-        """Median offset of the twin's layer, from the end of the warm-up on."""
-        twin = self.twin(run)
-        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if step >= WARMUP[run.size]) if twin else math.nan
+    def healthy_level(self, twin, layer):
+        """Median offset of a healthy run's layer, from the end of the warm-up on."""
+        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if step >= WARMUP[twin.size])
 
     @functools.cache
-    def drift(self, run):
+    def drift(self, run, twin=None):
         """(step, layer) from which a layer's offset is beyond 8 times its healthy level for good, if it then doubles at least; None: no drift.
 
-        "For good" is to the end of the record. Of several layers, the first.
+        "For good" is to the end of the record. Of several layers, the first. The healthy level is that of the run's twin, or of the one given.
         """
+        twin = twin or self.twin(run)
         found = []
-        for layer in run.layers:
-            limit = DRIFT_FACTOR * self.healthy_level(run, layer)
+        for layer in run.layers if twin else ():
+            limit = DRIFT_FACTOR * self.healthy_level(twin, layer)
             start = None
             for step, row in zip(run.fact_steps, run.offset):
                 if not row[layer - 1] > limit:
@@ -225,23 +225,28 @@ class Study:
         return min(found, default=None)
 
     @functools.cache
-    def excess(self, run):
+    def excess(self, run, twin=None):
         """Loss above the twin's, as a share of it, for each window of 200 steps. Beyond the twin's end, against its last mean: losses fall, so this understates."""
-        twin = self.twin(run)
+        twin = twin or self.twin(run)
         if twin is None:
             return []
         theirs = twin.loss_means()
         return [ours / theirs[min(n, len(theirs) - 1)] - 1 for n, ours in enumerate(run.loss_means())]
 
-    def failure(self, run):
+    def failure(self, run, twin=None):
         """Steps made when a drifted run's mean loss of 200 steps is first more than 5 % above its twin's; None: no failure."""
-        drift = self.drift(run)
+        drift = self.drift(run, twin)
         if drift is None:
             return None
-        for n, excess in enumerate(self.excess(run)):
+        for n, excess in enumerate(self.excess(run, twin)):
             if (n + 1) * WINDOW > drift[0] and not excess <= FAILURE_EXCESS:
                 return (n + 1) * WINDOW
         return None
+
+    def failures_by_control(self, run):
+        """The step of failure against every control of the same seed: how far the choice of a twin moves it."""
+        controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.seed == run.seed and other.plan in CONTROLS[run.size]]
+        return [failure for other in controls if (failure := self.failure(run, other)) is not None]
 
     def lead(self, run):
         """Steps from drift to failure."""

@@ -13,7 +13,7 @@ import fnmatch
 import math
 import re
 
-from study_curves import Study
+from study_curves import WINDOW, Study
 
 PAGES = ("docs/study.md", "README.md")
 LINTED_SECTION = {"docs/study.md": None, "README.md": "## What we measured"}  # None: all of it
@@ -33,11 +33,11 @@ NANO_GROUPS = (
     ("`flash2`", "ours, any-plan kernels", ("controls-any_plan-1",)),
     ("FLASH", "PyTorch", ("twins-flash-2", "twins-flash-3")),
     ("cuDNN", "PyTorch", ("twins-cudnn-2", "twins-cudnn-3")),
-    ("`flash2`, our Hopper kernel", "PyTorch", ("twins-hopper_none-3",)),
+    ("evenkeel without a remedy", "PyTorch", ("twins-hopper_none-3",)),
     ("`bf16_all,row_sum=fp32`", "ours", ("roads-paper-1", "rescue-unmended-1", "rescue-unmended-1b")),
     ("`flash2,row_sum=bf16`", "ours", ("roads-row_sum-1", "guard-unguarded-1", "guard-unguarded-1b", "guard-unguarded-1c", "roads-row_sum-2", "seeds-row_sum-2", "seeds-row_sum-3")),
     ("MATH (FP32 inside)", "PyTorch", ("twins-math-3",)),
-    ("evenkeel as installed", "PyTorch", ("twins-evenkeel-3",)),
+    ("evenkeel with its remedy", "PyTorch", ("twins-evenkeel-3",)),
 )  # fmt: skip
 
 # The cure matrix: plan and remedy, and the parts whose runs belong there.
@@ -110,6 +110,7 @@ MICRO_CURES = (
     ("O-bar of 2 bits, BF16 scores", "dither", ("shift-dither-1",)),
     ("O-bar of 2 bits, BF16 scores", "`zero_sum`", ("shift-zero_sum-1",)),
 )  # fmt: skip
+KERNEL_WORDS = {"flash": "FLASH", "math": "MATH", "cudnn": "cuDNN", "efficient": "EFFICIENT", "evenkeel": "evenkeel with its remedy", "hopper_none": "evenkeel without a remedy"}
 RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
 RESCUE_WORDS = {"zero_sum": "`zero_sum`", "fp32_scores": "`zero_sum`, FP32 scores", "centre_keys": "`centre_keys`, O-bar and O in FP32",
                 "keel": "`zero_sum`, keel 1e-5 over 2,000 steps"}  # fmt: skip
@@ -176,7 +177,8 @@ class Figures:
         if name == "loss":
             return loss(run.loss_by(int(step)) if step else run.final_loss())
         if name == "twin_loss":
-            return loss(study.twin(run).loss_by(int(step) if step else run.last_step // 200 * 200))
+            theirs = study.twin(run).loss_means()  # beyond its end, its last
+            return loss(theirs[min((int(step) if step else run.last_step) // WINDOW, len(theirs)) - 1])
         plain = {
             "offset_step": lambda: run.largest("offset", layer)[1],
             "score_step": lambda: run.largest("score", layer)[1],
@@ -185,12 +187,14 @@ class Figures:
             "drift": lambda: study.drift(run)[0],
             "failure": lambda: study.failure(run),
             "lead": lambda: study.lead(run),
+            "failure_least": lambda: min(study.failures_by_control(run)),
+            "failure_most": lambda: max(study.failures_by_control(run)),
             "doubled": lambda: study.offset_at_doubled_gradient(run),
         }
         if name in plain:
             return number(plain[name]()) if name != "layer" else str(plain[name]())
         if name == "excess":
-            return percent(study.excess(run)[int(step) // 200 - 1 if step else -1]).lstrip("+")
+            return percent(study.excess(run)[int(step) // WINDOW - 1 if step else -1]).lstrip("+")
         if name == "peak_excess":
             return percent(max(study.excess(run))).lstrip("+")
         if name == "growth":
@@ -199,6 +203,12 @@ class Figures:
             return "{:.2f} to {:.2f}".format(*study.offset_share(run))
         if name == "validation":
             return f"{run.validation()[1]:.4f}"
+        if name == "gap":  # steps made when, drifting, the mean loss is first this much above the twin's
+            above = [ours * excess / (1 + excess) for ours, excess in zip(run.loss_means(), study.excess(run))]
+            return number(next(WINDOW * (n + 1) for n in range(len(above)) if WINDOW * n >= study.drift(run)[0] and above[n] >= float(step)))
+        if name == "group_gap":  # last step of the first group, of those the curve was packed in, whose mean loss is this much above zero_sum's
+            theirs = study[f"roads-zero_sum-{run.seed}"].packed["loss"]
+            return number(next(s for s, ours, other in zip(run.packed["steps"], run.packed["loss"], theirs) if s >= study.drift(run)[0] and ours - other >= float(step)))
         if name == "peak_loss":  # of one group of steps, as packed
             return f"{max(run.packed['loss'][n] for n, s in enumerate(run.packed['steps']) if s >= int(step or 0)):.2f}"
         raise ValueError(f"expected a quantity that study_docs.py knows, found {words}")
@@ -239,7 +249,7 @@ class Figures:
                 listed([run.largest("offset")[0] for run in runs], number) + thinned]  # fmt: skip
 
     def failures_table(self):
-        head = ["arithmetic", "trained by", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset",
+        head = ["arithmetic", "trained by", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset",
                 "lead time", "largest loss above the twin's", "the same at the end"]  # fmt: skip
         rows = []
         for plan, trainer, names in NANO_GROUPS:
@@ -255,7 +265,7 @@ class Figures:
         for run in self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued):
             twin, drift, excess = self.study.twin(run), self.study.drift(run), self.study.excess(run)
             value, step = run.largest("offset")
-            rows.append([run.name, f"`{run.plan}`" if run.plan else f"PyTorch, {run.in_torch}", number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
+            rows.append([run.name, f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}", number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
                          number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), percent(excess[-1]) if excess else NONE,
                          twin.name if twin else NONE])  # fmt: skip
         return table(["run", "plan", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "twin"], rows)
@@ -265,7 +275,7 @@ class Figures:
         for site, mode, names in MICRO_SITES:
             runs = self.match(names)
             rows.append(self.group_row((site, mode), runs) + [listed([run.final_loss() for run in runs], loss)])
-        return table(["rounded", "mode", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+        return table(["rounded", "mode", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
 
     def micro_cures_table(self):
         rows = []
@@ -273,7 +283,7 @@ class Figures:
             runs = self.match(names)
             ends = listed([run.final_loss() for run in runs], loss)
             rows.append(self.group_row((site, cure), runs) + [ends if any(run.final_loss() == run.final_loss() for run in runs) else "NaN"])
-        return table(["rounded", "with", "runs (seeds)", "drift", "fail", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+        return table(["rounded", "with", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
 
     def cure_runs(self, plan, remedy, trainer, seed):
         if trainer == "PyTorch":
@@ -324,7 +334,7 @@ class Figures:
                     continue
                 offsets = [run.at("offset", start + more, 2) if start + more <= run.last_step else None for more in (0, 500, 1_000, 2_000, 3_000)]
                 excess = self.study.excess(run)
-                after = excess[start // 200 :]
+                after = excess[start // WINDOW :]
                 rows.append([RESCUE_WORDS[remedy], number(start), " / ".join(number(x) for x in offsets), f"{number(run.at('score', start, 2))} to {number(run.at('score', run.last_step, 2))}",
                              number(run.last_step), loss(run.final_loss()), percent(after[-1]), percent(max(after))])  # fmt: skip
         return table(["remedy", "from step", "offset of layer 2 then, and 500 / 1,000 / 2,000 / 3,000 steps later", "its largest score, then and at the end", "end", "loss at the end",
@@ -377,7 +387,7 @@ class Figures:
             runs = self.match(names)
             *first, _, failure, offset = self.group_row((words, trainer), runs)
             rows.append(first + [failure, offset, listed([run.last_step for run in runs], number)])
-        return table(["attention", "trained by", "runs (seeds)", "drift", "fail", "failure at step", "largest offset", "steps made"], rows)
+        return table(["attention", "trained by", "runs (seeds)", "drifted", "failed", "failure at step", "largest offset", "steps made"], rows)
 
     def readme_micro_table(self):
         rows = []
@@ -408,7 +418,10 @@ def page_with_figures(name, text, figures):
 
     def inline(match):
         try:
-            return match[1] + figures.value(match[2]) + match[4]
+            value = figures.value(match[2])
+            if value in ("", NONE, "NaN"):
+                raise ValueError("expected a value, found that the curves have none")
+            return match[1] + value + match[4]
         except (ValueError, TypeError, KeyError, IndexError) as error:
             faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
             return match[0]
@@ -432,7 +445,7 @@ def page_with_figures(name, text, figures):
 
 # What a number may be outside the marks: names of things, places in a text, formats, seeds and layers.
 NAMES = re.compile(
-    r"GPT-2( 124M)?|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|seeds? \d(, \d)*( and \d)?|sections? \d"
+    r"GPT-2( 124M)?|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|sections? \d"
     r"|Figures? \d+( and \d+)?|W_\w|log2|\b[a-z]\d\b|cuDNN \d\.\d+")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.dont_write_bytecode = True
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import study_docs
 from study_curves import Study
 
 
@@ -127,6 +128,22 @@ class Packing(unittest.TestCase):
             read = Study(name)["run"]
             self.assertEqual(read.largest("offset"), (900.0, 2005))
             self.assertEqual(read.validation()[0], 3999)
+
+
+class Tables(unittest.TestCase):
+    def test_runs_that_come_later_fill_their_tables(self):
+        wide = "flash2,stabiliser=wide_output"
+        healthy, drifting = [10.0] * 8, Definitions.DRIFTING
+        with tempfile.TemporaryDirectory() as folder:
+            size = {"size-flash2-1": curve(drifting, [3.0] * 8, size="gpt2"), "size-wide_output-1": curve(healthy, Definitions.HEALTHY, size="gpt2", plan=wide)}
+            (Path(folder) / "size.json").write_text(json.dumps(size))
+            cure = {"cure-wide_output-2": curve(healthy, Definitions.HEALTHY, plan=wide, seed=2, validation=[[1599, 2.34567]]),
+                    "cure-wide_output-3": curve(drifting, [2.0] * 8, plan=wide, seed=3),
+                    "controls-zero_sum-3": curve(healthy, Definitions.HEALTHY, plan="bf16_all,stabiliser=zero_sum", seed=3)}  # fmt: skip
+            (Path(folder) / "cure.json").write_text(json.dumps(cure))
+            figures = study_docs.Figures(folder, "")
+        self.assertIn("| `flash2` | 1 | 1,600 | 400 (1,400, 1) | 600 | 800 | 3.000 | +30.4 % |", figures.size_table())
+        self.assertIn("| `flash2` | `wide_output` | ours | not run | 1,600 steps: offset 10†, validation 2.3457 | 1,600 steps: **drift**, offset 400†, loss -13.0 % |", figures.cure_table())
 
 
 class Pages(unittest.TestCase):
