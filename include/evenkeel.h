@@ -113,7 +113,7 @@ typedef struct evenkeel_sizes {
 } evenkeel_sizes;
 
 EVENKEEL_API int32_t evenkeel_abi_version(void); /* EVENKEEL_ABI_VERSION of the library */
-EVENKEEL_API const char* evenkeel_version(void); /* "0.1.0" */
+EVENKEEL_API const char* evenkeel_version(void); /* "MAJOR.MINOR.PATCH" */
 /* Of this thread's latest call that failed; "" before the first. Valid until this thread's next call. */
 EVENKEEL_API const char* evenkeel_last_error(void);
 

@@ -1,9 +1,32 @@
 # Every tests/*_test.cpp is a test program; they are globbed, so that none can be orphaned. Those in tests/gpu need a GPU.
+# Labels: `slow` are the tests that take more than ten seconds of one core, `quick` all others, `gpu` those of a GPU.
 enable_testing()
 find_package(GTest REQUIRED)
+# What the thread sanitizer watches: the pool, the server, the live view, ranks, background writers, the trainer over them.
+set(threaded_tests threads_test http_test watch_test ranks_test ranks_cli_test trainer_test capture_test)
+# Checks of the sources and of the objects: once is enough, in the ordinary build.
+set(source_tests layering_test size_test tree_test)
+set(slow_tests )
+
+# evenkeel_label(TEST...): quick or slow.
+function(evenkeel_label)
+  foreach(test ${ARGN})
+    set(label quick)
+    if(test IN_LIST slow_tests)
+      set(label slow)
+    endif()
+    set_tests_properties(${test} PROPERTIES LABELS ${label})
+  endforeach()
+endfunction()
+
 file(GLOB test_sources CONFIGURE_DEPENDS tests/*_test.cpp)
 foreach(source ${test_sources})
   get_filename_component(test ${source} NAME_WE)
+  if(EVENKEEL_SANITIZE AND test IN_LIST source_tests)
+    continue()
+  elseif(EVENKEEL_SANITIZE STREQUAL thread AND NOT test IN_LIST threaded_tests)
+    continue()
+  endif()
   add_executable(${test} ${source})
   target_include_directories(${test} PRIVATE tests)
   target_compile_definitions(${test} PRIVATE EVENKEEL_SOURCE_DIR="${CMAKE_SOURCE_DIR}"
@@ -11,7 +34,11 @@ foreach(source ${test_sources})
   target_link_libraries(${test} PRIVATE evenkeel_core GTest::gtest_main)
   add_dependencies(${test} evenkeel)
   add_test(NAME ${test} COMMAND ${test})
+  evenkeel_label(${test})
 endforeach()
+if(EVENKEEL_SANITIZE STREQUAL thread)
+  return()
+endif()
 find_library(mpfr_library mpfr REQUIRED)
 if(TARGET rounding_test)
   target_link_libraries(rounding_test PRIVATE ${mpfr_library} gmp)
@@ -31,6 +58,7 @@ set_target_properties(c_api_test PROPERTIES C_STANDARD 99 C_EXTENSIONS OFF
 target_compile_options(c_api_test PRIVATE -pedantic -Werror)
 target_link_libraries(c_api_test PRIVATE evenkeel_shared m)
 add_test(NAME c_api_test COMMAND c_api_test)
+evenkeel_label(c_api_test)
 
 # The Python package over the same library. Skipped (exit code 77), and said so, where no Python has PyTorch; a library with
 # sanitizers cannot be loaded by a Python without.
@@ -41,6 +69,7 @@ if(NOT EVENKEEL_SANITIZE)
     add_test(NAME ${test} COMMAND ${CMAKE_SOURCE_DIR}/tests/python/run_test.sh ${source})
     set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77 ENVIRONMENT
       "EVENKEEL_LIBRARY=$<TARGET_FILE:evenkeel_shared>;EVENKEEL_PROGRAM=$<TARGET_FILE:evenkeel>")
+    evenkeel_label(${test})
   endforeach()
 endif()
 
@@ -79,18 +108,20 @@ if(EVENKEEL_GPU_TESTS AND EVENKEEL_HAS_CUDA)
                        SKIP_REGULAR_EXPRESSION "expected a Hopper GPU")
 endif()
 
-# Checks of the sources and of the objects: once is enough, in the ordinary build.
 if(NOT EVENKEEL_SANITIZE)
+  add_test(NAME wrapper_test COMMAND ${CMAKE_SOURCE_DIR}/tests/wrapper_test.sh ${CMAKE_SOURCE_DIR}/evenkeel)
   add_test(NAME clang_format_test COMMAND ${CMAKE_SOURCE_DIR}/tests/clang_format_test.sh ${CMAKE_SOURCE_DIR})
   set_tests_properties(clang_format_test PROPERTIES SKIP_RETURN_CODE 77)
   # Alone: a browser and a run that trains keep two cores busy.
   add_test(NAME browser_test COMMAND ${CMAKE_SOURCE_DIR}/tests/browser/browser_test.sh $<TARGET_FILE:evenkeel>
            ${CMAKE_BINARY_DIR}/browser)
   set_tests_properties(browser_test PROPERTIES SKIP_RETURN_CODE 77 PROCESSORS 2)
+  evenkeel_label(wrapper_test clang_format_test browser_test)
   foreach(target ${cpu_targets})
     if(NOT target STREQUAL baseline)
       add_test(NAME kernel_symbols_test_${target} COMMAND ${CMAKE_SOURCE_DIR}/tests/kernel_symbols_test.sh
                ${CMAKE_CXX_COMPILER} ${target} $<TARGET_OBJECTS:kernels_${target}> COMMAND_EXPAND_LISTS)
+      evenkeel_label(kernel_symbols_test_${target})
     endif()
   endforeach()
 endif()

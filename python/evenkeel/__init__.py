@@ -17,6 +17,12 @@ from ._library import EvenkeelError, library_path, library_version
 from ._patch import patch, patched, unpatch
 from ._watch import Monitor, capture
 
-__version__ = "0.1.0"
 __all__ = ["EvenkeelError", "Monitor", "attention", "attention_facts", "capture", "conform", "conform_families",
            "flash_attn_func", "hf", "kernel_choice", "library_path", "library_version", "patch", "patched", "unpatch"]
+
+
+def __getattr__(name):
+    # The library's, asked for when it is wanted: importing the package must not need the library.
+    if name == "__version__":
+        return library_version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
