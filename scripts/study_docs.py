@@ -194,7 +194,7 @@ class Figures:
         if name in plain:
             return number(plain[name]()) if name != "layer" else str(plain[name]())
         if name == "excess":
-            return percent(study.excess(run)[int(step) // WINDOW - 1 if step else -1]).lstrip("+")
+            return (percent(study.excess(run)[int(step) // WINDOW - 1]) if step else self.end_excess(run)).replace("+", "")
         if name == "peak_excess":
             return percent(max(study.excess(run))).lstrip("+")
         if name == "growth":
@@ -228,7 +228,7 @@ class Figures:
             return f"{sum(run.largest('offset')[0] > float(rest[0]) for run in runs)} of {len(runs)}"
         if first in ("least", "most"):
             texts = [self.quantity(run, rest[0]) for run in self.match(rest[1:])]
-            size = lambda text: float(text.replace(",", "").replace(" %", ""))
+            size = lambda text: float(re.sub(r"at least | %|,", "", text))
             return (min if first == "least" else max)((text for text in texts if text not in (NONE, "NaN")), key=size)
         texts = [self.quantity(run, first) for run in self.match(rest)]
         return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
@@ -238,6 +238,18 @@ class Figures:
     def offset_cell(self, run):
         value, _ = run.largest("offset")
         return number(value) + ("" if run.is_whole_record else THINNED)
+
+    def end_excess(self, run):
+        """Loss at the end above the twin's. Of a run that goes further than its twin it is a lower bound, since the twin's loss would have fallen on."""
+        excess = self.study.excess(run)
+        if not excess:
+            return NONE
+        return ("at least " if len(excess) > len(self.study.twin(run).loss_means()) else "") + percent(excess[-1])
+
+    def common_excess(self, run):
+        """Loss above the twin's where the shorter of the two ends."""
+        excess = self.study.excess(run)
+        return percent(excess[min(len(excess), len(self.study.twin(run).loss_means())) - 1]) if excess else NONE
 
     def group_row(self, words, runs):
         study = self.study
@@ -263,10 +275,10 @@ class Figures:
         """One line a run of nano and gpt2."""
         rows = []
         for run in self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued):
-            twin, drift, excess = self.study.twin(run), self.study.drift(run), self.study.excess(run)
+            twin, drift = self.study.twin(run), self.study.drift(run)
             value, step = run.largest("offset")
             rows.append([run.name, f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}", number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
-                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), percent(excess[-1]) if excess else NONE,
+                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), self.end_excess(run),
                          twin.name if twin else NONE])  # fmt: skip
         return table(["run", "plan", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "twin"], rows)
 
@@ -305,9 +317,9 @@ class Figures:
                     continue
                 longest = max(runs, key=lambda run: run.last_step)
                 drifted = [run for run in runs if self.study.drift(run)]
-                excess, validation = self.study.excess(longest), longest.validation()
+                validation = longest.validation()
                 words = f"{number(longest.last_step)} steps: {'**drift**, ' if drifted else ''}offset {max((run.largest('offset')[0], self.offset_cell(run)) for run in runs)[1]}"
-                words += f", loss {percent(excess[-1])}" if excess else ""
+                words += f", loss {self.common_excess(longest)}" if self.study.twin(longest) else ""
                 words += f", validation {validation[1]:.4f}" if validation else ""
                 cells.append(words + (f" ({len(runs)} runs)" if len(runs) > 1 else ""))
             rows.append([f"`{plan}`", f"`{remedy}`", trainer, *cells])
@@ -319,9 +331,9 @@ class Figures:
             return "docs/curves holds no run of this size.\n"
         rows = []
         for run in sorted(runs, key=lambda run: (run.plan, run.seed)):
-            drift, excess, (value, step), validation = self.study.drift(run), self.study.excess(run), run.largest("offset"), run.validation()
+            drift, (value, step), validation = self.study.drift(run), run.largest("offset"), run.validation()
             rows.append([f"`{run.plan}`" if run.plan else f"PyTorch, {run.in_torch}", str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
-                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), percent(excess[-1]) if excess else NONE,
+                         number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), self.end_excess(run),
                          f"{validation[1]:.4f}" if validation else NONE])  # fmt: skip
         return table(["plan", "seed", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "validation loss"], rows)
 
