@@ -9,7 +9,7 @@ the trainer's, and a cure to be the kernel's.
 RUN is a folder of `evenkeel train` with AdamW and a constant learning rate behind its warm-up; STEP one of its checkpoints.
 --steps: the step at which to stop (default: as many as the batches have). --batches: another run's batches.bin.
 --attention fp32 computes it by its definition in FP32; --plan and --stabiliser are for evenkeel. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
-steps, largest_score and largest_row_mean by layer and head, so that `evenkeel report RUN TWIN` shows both.
+steps, largest_score and offset by layer and head, so that `evenkeel report RUN TWIN` shows both.
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
 """
 import argparse
@@ -86,7 +86,7 @@ class Twin(torch.nn.Module):
 
 def facts(model, rows):
     """rows (B, T + 1). Largest score and largest |row mean| by layer and head, of q and k as the linear layers give them."""
-    out = {"largest_score": [], "largest_row_mean": []}
+    out = {"largest_score": [], "offset": []}
 
     def looking(q, k, v):
         s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
@@ -94,7 +94,7 @@ def facts(model, rows):
         visible = torch.ones(T, T, dtype=torch.bool, device=s.device).tril()
         means = (s * visible).sum(-1) / visible.sum(-1)
         out["largest_score"].append(s.masked_fill(~visible, -math.inf).amax((0, 2, 3)).tolist())
-        out["largest_row_mean"].append(means.abs().amax((0, 2)).tolist())
+        out["offset"].append(means.abs().amax((0, 2)).tolist())
         return model.attention(q, k, v)
 
     with torch.no_grad():
@@ -186,7 +186,7 @@ def main():
                 record.write(json.dumps(line) + "\n")
             record.flush()
             if n % (40 * options.every) == 0 or n + 1 == steps:
-                largest = [f"{max(layer):.4g}" for layer in waiting[-1]["largest_row_mean"]]
+                largest = [f"{max(layer):.4g}" for layer in waiting[-1]["offset"]]
                 print(f"step {n}  loss {waiting[-1]['loss']:.4f}  offset by layer {' '.join(largest)}", flush=True)
             waiting.clear()
 

@@ -189,7 +189,7 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   c.probe_every = 3;
   const auto run = [&](const char* name, bool watched) {
     const auto trainer = Trainer::start(folder / name, c);
-    ProbeRecorder probes(trainer->config(), folder / name / "metrics.jsonl", 0);
+    ProbeRecorder probes(trainer->config(), folder / name, 0);
     std::optional<ScopedWatcher> watcher;
     if (watched) watcher.emplace(*trainer, probes);
     while (!trainer->done()) trainer->step();
@@ -199,7 +199,7 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   };
   EXPECT_EQ(run("plain", false), run("watched", true));
 
-  const ProbeHistory history = read_probe_history(folder / "watched" / "metrics.jsonl");
+  const ProbeHistory history = read_probe_history(folder / "watched");
   EXPECT_EQ(history.steps, (std::vector<int64_t>{0, 3, 6, 9}));
   EXPECT_EQ(history.layers, 2);
   EXPECT_EQ(history.heads, 2);
@@ -212,7 +212,7 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   EXPECT_EQ(history.norms.at("h.0.attn.c_attn.weight[q]").size(), 4u);
   EXPECT_GT(history.norms.at("wte.weight")[3], 0);
   // One that goes on takes its running sums from the record; later lines do not count.
-  ProbeRecorder resumed(c, folder / "watched" / "metrics.jsonl", 7);
+  ProbeRecorder resumed(c, folder / "watched", 7);
   Gpt2Config config = c.model;
   const auto model = make_gpt2_cpu(config, 1);
   StepContext context;
@@ -228,12 +228,12 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   EXPECT_NEAR(full["delta_error_running"][1][1].get<double>() - full["delta_error_sum"][1][1].get<double>(),
               history.probes[2][3].delta_error_running,
               1e-4 * std::fabs(history.probes[2][3].delta_error_running) + 1e-12);
-  EXPECT_TRUE(line.contains("residual_rms") && full["rows"] == 12 && full["step"] == 9);
+  EXPECT_TRUE(line.contains("leak_rms") && full["rows"] == 12 && full["step"] == 9);
   // On a GPU the CPU works beside it: the same probe, in the line before the next is due, or in the run's last.
   RunConfig device = c;
   device.backend = Backend::cuda;
   device.schedule.steps = 11;
-  ProbeRecorder beside(device, folder / "watched" / "metrics.jsonl", 7);
+  ProbeRecorder beside(device, folder / "watched", 7);
   std::vector<nlohmann::json> lines(11);
   for (int64_t step = 6; step < 11; ++step) {
     StepContext of_step;

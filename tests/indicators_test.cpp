@@ -40,13 +40,13 @@ Json calm_line(int64_t step) {
   Json line = {{"step", step}, {"loss", 2.0}, {"gradient_norm", 1.0}};
   line["largest_lse"] = by_head(12);
   line["tied_rows"] = by_head(0.02);
-  line["residual_mean"] = by_head(0);
-  line["residual_error"] = by_head(1e-6);
-  line["residual_rms"] = by_head(1e-3);
+  line["leak_mean"] = by_head(0);
+  line["leak_error"] = by_head(1e-6);
+  line["leak_rms"] = by_head(1e-3);
   line["delta_rms"] = by_head(1);
   if (step % kProbeEvery != 0) return line;
   Json& probe = line["probe"] = Json::object();
-  probe["largest_row_mean"] = by_head(5);
+  probe["offset"] = by_head(5);
   probe["largest_score"] = by_head(9);
   probe["leak_share"] = by_head(0.01);
   probe["delta_error_running"] = by_head(-1e-3);
@@ -127,20 +127,20 @@ TEST_F(Records, ACalmRunStandsWhereItStands) {
   EXPECT_FALSE(loss_moved(calm, {}));
   for (size_t i = 0; i < kIndicators.size(); ++i)
     for (size_t r = 0; r < kRuleNames.size(); ++r) {
-      if (r == 2 && kIndicators[i].needs.starts_with("probe.")) continue;  // too few records to deviate from
+      if (r == 2 && needs(kIndicators[i]).starts_with("probe.")) continue;  // too few records to deviate from
       const std::vector<Reached>& reached = calm.reached[i][r];
       if (r == 2 && reached.empty()) continue;
       ASSERT_EQ(reached.size(), 1u) << kIndicators[i].name << ' ' << kRuleNames[r];
-      EXPECT_EQ(reached[0].head, kIndicators[i].by_head ? 0 : -1);
+      EXPECT_EQ(reached[0].head, kIndicators[i].by_head() ? 0 : -1);
       if (r > 0) {
         EXPECT_EQ(reached[0].rung, r == 1 ? 0 : -1) << kIndicators[i].name;
       }
     }
   const auto level = [&](const char* name) { return calm.reached[index_of(name)][0][0].rung; };
   EXPECT_EQ(level("log_sum_exp"), 3);  // 12
-  EXPECT_EQ(level("residual_size"), -10);
+  EXPECT_EQ(level("leak_size"), -10);
   EXPECT_EQ(level("score_entropy"), 0);  // 1 / 0.8
-  EXPECT_EQ(level("residual_z"), -3);    // none: the least
+  EXPECT_EQ(level("leak_z"), -3);        // none: the least
   EXPECT_EQ(level("delta_error"), -10);  // by size
   EXPECT_EQ(level("loss"), 1);
   // Nothing is judged before the warm-up ends, growth not before it has a reference.
@@ -248,13 +248,13 @@ TEST_F(Records, WhatIsProbedNowAndThenIsToldAtItsProbe) {
 TEST_F(Records, BiasNeedsOneSign) {
   const auto planted = [&](const char* name, bool one_sign) {
     return run(name, 400, [=](int64_t step, Json& line) {
-      if (step >= 200) line["residual_mean"][0][0] = one_sign || step % 2 == 0 ? -6e-6 : 6e-6;
+      if (step >= 200) line["leak_mean"][0][0] = one_sign || step % 2 == 0 ? -6e-6 : 6e-6;
     });
   };
   const IndicatorRun bias = planted("bias", true), noise = planted("noise", false);
   // 6 (1 - (7/8)^k) from 4 on: k = 9
-  EXPECT_EQ(first(bias, "residual_z", Rule::level, 2), 208);
-  EXPECT_EQ(first(noise, "residual_z", Rule::level, 0), -1);
+  EXPECT_EQ(first(bias, "leak_z", Rule::level, 2), 208);
+  EXPECT_EQ(first(noise, "leak_z", Rule::level, 0), -1);
 }
 
 TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
@@ -266,7 +266,7 @@ TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
   });
   EXPECT_EQ(first(broken, "log_sum_exp", Rule::growth, 10), 150);  // an eighth of the way to 2^100
   EXPECT_EQ(first(broken, "gradient_norm", Rule::growth, 10), 160);
-  EXPECT_EQ(first(broken, "leak", Rule::growth, 1), -1);
+  EXPECT_EQ(first(broken, "leak_share", Rule::growth, 1), -1);
   EXPECT_EQ(loss_moved(broken, {}), 170);
   ASSERT_TRUE(broken.guard);
   EXPECT_EQ(broken.guard->step, 150);
@@ -288,7 +288,7 @@ TEST(Drift, AVerdictNamesAHeadThatHasLeftTheOthersBehind) {
   const auto symptom_of = [](double farthest) {
     RunRecord record;
     record.layers = 2, record.heads = 3;
-    record.offset_is = "largest_row_mean";
+    record.offset_is = "offset";
     for (int64_t step = 0; step < 40; step += 10) {
       record.fact_steps.push_back(step);
       record.offset.push_back({10, 18, 18, 40, 18, step < 20 ? 30.0 : farthest});
@@ -309,7 +309,7 @@ TEST_F(Records, TheGuardsLimitRisesWithTheOtherHeads) {
   const auto spoken_at = [&](const char* name, double others, double farthest) {
     return run(name, 300,
                [=](int64_t step, Json& line) {
-                 line["residual_rms"] = by_head(1e-2);
+                 line["leak_rms"] = by_head(1e-2);
                  line["largest_lse"] = by_head(others);
                  if (step >= 100) line["largest_lse"][1][0] = farthest;
                })
@@ -323,9 +323,9 @@ TEST_F(Records, TheGuardsLimitRisesWithTheOtherHeads) {
 }
 
 TEST_F(Records, TheGuardsAlarmIsItsOwn) {
-  const auto drifting = [&](const char* name, double residual) {
+  const auto drifting = [&](const char* name, double leak) {
     return run(name, 300, [=](int64_t step, Json& line) {
-      line["residual_rms"] = by_head(residual);
+      line["leak_rms"] = by_head(leak);
       if (step >= 100) line["largest_lse"][1][0] = 4 * kDriftedOffset;
     });
   };
@@ -451,8 +451,8 @@ TEST_F(Records, DamageIsToldAndPassedOver) {
   const IndicatorRun run_of_it = read_indicators(damaged);
   EXPECT_TRUE(told(run_of_it, "1 damaged lines of 300"));
   EXPECT_TRUE(told(run_of_it, "torn last line of 20 bytes"));
-  EXPECT_TRUE(told(run_of_it, "1 lines without a step, or with one out of order"));
-  EXPECT_TRUE(told(run_of_it, "1 fields that are not 2 x 3 numbers"));
+  EXPECT_TRUE(told(run_of_it, "went back 1 times"));
+  EXPECT_TRUE(told(run_of_it, "1 fields that are not numbers, or not 2 x 3 of them"));
   EXPECT_EQ(run_of_it.notes.size(), 4u);
   EXPECT_EQ(run_of_it.reached[index_of("tied_rows")], whole.reached[index_of("tied_rows")]);
 

@@ -221,7 +221,7 @@ TEST(JsonLinesFaults, EachIsSaidWithItsLine) {
       {"{", "found '{': syntax error while parsing object key - unexpected end of input"},
       {"{}{}", "found '{}{}'"},
       {"{\"a\":1,}", "found '{\"a\":1,}'"},
-      {"{\"a\":NaN}", "found '{\"a\":NaN}'"},
+      {"{\"a\":nan}", "found '{\"a\":nan}'"},
       {"{\"a\":\"\xFF\"}", "found '{\"a\":\"?\"}'"},
       {"\x1B[31m", "found '?[31m'"},
       {std::string("{}\0", 3), "found a NUL byte"},

@@ -164,6 +164,44 @@ TEST(Layering, no_forbidden_include_in_src) {
   for (const std::string& violation : violations(tree)) ADD_FAILURE() << violation;
 }
 
+// One reader and one writer for each file of a run's folder: outside src/records no source names one of them as a file,
+// or reads lines of JSON. (A name inside a sentence for people is no file.)
+std::vector<std::string> parsers_elsewhere(const Tree& tree) {
+  std::vector<std::string> found;
+  for (const auto& [file, text] : tree) {
+    if (folder_of(file) == "records") continue;
+    std::istringstream lines(text);
+    std::string line;
+    for (int number = 1; std::getline(lines, line); ++number) {
+      const std::string code = line.substr(0, line.find("//"));
+      const auto has = [&](std::string_view word) { return code.find(word) != std::string::npos; };
+      bool named = false;
+      for (const char* name :
+           {"config.toml", "metrics.jsonl", "guard.jsonl", "findings.json", "isolate.json", "verdict.json"})
+        named |= has('"' + std::string(name) + '"');
+      if (folder_of(file) != "base")
+        named |= has("read_json_lines(") || has("parse_json_lines(") || has("JsonLinesWriter");
+      if (named) found.push_back("src/" + file + ":" + std::to_string(number) + ": " + line);
+    }
+  }
+  return found;
+}
+
+TEST(Layering, only_records_opens_the_files_of_a_run) {
+  for (const std::string& place : parsers_elsewhere(read_tree(fs::path(EVENKEEL_SOURCE_DIR) / "src")))
+    ADD_FAILURE() << place;
+}
+
+TEST(Layering, a_planted_parser_is_found) {
+  Tree tree = {
+      {"training/trainer.cpp", "write(folder / \"metrics.jsonl\");\n// \"metrics.jsonl\" in a comment\n"},
+      {"records/metrics.cpp", "read_json_lines(\"metrics.jsonl\");\n"},
+      {"cli/train.cpp", "say(\"RUN/config.toml holds them all\");\n"},
+      {"diagnosis/guard.cpp", "JsonLinesWriter writer(path);\n"},
+      {"base/json_lines.cpp", "JsonLinesWriter::JsonLinesWriter() {}\n"}};
+  EXPECT_EQ(parsers_elsewhere(tree).size(), 2u);
+}
+
 // The test of the test: a clean tree, into which one include at a time is planted.
 Tree clean_tree() {
   return {

@@ -1,20 +1,261 @@
 // The records of a run: what is written is read, under new names and old ones, and reaches the page.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 
+#include "base/error.h"
 #include "base/whole_file.h"
+#include "diagnosis/guard.h"
+#include "diagnosis/indicators.h"
 #include "diagnosis/isolate.h"
+#include "records/run_records.h"
 #include "records/verdict_parts.h"
+#include "report/html.h"
 #include "report/page.h"
 #include "run_folder.h"
+#include "run_program.h"
 
 namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
+using Json = nlohmann::json;
 
-class RecordsTest : public RunFolderTest {};
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN(),
+                 kInfinity = std::numeric_limits<double>::infinity();
+
+class RecordsTest : public RunFolderTest {
+ protected:
+  void write(const char* file, std::string_view text) const { write_whole_file(folder / file, text); }
+};
+
+// Equal, with NaN equal to itself.
+void expect_same(std::span<const double> a, std::span<const double> b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t n = 0; n < a.size(); ++n)
+    EXPECT_TRUE(a[n] == b[n] || (std::isnan(a[n]) && std::isnan(b[n])))
+        << what << ": " << a[n] << ", " << b[n];
+}
+
+// --- the table
+
+TEST(Schema, names_each_field_once_and_says_what_it_is) {
+  std::set<std::string> seen;
+  for (const RecordField& field : kRecordFields) {
+    const std::string where = fmt::format("{}: {}.", name(field.file), field.inside);
+    EXPECT_FALSE(field.name.empty() || field.meaning.empty()) << where << field.name;
+    EXPECT_TRUE(seen.insert(where + std::string(field.name)).second) << where << field.name;
+    for (const std::string_view alias : {field.aliases})
+      if (!alias.empty()) EXPECT_TRUE(seen.insert(where + std::string(alias)).second) << where << alias;
+    EXPECT_EQ(find_field(field.file, field.inside, field.name), &field);
+    if (!field.inside.empty())
+      EXPECT_TRUE(std::any_of(kRecordFields.begin(), kRecordFields.end(), [&](const RecordField& f) {
+        return f.file == field.file && f.name == field.inside;
+      })) << where;
+  }
+  EXPECT_EQ(find_field(RecordFile::metrics, "", "residual_rms"),
+            find_field(RecordFile::metrics, "", "leak_rms"));
+  EXPECT_EQ(find_field(RecordFile::metrics, "", "nonsense"), nullptr);
+}
+
+TEST(Schema, has_the_probes_and_no_others) {
+  std::vector<std::string_view> of_table, of_probes;
+  for (const RecordField& field : kRecordFields)
+    if (field.file == RecordFile::metrics && field.inside == "probe" && field.shape == FieldShape::per_head)
+      of_table.push_back(field.name);
+  for (const ProbeField& field : kProbeFields) of_probes.push_back(field.name);
+  EXPECT_EQ(of_table, of_probes);
+}
+
+// The names that Python's Monitor writes beside the step, from its source.
+TEST(Schema, has_the_facts_of_pythons_monitor) {
+  const std::string text =
+      read_whole_file(fs::path(EVENKEEL_SOURCE_DIR) / "python/evenkeel/_watch.py", 1 << 20);
+  const size_t begin = text.find("_FACTS = (");
+  ASSERT_NE(begin, std::string::npos);
+  const std::string list = text.substr(begin, text.find(')', begin) - begin);
+  std::vector<std::string> names;
+  for (size_t quote = list.find('"'); quote != std::string::npos;) {
+    const size_t end = list.find('"', quote + 1);
+    names.push_back(list.substr(quote + 1, end - quote - 1));
+    quote = list.find('"', end + 1);
+  }
+  EXPECT_EQ(names, std::vector<std::string>(kHeadFactNames.begin(), kHeadFactNames.end()));
+}
+
+// --- metrics.jsonl
+
+// Every field of a step, with numbers that JSON has no word for.
+Json whole_line(int64_t step) {
+  Json line = {{"step", step}};
+  const double x = static_cast<double>(step);
+  add_number(line, "loss", step == 2 ? kNan : 3 - 0.1 * x);
+  add_number(line, "gradient_norm", step == 3 ? kInfinity : 1.5);
+  add_number(line, "validation_loss", 4);
+  for (size_t n = 0; n < kHeadFactCount; ++n) {
+    const double y = x + 10 * static_cast<double>(n);
+    add_fact(line, static_cast<HeadFact>(n), 1, 2, {y, step == 1 ? -kInfinity : step == 2 ? kNan : y + 0.5});
+  }
+  Json& probe = line["probe"] = {{"step", step}, {"loss", 1.0}, {"norms", {{"h.0.w", x}}}};
+  for (const ProbeField& field : kProbeFields) probe[std::string(field.name)] = heads_json(1, 2, {x, x + 1});
+  return line;
+}
+
+TEST_F(RecordsTest, what_is_written_is_read) {
+  {
+    MetricsWriter writer(folder);
+    for (int64_t step = 0; step < 4; ++step) {
+      EXPECT_EQ(unknown_names(whole_line(step), RecordFile::metrics), std::vector<std::string>());
+      writer.write(whole_line(step));
+    }
+  }
+  const Metrics metrics = read_metrics(folder);
+  EXPECT_EQ(metrics.steps, (std::vector<int64_t>{0, 1, 2, 3}));
+  EXPECT_EQ(metrics.layers * 10 + metrics.heads, 12);
+  EXPECT_EQ(metrics.misshapen + metrics.without_step + metrics.went_back, 0);
+  expect_same(metrics.loss.values, std::vector<double>{3, 2.9, kNan, 2.7}, "loss");
+  expect_same(metrics.gradient_norm.values, std::vector<double>{1.5, 1.5, 1.5, kInfinity}, "gradient_norm");
+  expect_same(metrics.validation_loss.values, std::vector<double>{4, 4, 4, 4}, "validation_loss");
+  for (size_t n = 0; n < kHeadFactCount; ++n) {
+    const double y = 10 * static_cast<double>(n);
+    expect_same(metrics.facts[n].values,
+                std::vector<double>{y, y + 0.5, y + 1, -kInfinity, y + 2, kNan, y + 3, y + 3.5},
+                std::string(kHeadFactNames[n]));
+  }
+  for (const ProbeField& field : kProbeFields) {
+    ASSERT_TRUE(metrics.probes.contains(field.name)) << field.name;
+    expect_same(metrics.probes.find(field.name)->second.values, std::vector<double>{0, 1, 1, 2, 2, 3, 3, 4},
+                std::string(field.name));
+  }
+  expect_same(metrics.norms.at("h.0.w").values, std::vector<double>{0, 1, 2, 3}, "norms");
+  EXPECT_EQ(metrics.ends.back(), fs::file_size(folder / "metrics.jsonl"));
+}
+
+// The same file under the names of the first version.
+TEST_F(RecordsTest, old_names_are_read) {
+  std::string now, then;
+  const auto renamed = [](const Json& object, std::string_view inside) {
+    Json old = Json::object();
+    for (const auto& [key, value] : object.items()) {
+      const RecordField* const field = find_field(RecordFile::metrics, inside, key);
+      old[field && !field->aliases.empty() ? std::string(field->aliases) : key] = value;
+    }
+    return old;
+  };
+  for (int64_t step = 0; step < 4; ++step) {
+    Json line = json_with_words(whole_line(step));
+    now += line.dump() + "\n";
+    line["probe"] = renamed(line["probe"], "probe");
+    then += renamed(line, "").dump() + "\n";
+  }
+  for (const char* old : {"largest_row_mean", "residual_mean", "residual_error", "residual_rms", "residual_z",
+                          "residual_share"})
+    EXPECT_NE(then.find(old), std::string::npos) << old;
+  EXPECT_EQ(now.find("residual"), std::string::npos);
+  const Metrics a = parse_metrics(now), b = parse_metrics(then);
+  for (size_t n = 0; n < kHeadFactCount; ++n)
+    expect_same(a.facts[n].values, b.facts[n].values, std::string(kHeadFactNames[n]));
+  ASSERT_EQ(a.probes.size(), b.probes.size());
+  for (const auto& [probe, series] : a.probes) expect_same(series.values, b.probes.at(probe).values, probe);
+}
+
+TEST_F(RecordsTest, a_run_writes_only_what_the_table_has) {
+  RunConfig config = tiny();
+  config.schedule.steps = 6;
+  config.probe_every = 3;
+  config.guard = GuardMode::warn;
+  GuardedRun run(folder / "run", Trainer::start(folder / "run", config));
+  while (!run.trainer().done()) run.step();
+  size_t lines = 0;
+  read_json_lines(folder / "run" / "metrics.jsonl", [&](const JsonLine& line) {
+    EXPECT_EQ(unknown_names(line.object, RecordFile::metrics), std::vector<std::string>());
+    ++lines;
+  });
+  EXPECT_EQ(lines, 6u);
+  GuardEvent event;
+  event.heads = {1}, event.to = 3, event.kind = GuardEvent::Kind::roll_back;
+  EXPECT_EQ(unknown_names(to_json(event, 2), RecordFile::guard), std::vector<std::string>());
+  append_guard_event(folder / "run", event, 2);
+  write_finding(folder / "run", {4, "divergence", "words"});
+  const RunRecords records = read_run(folder / "run");
+  ASSERT_TRUE(records.finding.has_value());
+  EXPECT_EQ(records.finding->words, "words");
+  EXPECT_TRUE(std::any_of(records.events.begin(), records.events.end(),
+                          [](const RunEvent& e) { return e.kind == RunEvent::Kind::guard_roll_back; }));
+  EXPECT_TRUE(records.notes.empty()) << records.notes[0];
+}
+
+// --- NaN, and nothing at all
+
+TEST_F(RecordsTest, a_loss_that_is_not_a_number_is_recorded_however_it_is_written) {
+  for (const char* loss : {"\"NaN\"", "NaN", "null", "-Infinity", "Infinity", "\"Infinity\""}) {
+    std::string text;
+    for (int step = 0; step < 300; ++step)
+      text += fmt::format("{{\"step\": {}, \"loss\": {}}}\n", step, step < 150 ? "2.5" : loss);
+    const Metrics metrics = parse_metrics(text);
+    ASSERT_EQ(metrics.loss.values.size(), 300u) << loss;
+    EXPECT_FALSE(std::isfinite(metrics.loss.values[200])) << loss;
+    const RunRecord record = run_record(metrics, {});
+    EXPECT_EQ(record.not_finite, 150) << loss;
+    EXPECT_EQ(find_symptom(record).kind, Symptom::Kind::loss) << loss;
+    const IndicatorRun run = indicators_of(folder, metrics, {});
+    EXPECT_EQ(loss_moved(run, {}), 150) << loss;
+  }
+  // A step whose loss is not recorded is another matter.
+  const Metrics missing = parse_metrics("{\"step\": 0, \"loss\": 1}\n{\"step\": 1}\n");
+  EXPECT_EQ(run_record(missing, {}).not_finite, std::nullopt);
+}
+
+TEST_F(RecordsTest, no_record_is_an_error_and_a_loss_that_is_not_finite_a_finding) {
+  write("config.toml", to_toml(to_toml_table(tiny())));
+  const auto verdict = [&] { return run_shell(EVENKEEL_PROGRAM " verdict " + folder.string() + " 2>&1"); };
+  const std::string no_loss = "{\"step\": 0}\n";
+  for (const std::string& text : {std::string("garbage\n"), std::string(), std::string("{\"loss\": 1}\n"),
+                                  std::string("{\"step\": 0, \"lo")}) {
+    write("metrics.jsonl", text);
+    const Output none = verdict();
+    EXPECT_EQ(none.code, 3) << text << none.out;
+    EXPECT_NE(none.out.find("no record could be read"), std::string::npos) << none.out;
+  }
+  std::string bare;
+  for (int step = 0; step < 30; ++step) bare += fmt::format("{{\"step\": {}, \"loss\": NaN}}\n", step);
+  write("metrics.jsonl", bare);
+  const Output not_finite = verdict();
+  EXPECT_EQ(not_finite.code, 1) << not_finite.out;
+  EXPECT_NE(not_finite.out.find("the loss of step 0 is not finite"), std::string::npos) << not_finite.out;
+  // The page says the same, and shows no mean of the losses that are numbers.
+  write("metrics.jsonl", "{\"step\": 0, \"loss\": 2.5}\n{\"step\": 1, \"loss\": null}\n");
+  const std::string html = page(std::vector<fs::path>{folder});
+  EXPECT_NE(html.find("the loss of step 1 is not finite"), std::string::npos);
+  EXPECT_NE(html.find("<dd>not finite</dd>"), std::string::npos);
+}
+
+TEST_F(RecordsTest, pipes_and_devices_are_refused_and_nobody_waits) {
+  for (const char* file : {"config.toml", "metrics.jsonl"}) {
+    const fs::path run = folder / file;
+    fs::create_directories(run);
+    write_whole_file(run / "config.toml", to_toml(to_toml_table(tiny())));
+    write_whole_file(run / "metrics.jsonl", "{\"step\": 0, \"loss\": 1}\n");
+    for (const bool pipe : {true, false}) {
+      fs::remove(run / file);
+      if (pipe)
+        ASSERT_EQ(::mkfifo((run / file).c_str(), 0600), 0);
+      else
+        fs::create_symlink("/dev/zero", run / file);
+      const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + run.string() + " 2>&1");
+      EXPECT_EQ(told.code, 3) << told.out;
+      EXPECT_NE(told.out.find(pipe ? "found a pipe" : "found a device"), std::string::npos) << told.out;
+      const RunRecords records = read_run(run);
+      ASSERT_FALSE(records.notes.empty());
+      EXPECT_NE(records.notes[0].find("expected a regular file"), std::string::npos) << records.notes[0];
+    }
+  }
+}
 
 // Every part of a verdict, from what isolate found through verdict.json to the page.
 TEST_F(RecordsTest, every_part_of_a_verdict_is_on_the_page) {
@@ -32,6 +273,7 @@ TEST_F(RecordsTest, every_part_of_a_verdict_is_on_the_page) {
   found.evidence.measure = Evidence::Measure::offset;
   found.verdict.words = "Something.";
   write_verdict(found, replays);
+  EXPECT_EQ(unknown_names(to_json(found, replays), RecordFile::verdict), std::vector<std::string>());
   const std::string html = page(std::vector<fs::path>{folder});
   for (size_t n = 0; n < kVerdictPartCount; ++n) {
     const std::string label(kVerdictParts[n].label);
@@ -43,7 +285,6 @@ TEST_F(RecordsTest, every_part_of_a_verdict_is_on_the_page) {
 
 // The remedy of the page is the verdict's: zero_sum on all heads where that heals and zero_sum on few does not.
 TEST_F(RecordsTest, the_page_names_the_remedy_that_heals) {
-  using Json = nlohmann::json;
   const auto remedy_of = [&](const Json& parts) {
     write_whole_file(folder / "verdict.json",
                      Json{{"cause", "common_mode_drift"}, {"words", "Drift."}, {"parts", parts}}.dump());
@@ -62,6 +303,58 @@ TEST_F(RecordsTest, the_page_names_the_remedy_that_heals) {
   EXPECT_EQ(remedy_of(Json::array({part("zero_sum", false), part("wide_output", true)})), "wide_output");
   EXPECT_EQ(remedy_of(Json::array({part("zero_sum", false), part("wide_pv", true)})), "none of those tried");
   EXPECT_EQ(remedy_of(Json::array()), "–");
+}
+
+// --- names and counts on the page
+
+class PageTest : public RunFolderTest {
+ protected:
+  // A run of some steps in a folder of this name.
+  fs::path run(const std::string& name, int steps) const {
+    std::string text;
+    for (int step = 0; step < steps; ++step)
+      text += fmt::format("{{\"step\": {}, \"loss\": {}, \"offset\": [[5, 7]]}}\n", step, 3 - 0.01 * step);
+    fs::create_directories(folder / name);
+    write_whole_file(folder / name / "metrics.jsonl", text);
+    return folder / name;
+  }
+  static bool has(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  }
+};
+
+// Names that are longer than their place are shortened there, and whole in the legend.
+TEST_F(PageTest, long_names_are_not_cut_off) {
+  const std::string first = "a-run-" + std::string(60, 'x') + "-seed-1",
+                    second = "a-run-" + std::string(60, 'x') + "-seed-2";
+  const std::string html = page(std::vector<fs::path>{run(first, 30), run(second, 30)});
+  const auto inside = [&](const char* begin) {
+    const size_t at = html.find(begin, html.find("id=\"loss-chart\""));
+    return html.substr(at, html.find("</g>\n", at) - at);
+  };
+  for (const char* part : {"<g class=\"lanes\">", "<g class=\"ends\">"}) {
+    EXPECT_FALSE(has(inside(part), ">" + first + "<")) << part;
+    EXPECT_TRUE(has(inside(part), "…")) << part;
+    EXPECT_TRUE(has(inside(part), "-seed-1<") && has(inside(part), "-seed-2<")) << part;
+  }
+  EXPECT_TRUE(has(html, "<p class=\"legend\" aria-hidden=\"true\"><span class=\"c0\">" + first + "</span>"));
+}
+
+TEST_F(PageTest, marks_that_turn_text_around_are_shown_as_what_they_are) {
+  EXPECT_EQ(escape("a\u202Eb\u2066c\u200Fd\u061Ce"), "a[U+202E]b[U+2066]c[U+200F]d[U+061C]e");
+  EXPECT_EQ(escape("\u2026 \u2070 \u200D שלום"), "\u2026 \u2070 \u200D שלום");  // letters turn by themselves
+  const fs::path turned = run("run\u202E", 5);
+  write_whole_file(turned / "findings.json", "{\"findings\":[{\"step\":1,\"words\":\"\u202Eevil\"}]}");
+  const std::string html = page(std::vector<fs::path>{turned});
+  EXPECT_FALSE(has(html, "\u202E"));
+  EXPECT_TRUE(has(html, "[U+202E]evil"));
+}
+
+TEST_F(PageTest, counts_steps_once) {
+  const std::string html = page(std::vector<fs::path>{run("a", 40)});
+  EXPECT_TRUE(has(html, "<dd>40</dd>"));
+  EXPECT_TRUE(has(html, "<td>40</td>"));
+  EXPECT_FALSE(has(html, ">41<"));
 }
 
 }  // namespace

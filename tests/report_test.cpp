@@ -16,10 +16,10 @@
 
 #include "base/error.h"
 #include "base/whole_file.h"
+#include "records/run_records.h"
 #include "report/chart.h"
 #include "report/html.h"
 #include "report/page.h"
-#include "report/run_records.h"
 #include "run_program.h"
 #include "training/synth.h"
 
@@ -30,6 +30,11 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+size_t times(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
 
 // --- A small check of a document
 
@@ -220,15 +225,15 @@ Json heads(int64_t L, int64_t H, double value) {
 Json line_of(int64_t step, int64_t L, int64_t H, double offset, bool probe) {
   Json line = {{"step", step}, {"loss", 3 - 1e-3 * static_cast<double>(step % 1000)}, {"gradient_norm", 0.5}};
   if (step == 0) line["schema"] = 1;
-  for (const char* fact : {"mean_lse", "largest_lse", "largest_score", "largest_row_mean"})
+  for (const char* fact : {"mean_lse", "largest_lse", "largest_score", "offset"})
     line[fact] = heads(L, H, offset);
   line["tied_rows"] = heads(L, H, 0.01);
-  line["residual_mean"] = heads(L, H, 1e-6), line["residual_error"] = heads(L, H, 1e-6);
-  line["residual_rms"] = heads(L, H, 1e-4), line["delta_rms"] = heads(L, H, 1e-3);
-  line["largest_row_mean"][1][0] = 3 * offset;  // the head of interest
+  line["leak_mean"] = heads(L, H, 1e-6), line["leak_error"] = heads(L, H, 1e-6);
+  line["leak_rms"] = heads(L, H, 1e-4), line["delta_rms"] = heads(L, H, 1e-3);
+  line["offset"][1][0] = 3 * offset;  // the head of interest
   if (probe) {
     Json p = {{"sequences", 2}, {"rows", 128}};
-    for (const char* field : {"norm_q", "largest_row_spread", "delta_error_running", "residual_share"})
+    for (const char* field : {"norm_q", "largest_row_spread", "delta_error_running", "leak_size"})
       p[field] = heads(L, H, 1 + 1e-3 * offset);
     for (int64_t l = 0; l < L; ++l)
       for (const char* weight : {"attn.c_attn.weight[q]", "attn.c_attn.weight[k]", "mlp.c_fc.weight"})
@@ -258,10 +263,9 @@ TEST_F(ReportTest, has_every_panel_in_the_order_of_the_story) {
                                 {"config.toml", "[attention]\nplan = \"fp32\"\n"}});
   const std::string html = page_of({a, b});
   size_t last = 0;
-  for (const char* part :
-       {"class=\"verdict\"", "id=\"loss\"", "id=\"chain\"", "id=\"norms\"", "id=\"heads\"", "id=\"ties\"",
-        "id=\"residual\"", "id=\"common\"", "id=\"directions\"", "id=\"features\"", "id=\"sign\"",
-        "id=\"bits\"", "id=\"remedies\"", "id=\"lead\"", "id=\"repeat\"", "id=\"words\""}) {
+  for (const char* part : {"class=\"verdict\"", "<section id=\"offset\"", "id=\"loss\"", "id=\"chain\"",
+                           "id=\"norms\"", "id=\"heads\"", "id=\"ties\"", "id=\"leak\"", "id=\"capture\"",
+                           "id=\"remedies\"", "id=\"lead\"", "id=\"repeat\"", "id=\"words\""}) {
     const size_t at = html.find(part);
     ASSERT_NE(at, std::string::npos) << part;
     EXPECT_GT(at, last) << part;
@@ -277,8 +281,11 @@ TEST_F(ReportTest, has_every_panel_in_the_order_of_the_story) {
   EXPECT_TRUE(has(html, "symptom since step 0"));
   EXPECT_TRUE(has(html, "attention.plan"));
   EXPECT_TRUE(has(html, "evenkeel train --config " + (a / "config.toml").string()));
-  // What no capture shows says so and how to get it.
-  EXPECT_TRUE(has(html, "evenkeel capture"));
+  // What no capture shows is said once, with how to get it.
+  EXPECT_EQ(times(html, "No capture of this run"), 1u);
+  EXPECT_EQ(times(html, "evenkeel capture"), 1u);
+  // The offset, the main signal, is the first drawing.
+  EXPECT_LT(html.find("id=\"offset-0-0\""), html.find("id=\"loss-chart\""));
 }
 
 TEST_F(ReportTest, a_verdict_fills_the_chain) {
@@ -379,7 +386,7 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
        "is of schema 99, which is newer"},
       {"order", {{"metrics.jsonl", out_of_order}}, ""},
       {"shapes",
-       {{"metrics.jsonl", good + "{\"step\":20,\"loss\":\"NaN\",\"largest_row_mean\":[[1]],\"probe\":{\"norm_"
+       {{"metrics.jsonl", good + "{\"step\":20,\"loss\":\"NaN\",\"offset\":[[1]],\"probe\":{\"norm_"
                                  "q\":3,\"norms\":[1]}}\n"}},
        ""},
       {"nan",
@@ -392,7 +399,7 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
          good +
              "{\"step\":1099511627776,\"loss\":1}\n{\"step\":-4,\"loss\":1}\n{\"step\":1e300,\"loss\":1}\n"}},
        ""},
-      {"one", {{"metrics.jsonl", "{\"step\":5,\"loss\":1.5,\"largest_row_mean\":[[0]]}\n"}}, ""},
+      {"one", {{"metrics.jsonl", "{\"step\":5,\"loss\":1.5,\"offset\":[[0]]}\n"}}, ""},
       {"findings",
        {{"metrics.jsonl", good}, {"findings.json", "{"}},
        "findings.json is there, but it is no JSON object"},
@@ -432,14 +439,14 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
   }
   // What is there is shown: the good lines of the damaged file, by their number.
   const RunRecords middle = read_run(folder_ / "middle");
-  EXPECT_EQ(middle.steps.size(), 3u);  // the run went back to step 0
+  EXPECT_EQ(middle.metrics.steps.size(), 3u);  // the run went back to step 0
   const RunRecords order = read_run(folder_ / "order");
-  EXPECT_EQ(order.steps, (std::vector<int64_t>{0, 1, 2, 4, 5}));
-  EXPECT_EQ(order.facts.at("largest_row_mean").steps, order.steps);
-  EXPECT_EQ(order.norm_steps, order.steps);
+  EXPECT_EQ(order.metrics.steps, (std::vector<int64_t>{0, 1, 2, 4, 5}));
+  EXPECT_EQ(order.metrics.of(HeadFact::offset).steps, order.metrics.steps);
+  EXPECT_EQ(order.metrics.probe_loss.steps, order.metrics.steps);
   const RunRecords shapes = read_run(folder_ / "shapes");
-  EXPECT_EQ(shapes.steps.size(), 21u);
-  EXPECT_EQ(shapes.facts.at("largest_row_mean").steps.size(), 20u);
+  EXPECT_EQ(shapes.metrics.steps.size(), 21u);
+  EXPECT_EQ(shapes.metrics.of(HeadFact::offset).steps.size(), 20u);
   // A folder that is not there, beside one that is.
   const std::string html = page_of({folder_ / "none", folder_ / "torn"});
   EXPECT_TRUE(has(html, "there is no such folder"));
@@ -447,17 +454,15 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
 }
 
 TEST(RunRecords, a_probe_is_of_its_own_step) {
-  RunRecords run;
-  read_metrics(
+  const Metrics metrics = parse_metrics(
       "{\"step\":48,\"loss\":1}\n"
       "{\"step\":49,\"loss\":1,\"probe\":{\"step\":0,\"entropy\":[[1]],\"norms\":{\"a\":1}}}\n"
       "{\"step\":99,\"loss\":1,\"probe\":{\"step\":50,\"entropy\":[[2]]}}\n"
       "{\"step\":149,\"loss\":1,\"probe\":{\"step\":7,\"entropy\":[[3]]}}\n"     // before the last one
       "{\"step\":199,\"loss\":1,\"probe\":{\"step\":1000,\"entropy\":[[4]]}}\n"  // of the future
-      "{\"step\":249,\"loss\":1,\"probe\":{\"entropy\":[[5]]}}\n",
-      run);
-  EXPECT_EQ(run.probes.at("entropy").steps, (std::vector<int64_t>{0, 50, 51, 199, 249}));
-  EXPECT_EQ(run.norm_steps.front(), 0);
+      "{\"step\":249,\"loss\":1,\"probe\":{\"entropy\":[[5]]}}\n");
+  EXPECT_EQ(metrics.probes.at("entropy").steps, (std::vector<int64_t>{0, 50, 51, 199, 249}));
+  EXPECT_EQ(metrics.norms.at("a").steps.front(), 0);
 }
 
 TEST_F(ReportTest, runs_of_one_name_are_told_apart) {
@@ -643,10 +648,9 @@ TEST_F(ReportTest, the_command_on_a_real_run) {
   const std::string html = read_whole_file(folder_ / "page.html", 1 << 24);
   EXPECT_EQ(told["bytes"], html.size());
   expect_sound(html);
-  for (const char* part :
-       {"id=\"loss-chart\"", "id=\"norms-0\"", "id=\"wq-1\"", "id=\"ties-chart\"", "id=\"residual-sum\"",
-        "id=\"common-0-1\"", "id=\"pk\"", "id=\"x\"", "id=\"pkx-0\"", "id=\"d-o\"", "id=\"v-map\"",
-        "id=\"trace\"", "class=\"addition\""})
+  for (const char* part : {"id=\"loss-chart\"", "id=\"norms-0\"", "id=\"wq-1\"", "id=\"ties-chart\"",
+                           "id=\"leak-sum\"", "id=\"offset-0-1\"", "id=\"pk\"", "id=\"x\"", "id=\"pkx-0\"",
+                           "id=\"d-o\"", "id=\"v-map\"", "id=\"trace\"", "class=\"addition\""})
     EXPECT_TRUE(has(html, part)) << part;
   EXPECT_FALSE(has(html, "no number to draw"));
   // A capture of elsewhere.

@@ -53,8 +53,8 @@ TEST_F(TrainerTest, learns_and_records_every_step) {
     EXPECT_GT(lines[n]["gradient_norm"], 0);
     EXPECT_EQ(lines[n].contains("largest_score"), n % 3 == 0);
     if (n % 3 == 0) {
-      EXPECT_EQ(lines[n]["largest_row_mean"].size(), 1u);     // layers
-      EXPECT_EQ(lines[n]["largest_row_mean"][0].size(), 2u);  // heads
+      EXPECT_EQ(lines[n]["offset"].size(), 1u);     // layers
+      EXPECT_EQ(lines[n]["offset"][0].size(), 2u);  // heads
     }
   }
   EXPECT_LT(lines.back()["loss"].get<double>(), lines.front()["loss"].get<double>() - 1);

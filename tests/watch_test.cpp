@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <fstream>
@@ -230,6 +231,22 @@ TEST_F(WatchCommand, shows_a_run_that_trains_stops_and_goes_on_until_it_is_ended
   EXPECT_TRUE(events.hears_the_end());
   EXPECT_EQ(line(), "Ctrl-C ends it\n");
   EXPECT_EQ(line().substr(0, 6), "ended;");
+}
+
+// Files that a reader would wait for, or read without end.
+TEST_F(WatchCommand, ends_at_the_first_interrupt_beside_pipes_and_devices) {
+  const fs::path run = folder / "run";
+  fs::create_directories(run);
+  ASSERT_EQ(::mkfifo((run / "config.toml").c_str(), 0600), 0);
+  ASSERT_EQ(::mkfifo((run / "guard.jsonl").c_str(), 0600), 0);
+  fs::create_symlink("/dev/zero", run / "metrics.jsonl");
+  fs::create_symlink("/dev/zero", run / "verdict.json");
+  start(fmt::format("--port 0 '{}'", run.string()));
+  const HttpReply page = http_get(port, "/");
+  EXPECT_EQ(page.status, 200);
+  EXPECT_NE(page.body.find("expected a regular file, found a pipe"), std::string::npos);
+  EXPECT_NE(page.body.find("expected a regular file, found a device"), std::string::npos);
+  EXPECT_EQ(end_by(SIGINT), 0);
 }
 
 TEST_F(WatchCommand, says_what_it_expected) {

@@ -274,8 +274,19 @@ def probe(call, layer, plan):
 
 
 def _short(x):
-    """Five digits, as the trainer's records have; None for what is not finite."""
-    return float(f"{x:.4e}") if math.isfinite(x) else None
+    """Five digits, as the trainer's records have."""
+    return float(f"{x:.4e}") if math.isfinite(x) else x
+
+
+def _worded(value):
+    """The same for JSON, which has no word for NaN and infinities: the strings that src/records writes and reads."""
+    if isinstance(value, dict):
+        return {name: _worded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_worded(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def spectral_norms(model):
@@ -296,9 +307,10 @@ def spectral_norms(model):
     return norms
 
 
-# Of the probes, those that the trainer's records have beside the step, too.
-_BESIDE_STEP = ("mean_lse", "largest_lse", "tied_rows", "residual_mean", "residual_error", "residual_rms", "delta_rms",
-                "largest_score", "largest_row_mean")
+# Of the probes, those that the trainer's records have beside the step, too: the facts of src/records/schema.h, in its order
+# (a test compares them).
+_FACTS = ("largest_score", "offset", "mean_lse", "largest_lse", "tied_rows", "leak_mean", "leak_error", "leak_rms",
+          "delta_rms")
 
 
 class Monitor:
@@ -311,9 +323,9 @@ class Monitor:
 
     Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given; with evenkeel's attention, not
     compiled, mean_lse and largest_lse of every layer and head too. Every `every`-th step the
-    attention of the first forward pass is recorded and probed: log-sum-exp, common mode, ties, residual, largest scores,
+    attention of the first forward pass is recorded and probed: log-sum-exp, offset, ties, leak, largest scores,
     spectral norms, for every layer and head, on the first `sequences` sequences and `rows` rows.
-    plan: the arithmetic that ties and residuals are computed with; by default FlashAttention-2's for BF16, none for FP32.
+    plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
     A compiled model must be given as torch.compile returned it; recorded steps run without the compiler.
     """
 
@@ -378,9 +390,7 @@ class Monitor:
         if self._recording is not None:
             line.update(self._probed(self._recording, line["loss"]))
             self._recording = None
-        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in line.items()}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(_worded(line), allow_nan=False) + "\n")
         self._file.flush()
         self._next += 1
         self._began = time.perf_counter()
@@ -404,9 +414,9 @@ class Monitor:
             fields["delta_error_running"] = running
         by_head = {name: [[_short(x) for x in fields[name]] for fields in layers] for name in layers[0]}
         sequences = calls[0].q.shape[0]
-        probed = {"step": self._next, "loss": loss if math.isfinite(loss) else None, "sequences": sequences,
+        probed = {"step": self._next, "loss": loss, "sequences": sequences,
                   "rows": sequences * calls[0].q.shape[2], **by_head, "norms": spectral_norms(self.model)}
-        return {"fact_sequences": sequences, **{name: by_head[name] for name in _BESIDE_STEP}, "probe": probed}
+        return {"fact_sequences": sequences, **{name: by_head[name] for name in _FACTS}, "probe": probed}
 
     def close(self):
         for handle in self._handles:

@@ -112,9 +112,9 @@ def train(plan=None, stabiliser=None, steps=400, out=None, every=50, text=None, 
     offsets = {}
     if out is not None:
         for line in map(json.loads, (pathlib.Path(out) / "metrics.jsonl").read_text().splitlines()):
-            if "largest_row_mean" in line:
-                offsets[line["step"]] = max(x if x is not None else math.inf for layer in line["largest_row_mean"]
-                                            for x in layer)
+            if "offset" in line:
+                sizes = [float(x) for layer in line["offset"] for x in layer]  # "NaN" and "Infinity" are words of float's
+                offsets[line["step"]] = max(x if math.isfinite(x) else math.inf for x in sizes)
     return losses, offsets
 
 

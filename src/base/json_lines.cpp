@@ -30,13 +30,29 @@ bool has_only_finite(const Json& value) {
   return !value.is_structured() || std::all_of(value.begin(), value.end(), has_only_finite);
 }
 
-Json with_words(const Json& value) {
-  if (value.is_number_float() && !std::isfinite(value.get<double>()))
-    return std::isnan(value.get<double>()) ? "NaN" : value.get<double>() > 0 ? "Infinity" : "-Infinity";
-  Json copy = value;
-  if (copy.is_structured())
-    for (Json& element : copy) element = with_words(element);
-  return copy;
+// The bare words of Python's json, outside strings, as strings.
+std::string with_quoted_words(std::string_view line) {
+  std::string out;
+  bool in_string = false;
+  for (size_t n = 0; n < line.size();) {
+    if (in_string) {
+      if (line[n] == '\\' && n + 1 < line.size()) out += line[n++];
+      in_string = line[n] != '"';
+      out += line[n++];
+      continue;
+    }
+    size_t length = 0;
+    for (const std::string_view word : {"NaN", "Infinity", "-Infinity"})
+      if (line.substr(n).starts_with(word)) length = word.size();
+    if (length > 0) {
+      out += fmt::format("\"{}\"", line.substr(n, length));
+      n += length;
+      continue;
+    }
+    in_string = line[n] == '"';
+    out += line[n++];
+  }
+  return out;
 }
 
 // How much of the file is whole lines: the place behind the last newline at or before `size`.
@@ -104,7 +120,13 @@ class LineParser {
       require_data(line_size_ <= kLongestLine, "at most {} bytes, found {}", kLongestLine, line_size_);
       require_data(line_size_ > 0, "a JSON object, found an empty line");
       require_data(line_.find('\0') == std::string::npos, "a JSON object, found a NUL byte");
-      object = Json::parse(line_, Strictness());
+      try {
+        object = Json::parse(line_, Strictness());
+      } catch (const Json::parse_error&) {
+        const std::string quoted = with_quoted_words(line_);
+        if (quoted == line_) throw;
+        object = Json::parse(quoted, Strictness());
+      }
       require_data(object->is_object(), "a JSON object, found {} {}", object->is_array() ? "an" : "a",
                    object->type_name());
     } catch (const DataError& error) {
@@ -157,7 +179,7 @@ JsonLinesWriter::~JsonLinesWriter() {
 void JsonLinesWriter::write(const Json& object) {
   require(object.is_object(), "[json_lines] expected an object, found a {}", object.type_name());
   try {
-    waiting_ += has_only_finite(object) ? object.dump() : with_words(object).dump();
+    waiting_ += has_only_finite(object) ? object.dump() : json_with_words(object).dump();
     waiting_ += '\n';
   } catch (const Json::exception&) {
     throw std::invalid_argument("[json_lines] expected strings in UTF-8, found one that is not");
@@ -176,6 +198,15 @@ void JsonLinesWriter::flush() {
 void JsonLinesWriter::sync() {
   flush();
   file_.sync();
+}
+
+Json json_with_words(const Json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>()))
+    return std::isnan(value.get<double>()) ? "NaN" : value.get<double>() > 0 ? "Infinity" : "-Infinity";
+  Json copy = value;
+  if (copy.is_structured())
+    for (Json& element : copy) element = json_with_words(element);
+  return copy;
 }
 
 std::optional<double> json_number(const Json& value) {
@@ -198,8 +229,7 @@ JsonLinesResult read_json_lines(const std::filesystem::path& path,
   // Read, not mapped: a writer may cut off a torn line meanwhile.
   const std::string name = path.string();
   const auto reason = [] { return std::generic_category().message(errno); };
-  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  require_data(file.valid(), "{}: cannot open it: {}", name, reason());
+  const FileDescriptor file = open_regular_file(path);
   LineParser parser(name, take);
   std::string piece(kPiece, '\0');
   for (;;) {

@@ -49,6 +49,8 @@ class JsonLinesWriter {
   size_t lines_waiting_ = 0;
 };
 
+// The same with words for the numbers that are not finite.
+nlohmann::json json_with_words(const nlohmann::json& value);
 // A number as JsonLinesWriter wrote it; nothing if it is none.
 std::optional<double> json_number(const nlohmann::json& value);
 
@@ -73,8 +75,9 @@ struct JsonLinesResult {
   size_t torn_bytes = 0;  // behind the last newline: what a killed writer left; never read
 };
 
-// Calls back for every line that holds an object (names once in each, nested at most 64 deep), in order.
-// A bad line is a fault and ends nothing; only a file that cannot be read is a DataError.
+// Calls back for every line that holds an object (names once in each, nested at most 64 deep), in order. The bare words NaN,
+// Infinity and -Infinity, which Python's json writes, are taken as JsonLinesWriter's strings. A bad line is a fault and ends
+// nothing; only a file that is no regular file, or cannot be read, is a DataError.
 JsonLinesResult read_json_lines(const std::filesystem::path& path,
                                 const std::function<void(const JsonLine&)>& take);
 JsonLinesResult parse_json_lines(std::string_view text, const std::string& file,

@@ -222,9 +222,9 @@ void write_whole_file(const fs::path& path, Bytes bytes) {
   writer.commit();
 }
 
-std::string read_whole_file(const fs::path& path, size_t limit) {
-  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file.valid()) fail("{}: cannot open it", path.string());
+namespace {
+
+std::string read_all(const FileDescriptor& file, const fs::path& path, size_t limit) {
   struct stat status;
   if (::fstat(file.get(), &status) != 0) fail("{}: cannot look at it", path.string());
   require_data(!S_ISDIR(status.st_mode), "{}: expected a file, found a folder", path.string());
@@ -247,14 +247,33 @@ std::string read_whole_file(const fs::path& path, size_t limit) {
   }
 }
 
-MappedFile::MappedFile(const fs::path& path) {
+}  // namespace
+
+std::string read_whole_file(const fs::path& path, size_t limit) {
+  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file.valid()) fail("{}: cannot open it", path.string());
+  return read_all(file, path, limit);
+}
+
+std::string read_regular_file(const fs::path& path, size_t limit) {
+  return read_all(open_regular_file(path), path, limit);
+}
+
+FileDescriptor open_regular_file(const fs::path& path) {
   // Without O_NONBLOCK, opening a pipe would wait for its writer.
-  const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.valid()) fail("{}: cannot open it", path.string());
   struct stat status;
   if (::fstat(file.get(), &status) != 0) fail("{}: cannot look at it", path.string());
   require_data(S_ISREG(status.st_mode), "{}: expected a regular file, found {}", path.string(),
                kind_of(status.st_mode));
+  return file;
+}
+
+MappedFile::MappedFile(const fs::path& path) {
+  const FileDescriptor file = open_regular_file(path);
+  struct stat status;
+  if (::fstat(file.get(), &status) != 0) fail("{}: cannot look at it", path.string());
   const auto size = static_cast<size_t>(status.st_size);
   if (size == 0) return;  // nothing to map
   void* const start = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);

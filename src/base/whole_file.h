@@ -67,6 +67,10 @@ inline void write_whole_file(const std::filesystem::path& path, std::string_view
 
 // Also reads what has no size in advance, such as a pipe. Refuses more than `limit` bytes.
 std::string read_whole_file(const std::filesystem::path& path, size_t limit);
+// The same of a regular file alone: a pipe, which would keep its reader waiting, and a device are refused.
+std::string read_regular_file(const std::filesystem::path& path, size_t limit);
+// Open for reading, without waiting for anybody. DataError where it is no regular file.
+FileDescriptor open_regular_file(const std::filesystem::path& path);
 
 // A regular file as memory, read-only. Whoever shortens the file in place meanwhile kills the reader, which
 // is why nothing here does so to a file that is mapped.

@@ -248,7 +248,7 @@ int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
   heading("\n2. Which rounding did it", colour);
   fmt::print("$ evenkeel isolate {} --steps {}\n", runs[0].folder.string(), scale.replay_steps);
   Replays::Options of_replays;
-  of_replays.file = runs[0].folder / "isolate.json";
+  of_replays.keep = true;
   Replays replays(runs[0].folder, of_replays);
   IsolateOptions of_search;
   of_search.steps = scale.replay_steps;

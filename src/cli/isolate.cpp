@@ -11,6 +11,7 @@
 #include "base/threads.h"
 #include "cli/options.h"
 #include "diagnosis/isolate.h"
+#include "records/schema.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -61,7 +62,7 @@ void print_text(const Isolation& found, const Replays& replays, bool colour) {
   if (!replays.trials().empty())
     fmt::print("{} replays of at most {} steps, {} of them now; kept in {}\n", replays.trials().size(),
                found.evidence.window.end - found.evidence.window.begin, replays.fresh_trials(),
-               (replays.run() / "isolate.json").string());
+               record_path(replays.run(), RecordFile::isolate).string());
 }
 
 // Kept beside the replays, where the report finds it; then printed.
@@ -110,7 +111,7 @@ int run_isolate(int argc, char** argv) {
   Replays::Options of_replays;
   if (!backend.empty()) of_replays.backend = parse_backend(backend);
   of_replays.budget = budget;
-  of_replays.file = fs::path(words[0]) / "isolate.json";
+  of_replays.keep = true;
   of_replays.progress = [&](const TrialSetup& setup, int64_t step, const Window& window) {
     line.show(setup, step, window);
   };
@@ -143,7 +144,7 @@ int run_verdict(int argc, char** argv) {
   if (!options.parse(argc, argv)) return 0;
   Replays::Options of_replays;
   of_replays.budget = 0;
-  of_replays.file = fs::path(words[0]) / "isolate.json";
+  of_replays.keep = true;
   Replays replays(words[0], of_replays);
   IsolateOptions of_search;
   // The stretch that was searched (the last one looked at), not the one that would be chosen now.

@@ -363,7 +363,7 @@ int run_probe(int argc, char** argv) {
     require(run_step.has_value(),
             "'{}': expected a capture's file or RUN@STEP, as in runs/a@300; found neither", target);
     for (Capture& capture : replay_captures(*run_step, wanted)) captures.push_back(std::move(capture));
-    ProbeHistory history = read_probe_history(run_step->run / "metrics.jsonl");
+    ProbeHistory history = read_probe_history(run_step->run);
     if (history.steps.size() > 1) {
       if (json)
         histories.push_back({{"run", run_step->run.filename().string()}, {"history", to_json(history)}});

@@ -328,8 +328,7 @@ int run_sample(int argc, char** argv) {
 
   namespace fs = std::filesystem;
   const fs::path folder = words[0];
-  RunConfig config;
-  read_run_config(folder / "config.toml", config);
+  const RunConfig config = config_of_run(folder);
   const std::vector<Checkpoint> checkpoints = find_checkpoints(folder / "checkpoints");
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none",
                (folder / "checkpoints").string());

@@ -7,6 +7,8 @@
 
 #include "base/error.h"
 #include "diagnosis/verdict.h"
+#include "records/metrics.h"
+#include "training/head_facts.h"
 
 namespace evenkeel {
 namespace {
@@ -14,17 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-Json to_json(const GuardEvent& event, int64_t H) {
-  Json heads = Json::array();
-  for (const int64_t head : event.heads) heads.push_back({head / H, head % H});
-  Json json = {{"step", event.step},
-               {"kind", name(event.kind)},
-               {"heads", heads},
-               {"plan", event.clauses},
-               {"words", event.words}};
-  if (event.to >= 0) json["to"] = event.to;
-  return json;
-}
+// The figures that the guard follows.
+constexpr HeadFact kFollowed[] = {HeadFact::largest_lse, HeadFact::leak_rms, HeadFact::delta_rms};
 
 }  // namespace
 
@@ -39,21 +32,19 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
         plan_.at(static_cast<int>(head / H), static_cast<int>(head % H)).stabiliser == Stabiliser::zero_sum;
   }
   std::error_code error;
-  if (next_step > 0 && fs::exists(folder / "metrics.jsonl", error))
-    read_json_lines(folder / "metrics.jsonl", [&](const JsonLine& line) {
-      const auto step = line.object.find("step");
-      if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step)
-        return;
-      int64_t layers = config.model.layers, heads = H;
-      const auto of = [&](const char* field) {
-        const auto found = line.object.find(field);
-        return found == line.object.end() ? std::vector<double>() : from_heads(*found, layers, heads);
-      };
-      const std::vector<double> lse = of("largest_lse"), residual = of("residual_rms"),
-                                delta = of("delta_rms");
-      // A run that had no guard has no residuals, and log-sum-exps only now and then.
-      if (!lse.empty()) follow(step->get<int64_t>(), lse, residual, delta);
-    });
+  if (next_step > 0 && fs::exists(record_path(folder, RecordFile::metrics), error)) {
+    const Metrics before = read_metrics(folder, {config.model.layers, H});
+    const auto of = [&](HeadFact fact, size_t line) {
+      const std::span<const double> values = before.of(fact).of_line(line);
+      return std::vector<double>(values.begin(), values.end());
+    };
+    for (size_t line = 0; line < before.steps.size() && before.steps[line] < next_step; ++line) {
+      const std::vector<double> lse = of(HeadFact::largest_lse, line);
+      // A run that had no guard has no leaks, and log-sum-exps only now and then.
+      if (!lse.empty())
+        follow(before.steps[line], lse, of(HeadFact::leak_rms, line), of(HeadFact::delta_rms, line));
+    }
+  }
   // A remedy of before is no reason to go back: so a run goes back once a head at most, and not round and round.
   for (Head& head : heads_) head.at_remedy = std::numeric_limits<double>::infinity();
 }
@@ -66,27 +57,12 @@ void Guard::prepare(int64_t step, StepContext& context) {
 
 void Guard::see(int64_t step, double loss, Gpt2& model, Json& line) {
   if (inner_) inner_->see(step, loss, model, line);
-  const auto by_head = [&](auto HeadFacts::*value) {
-    std::vector<double> values;
-    for (const HeadFacts& facts : model.facts()) values.push_back(static_cast<double>(facts.*value));
-    return values;
-  };
-  const std::vector<double> lse = by_head(&HeadFacts::largest_lse),
-                            residual = by_head(&HeadFacts::residual_rms),
-                            delta = by_head(&HeadFacts::delta_rms);
-  const auto record = [&](const char* field, const std::vector<double>& values) {
-    if (line.contains(field)) return;
-    Json layers = Json::array();
-    for (int64_t l = 0; l < config_.model.layers; ++l) {
-      const auto first = values.begin() + l * config_.model.heads;
-      layers.push_back(std::vector<double>(first, first + config_.model.heads));
-    }
-    line[field] = std::move(layers);
-  };
-  record("largest_lse", lse);
-  record("residual_rms", residual);
-  record("delta_rms", delta);
-  follow(step, lse, residual, delta);
+  for (const HeadFact fact : kFollowed)
+    if (!line.contains(name(fact)))
+      add_fact(line, fact, config_.model.layers, config_.model.heads, values_of(model.facts(), fact),
+               /*every_digit=*/true);
+  follow(step, values_of(model.facts(), HeadFact::largest_lse), values_of(model.facts(), HeadFact::leak_rms),
+         values_of(model.facts(), HeadFact::delta_rms));
   decide(step, model);
   if (event_) line["guard"] = to_json(*event_, config_.model.heads);
 }
@@ -206,8 +182,7 @@ GuardedRun::~GuardedRun() {
 void GuardedRun::watch() {
   const RunConfig& config = trainer_->config();
   StepWatcher* watcher = nullptr;
-  if (config.probe_every > 0)
-    watcher = &probes_.emplace(config, folder_ / "metrics.jsonl", trainer_->next_step());
+  if (config.probe_every > 0) watcher = &probes_.emplace(config, folder_, trainer_->next_step());
   if (config.guard != GuardMode::off)
     watcher = &guard_.emplace(config, folder_, trainer_->next_step(), watcher);
   trainer_->set_watcher(watcher);
@@ -219,11 +194,7 @@ StepReport GuardedRun::step(bool stop_asked) {
   const std::optional<GuardEvent> event = guard_->take();
   if (!event) return report;
   events_.push_back(*event);
-  {
-    JsonLinesWriter record(folder_ / "guard.jsonl");
-    record.write(to_json(*event, trainer_->config().model.heads));
-    record.sync();
-  }
+  append_guard_event(folder_, *event, trainer_->config().model.heads);
   if (event->kind == GuardEvent::Kind::remedy && !trainer_->done()) trainer_->change_plan(event->clauses);
   if (event->kind == GuardEvent::Kind::roll_back) {
     const Backend backend = trainer_->config().backend;

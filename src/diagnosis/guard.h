@@ -18,29 +18,13 @@
 #include <string>
 #include <vector>
 
-#include "base/json_lines.h"
 #include "diagnosis/indicators.h"
 #include "diagnosis/probe_recorder.h"
 #include "diagnosis/replays.h"
+#include "records/events.h"
 #include "training/trainer.h"
 
 namespace evenkeel {
-
-struct GuardEvent {
-  enum class Kind {
-    warning,    // the heads drift; nothing was done
-    remedy,     // they have the remedy from the next step on
-    roll_back,  // the same, from the checkpoint of step `to` on
-  };
-  Kind kind = Kind::warning;
-  int64_t step = 0;
-  std::vector<int64_t> heads;  // l H + h, ascending
-  std::string clauses;         // what was or would be added to the plan
-  int64_t to = -1;
-  std::string words;  // with the figures
-};
-inline constexpr std::string_view kGuardEventNames[] = {"warning", "remedy", "roll_back"};
-constexpr std::string_view name(GuardEvent::Kind kind) { return kGuardEventNames[static_cast<size_t>(kind)]; }
 
 class Guard : public StepWatcher {
  public:

@@ -3,94 +3,85 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "base/json_lines.h"
 #include "base/toml.h"
-#include "diagnosis/probe_recorder.h"
+#include "diagnosis/probes.h"
 #include "diagnosis/replays.h"
+#include "records/record_json.h"
 
 namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr size_t kRules = kRuleNames.size();
 
 // --- what a line says of each indicator
 
-// One line of metrics.jsonl, by head where it is.
+// One line of the records, by head where it is.
 class Line {
  public:
-  Line(const Json& object, int64_t& L, int64_t& H, int64_t& misshapen)
-      : object_(object), L_(L), H_(H), misshapen_(misshapen) {
-    const auto found = object.find("probe");
-    if (found != object.end() && found->is_object()) probe_ = &*found;
+  Line(const Metrics& metrics, size_t number) : metrics_(metrics), number_(number) {}
+  // (L H), of the step's own facts or else of its probe; empty where neither is recorded.
+  std::vector<double> heads(std::string_view field) const {
+    for (size_t n = 0; n < kHeadFactCount; ++n)
+      if (kHeadFactNames[n] == field)
+        if (const auto values = metrics_.facts[n].of_line(number_); !values.empty())
+          return {values.begin(), values.end()};
+    const auto probe = metrics_.probes.find(field);
+    if (probe == metrics_.probes.end()) return {};
+    const std::span<const double> values = probe->second.of_line(number_);
+    return {values.begin(), values.end()};
   }
-  // (L H), of the step's own facts or else of its probe; empty where there is no such field, or none of that shape.
-  std::vector<double> heads(const char* field) const {
-    for (const Json* from : {&object_, probe_})
-      if (from)
-        if (const auto found = from->find(field); found != from->end()) {
-          std::vector<double> values = from_heads(*found, L_, H_);
-          misshapen_ += values.empty();
-          return values;
-        }
-    return {};
+  // NaN is as bad as an infinity where a number is always known.
+  std::vector<double> number(const Series& series) const {
+    const std::span<const double> value = series.of_line(number_);
+    if (value.empty()) return {};
+    return {std::isnan(value[0]) ? kInfinity : value[0]};
   }
-  // The same, size by size: NaN is as bad as an infinity where a number is always known.
-  std::vector<double> known_heads(const char* field) const {
-    std::vector<double> values = heads(field);
-    for (double& value : values)
-      if (std::isnan(value)) value = kInfinity;
-    return values;
-  }
-  std::vector<double> number(const char* field) const {
-    const auto found = object_.find(field);
-    const std::optional<double> value = found == object_.end() ? std::nullopt : json_number(*found);
-    if (!value) return {};
-    return {std::isnan(*value) ? kInfinity : *value};
-  }
-  std::vector<double> ratio(const char* above, const char* below) const {
-    std::vector<double> a = heads(above);
-    const std::vector<double> b = heads(below);
-    if (a.size() != b.size()) return {};
-    for (size_t n = 0; n < a.size(); ++n) a[n] = a[n] == 0 ? 0 : a[n] / b[n];
-    return a;
-  }
+  const Metrics& metrics() const { return metrics_; }
 
  private:
-  const Json& object_;
-  const Json* probe_ = nullptr;
-  int64_t &L_, &H_, &misshapen_;
+  const Metrics& metrics_;
+  const size_t number_;
 };
 
-// Sizes, (L H) or one of the whole run; residual_z keeps its sign. Empty: not recorded here. In the order of kIndicators.
-using Read = std::vector<double> (*)(const Line&);
-constexpr std::array<Read, kIndicators.size()> kReads = {
-    [](const Line& line) { return line.known_heads("largest_lse"); },
-    [](const Line& line) { return line.heads("largest_row_mean"); },
-    [](const Line& line) { return line.heads("largest_score"); },
-    [](const Line& line) { return line.ratio("residual_mean", "residual_error"); },
-    [](const Line& line) { return line.ratio("residual_rms", "delta_rms"); },
-    [](const Line& line) { return line.heads("leak_share"); },
-    [](const Line& line) { return line.heads("delta_error_running"); },
-    [](const Line& line) { return line.heads("tied_rows"); },
-    [](const Line& line) { return line.heads("norm_q"); },
-    [](const Line& line) { return line.heads("norm_k"); },
-    [](const Line& line) {
-      std::vector<double> values = line.heads("score_entropy");
+// Sizes, (L H) or one of the whole run; a ratio keeps its sign. Empty: not recorded here.
+std::vector<double> read_indicator(const Indicator& indicator, const Line& line) {
+  switch (indicator.reading) {
+    case Reading::loss:
+      return line.number(line.metrics().loss);
+    case Reading::gradient_norm:
+      return line.number(line.metrics().gradient_norm);
+    case Reading::size:
+      return line.heads(indicator.field);
+    case Reading::known_size: {
+      std::vector<double> values = line.heads(indicator.field);
+      for (double& value : values)
+        if (std::isnan(value)) value = kInfinity;
+      return values;
+    }
+    case Reading::inverse: {
+      std::vector<double> values = line.heads(indicator.field);
       for (double& value : values) value = 1 / value;
       return values;
-    },
-    [](const Line& line) { return line.number("loss"); },
-    [](const Line& line) { return line.number("gradient_norm"); },
-};
-constexpr size_t kLogSumExp = 0, kResidualZ = 3;
-static_assert(kIndicators[kLogSumExp].name == "log_sum_exp" && kIndicators[kResidualZ].name == "residual_z");
+    }
+    case Reading::ratio:
+    case Reading::signed_ratio: {
+      std::vector<double> a = line.heads(indicator.field);
+      const std::vector<double> b = line.heads(indicator.over);
+      if (a.size() != b.size()) return {};
+      for (size_t n = 0; n < a.size(); ++n) a[n] = a[n] == 0 ? 0 : a[n] / b[n];
+      return a;
+    }
+  }
+  return {};
+}
+
+constexpr size_t kLogSumExp = 0;
+static_assert(kIndicators[kLogSumExp].name == "log_sum_exp");
 
 double octaves(double size, double least) {
   // Not std::clamp: infinities are kHighestRung.
@@ -134,9 +125,9 @@ class Trail {
 };
 
 // One indicator of one head on its way through a run.
-class Series {
+class SeriesOfHead {
  public:
-  Series(double least, bool has_sign, int64_t warmup)
+  SeriesOfHead(double least, bool has_sign, int64_t warmup)
       : least_(least),
         has_sign_(has_sign),
         warmup_(warmup),
@@ -196,20 +187,104 @@ std::string shared_settings(RunConfig config) {
   return to_toml(to_toml_table(config));
 }
 
-std::optional<RunConfig> config_of(const fs::path& folder, std::vector<std::string>& notes) {
-  std::error_code error;
-  if (!fs::exists(folder / "config.toml", error)) {
-    notes.push_back("no config.toml: taken to have no warm-up and no twin");
-    return std::nullopt;
-  }
+// read: gives the run's settings, nothing where there are none.
+template <class Read>
+std::optional<RunConfig> config_of(Read read, std::vector<std::string>& notes) {
   try {
+    const std::optional<TomlTable> table = read();
+    if (!table) {
+      notes.push_back("no config.toml: taken to have no warm-up and no twin");
+      return std::nullopt;
+    }
     RunConfig config;
-    read_run_config(folder / "config.toml", config);
+    read_run_config(*table, config);
     return config;
   } catch (const std::exception& problem) {
     notes.push_back(fmt::format("{}: taken to have no warm-up and no twin", problem.what()));
     return std::nullopt;
   }
+}
+
+// Every indicator of every head on its way through a run.
+class IndicatorReader {
+ public:
+  explicit IndicatorReader(IndicatorRun& run) : run_(run) {}
+
+  void see(int64_t step, const Line& line) {
+    for (size_t i = 0; i < kIndicators.size(); ++i) {
+      const std::vector<double> values = read_indicator(kIndicators[i], line);
+      if (values.empty()) continue;
+      ++recorded_[i];
+      if (series_[i].empty())
+        series_[i].assign(
+            values.size(),
+            SeriesOfHead(kIndicators[i].least, kIndicators[i].reading == Reading::signed_ratio, run_.warmup));
+      see_indicator(i, step, values);
+    }
+    see_guard(step, line);
+  }
+
+  std::string not_recorded() const {
+    std::string missing;
+    for (size_t i = 0; i < kIndicators.size(); ++i)
+      if (recorded_[i] == 0)
+        missing +=
+            fmt::format("{}{} ({})", missing.empty() ? "" : ", ", kIndicators[i].name, needs(kIndicators[i]));
+    return missing;
+  }
+
+ private:
+  void see_indicator(size_t i, int64_t step, const std::vector<double>& values) {
+    std::array<std::optional<Reached>, kRules> highest;
+    for (size_t n = 0; n < values.size(); ++n) {
+      if (std::isnan(values[n])) continue;
+      const auto rungs = series_[i][n].take(step, values[n]);
+      const int64_t head = kIndicators[i].by_head() ? static_cast<int64_t>(n) : -1;
+      for (size_t r = 0; r < kRules; ++r)
+        if (rungs[r] && (!highest[r] || *rungs[r] > highest[r]->rung)) highest[r] = {*rungs[r], step, head};
+    }
+    for (size_t r = 0; r < kRules; ++r) {
+      if (!highest[r]) continue;
+      std::vector<Reached>& reached = run_.reached[i][r];
+      if (reached.empty() || highest[r]->rung > reached.back().rung) reached.push_back(*highest[r]);
+    }
+  }
+
+  void see_guard(int64_t step, const Line& line) {
+    const std::vector<double> lse = line.heads(name(HeadFact::largest_lse)),
+                              leak = line.heads(name(HeadFact::leak_rms)),
+                              delta = line.heads(name(HeadFact::delta_rms));
+    if (lse.empty() || leak.empty() || delta.empty()) return;
+    drift_.resize(lse.size());
+    run_.guard_judged = true;
+    for (size_t n = 0; n < drift_.size(); ++n) drift_[n].take(step, lse[n], leak[n], delta[n]);
+    const double limit = drifted_beyond(drift_);
+    for (size_t n = 0; n < drift_.size(); ++n)
+      if (!run_.guard && drift_[n].alarm(limit)) run_.guard = {0, step, static_cast<int64_t>(n)};
+  }
+
+  IndicatorRun& run_;
+  std::array<std::vector<SeriesOfHead>, kIndicators.size()> series_;  // by head, or one
+  std::array<int64_t, kIndicators.size()> recorded_ = {};             // lines
+  std::vector<HeadDrift> drift_;
+};
+
+void note_damage(const Metrics& metrics, std::vector<std::string>& notes) {
+  const JsonLinesResult& file = metrics.file;
+  if (file.fault_count > 0)
+    notes.push_back(fmt::format("{} damaged lines of {}, passed over; the first: {}", file.fault_count,
+                                file.lines, file.faults.front().message));
+  if (file.torn_bytes > 0)
+    notes.push_back(fmt::format("a torn last line of {} bytes, passed over", file.torn_bytes));
+  if (metrics.without_step > 0)
+    notes.push_back(
+        fmt::format("{} lines without a step that a run can be at, passed over", metrics.without_step));
+  if (metrics.went_back > 0)
+    notes.push_back(
+        fmt::format("the run went back {} times: what it recorded before is replaced", metrics.went_back));
+  if (metrics.misshapen > 0)
+    notes.push_back(fmt::format("{} fields that are not numbers, or not {} x {} of them, passed over",
+                                metrics.misshapen, metrics.layers, metrics.heads));
 }
 
 }  // namespace
@@ -222,20 +297,18 @@ void RunningMean::take(int64_t step, double value) {
   last_ = step;
 }
 
-void HeadDrift::take(int64_t step, double lse, double residual, double delta) {
+void HeadDrift::take(int64_t step, double lse, double leak, double delta) {
   // A log-sum-exp that is not finite is beyond every limit; logarithms below 1 tell nothing.
   const double size = std::isfinite(lse) ? lse : kInfinity;
   const double log_size = octaves(size, kIndicators[kLogSumExp].least) * std::log(2.0);
   fast_.take(step, log_size);
   slow_.take(step, log_size);
-  if (!std::isfinite(residual) || !std::isfinite(delta)) return;
-  residual_.take(step, residual * residual);
+  if (!std::isfinite(leak) || !std::isfinite(delta)) return;
+  leak_.take(step, leak * leak);
   delta_.take(step, delta * delta);
 }
 
-double HeadDrift::leak() const {
-  return delta_.value() > 0 ? std::sqrt(residual_.value() / delta_.value()) : 0;
-}
+double HeadDrift::leak() const { return delta_.value() > 0 ? std::sqrt(leak_.value() / delta_.value()) : 0; }
 
 double drifted_beyond(const std::vector<HeadDrift>& heads) {
   std::vector<double> sizes;
@@ -243,92 +316,66 @@ double drifted_beyond(const std::vector<HeadDrift>& heads) {
   return drifted_beyond(std::move(sizes), kTimesToMend);
 }
 
-IndicatorRun read_indicators(const fs::path& folder) {
+std::string needs(const Indicator& indicator) {
+  const auto is_fact = [](std::string_view field) {
+    return std::find(kHeadFactNames.begin(), kHeadFactNames.end(), field) != kHeadFactNames.end();
+  };
+  std::string text =
+      (!indicator.by_head() || is_fact(indicator.field) ? "" : "probe.") + std::string(indicator.field);
+  if (!indicator.over.empty()) text += ", " + std::string(indicator.over);
+  return text;
+}
+
+namespace {
+
+IndicatorRun read_all(const fs::path& folder, const Metrics& metrics, std::optional<RunConfig> config,
+                      std::vector<std::string> notes) {
   IndicatorRun run;
   run.folder = folder;
-  run.config = config_of(folder, run.notes);
-  if (run.config) {
-    run.warmup = run.config->schedule.warmup;
-    run.layers = run.config->model.layers, run.heads = run.config->model.heads;
-  }
-
-  std::array<std::vector<Series>, kIndicators.size()> series;  // by head, or one
-  std::array<int64_t, kIndicators.size()> recorded = {};       // lines
-  std::vector<HeadDrift> drift;
-  int64_t lines = 0, last = -1, out_of_order = 0, misshapen = 0;
-  const auto see = [&](const JsonLine& json_line) {
-    const auto found = json_line.object.find("step");
-    constexpr int64_t kMostSkipped = 1 << 24;  // a damaged number is no reason to ask for all memory
-    if (found == json_line.object.end() || !found->is_number_integer() || found->get<int64_t>() <= last ||
-        found->get<int64_t>() - last > kMostSkipped) {
-      ++out_of_order;
-      return;
-    }
-    const int64_t step = last = found->get<int64_t>();
-    ++lines;
-    const Line line(json_line.object, run.layers, run.heads, misshapen);
-    const std::vector<double> loss = line.number("loss");
-    run.loss.resize(static_cast<size_t>(step), kNotKnown);
-    run.loss.push_back(loss.empty() ? kNotKnown : loss[0]);
-
-    for (size_t i = 0; i < kIndicators.size(); ++i) {
-      const std::vector<double> values = kReads[i](line);
-      if (values.empty()) continue;
-      ++recorded[i];
-      if (series[i].empty())
-        series[i].assign(values.size(), Series(kIndicators[i].least, i == kResidualZ, run.warmup));
-      std::array<std::optional<Reached>, kRules> highest;
-      for (size_t n = 0; n < values.size(); ++n) {
-        if (std::isnan(values[n])) continue;
-        const auto rungs = series[i][n].take(step, values[n]);
-        const int64_t head = kIndicators[i].by_head ? static_cast<int64_t>(n) : -1;
-        for (size_t r = 0; r < kRules; ++r)
-          if (rungs[r] && (!highest[r] || *rungs[r] > highest[r]->rung)) highest[r] = {*rungs[r], step, head};
-      }
-      for (size_t r = 0; r < kRules; ++r) {
-        if (!highest[r]) continue;
-        std::vector<Reached>& reached = run.reached[i][r];
-        if (reached.empty() || highest[r]->rung > reached.back().rung) reached.push_back(*highest[r]);
-      }
-    }
-
-    const std::vector<double> lse = line.heads("largest_lse"), residual = line.heads("residual_rms"),
-                              delta = line.heads("delta_rms");
-    if (lse.empty() || residual.empty() || delta.empty()) return;
-    drift.resize(lse.size());
-    run.guard_judged = true;
-    for (size_t n = 0; n < drift.size(); ++n) drift[n].take(step, lse[n], residual[n], delta[n]);
-    const double limit = drifted_beyond(drift);
-    for (size_t n = 0; n < drift.size(); ++n)
-      if (!run.guard && drift[n].alarm(limit)) run.guard = {0, step, static_cast<int64_t>(n)};
-  };
-  const JsonLinesResult file = read_json_lines(folder / "metrics.jsonl", see);
-  if (file.fault_count > 0)
-    run.notes.push_back(fmt::format("{} damaged lines of {}, passed over; the first: {}", file.fault_count,
-                                    file.lines, file.faults.front().message));
-  if (file.torn_bytes > 0)
-    run.notes.push_back(fmt::format("a torn last line of {} bytes, passed over", file.torn_bytes));
-  if (out_of_order > 0)
-    run.notes.push_back(
-        fmt::format("{} lines without a step, or with one out of order, passed over", out_of_order));
-  if (misshapen > 0)
-    run.notes.push_back(
-        fmt::format("{} fields that are not {} x {} numbers, passed over", misshapen, run.layers, run.heads));
-  if (lines == 0) {
+  run.notes = std::move(notes);
+  run.config = std::move(config);
+  if (run.config) run.warmup = run.config->schedule.warmup;
+  run.layers = metrics.layers, run.heads = metrics.heads;
+  run.loss = metrics.by_step(metrics.loss);
+  // Recorded and not a number: as bad as an infinity.
+  for (size_t n = 0; n < metrics.loss.steps.size() && !run.loss.empty(); ++n)
+    if (std::isnan(metrics.loss.values[n])) run.loss[static_cast<size_t>(metrics.loss.steps[n])] = kInfinity;
+  IndicatorReader reader(run);
+  for (size_t n = 0; n < metrics.steps.size(); ++n) reader.see(metrics.steps[n], Line(metrics, n));
+  note_damage(metrics, run.notes);
+  if (metrics.empty()) {
     run.notes.push_back("expected the lines of steps, found none");
     return run;
   }
-  std::string missing;
-  for (size_t i = 0; i < kIndicators.size(); ++i)
-    if (recorded[i] == 0)
-      missing +=
-          fmt::format("{}{} ({})", missing.empty() ? "" : ", ", kIndicators[i].name, kIndicators[i].needs);
-  if (!missing.empty())
+  if (const std::string missing = reader.not_recorded(); !missing.empty())
     run.notes.push_back(fmt::format("not recorded (train --probe-every N records all): {}", missing));
-  if (last < run.warmup)
+  if (const int64_t last = metrics.steps.back(); last < run.warmup)
     run.notes.push_back(
         fmt::format("ends at step {}, before its warm-up of {} does: nothing is judged", last, run.warmup));
   return run;
+}
+
+}  // namespace
+
+IndicatorRun indicators_of(const fs::path& folder, const Metrics& metrics,
+                           const std::optional<TomlTable>& config) {
+  std::vector<std::string> notes;
+  std::optional<RunConfig> settings = config_of([&] { return config; }, notes);
+  return read_all(folder, metrics, std::move(settings), std::move(notes));
+}
+
+IndicatorRun read_indicators(const fs::path& folder) {
+  std::vector<std::string> notes;
+  std::optional<RunConfig> config = config_of(
+      [&]() -> std::optional<TomlTable> {
+        const std::optional<std::string> text = read_record(folder, RecordFile::config);
+        if (!text) return {};
+        return parse_toml(*text, record_path(folder, RecordFile::config).string());
+      },
+      notes);
+  const HeadShape shape = config ? HeadShape{config->model.layers, config->model.heads} : HeadShape{};
+  const Metrics metrics = read_metrics(folder, shape);
+  return read_all(folder, metrics, std::move(config), std::move(notes));
 }
 
 namespace {

@@ -15,7 +15,7 @@
 // Numbers that are not finite come to every rung; NaN in a probe is "not known" and passed over.
 //
 // What must be in metrics.jsonl: `train --probe-every N`, nothing else. Every step then has loss, gradient_norm,
-// largest_lse, tied_rows, residual_mean, residual_error, residual_rms and delta_rms; every N-th the others, in `probe`.
+// largest_lse, tied_rows, leak_mean, leak_error, leak_rms and delta_rms; every N-th the others, in `probe`.
 #pragma once
 
 #include <array>
@@ -27,6 +27,7 @@
 #include <string_view>
 #include <vector>
 
+#include "records/metrics.h"
 #include "training/run_config.h"
 
 namespace evenkeel {
@@ -48,12 +49,12 @@ class RunningMean {
 // rises, and the rows of dS miss their zero sum by more than FP32 does.
 class HeadDrift {
  public:
-  // Residual over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
+  // Leak over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
   static constexpr double kLeak = 0x1p-16;
   static constexpr double kFast = 8, kSlow = 64;  // steps that the two running means look back
 
-  // largest |log-sum-exp|; root mean squares of residual and delta, NaN where they are not known.
-  void take(int64_t step, double lse, double residual, double delta);
+  // largest |log-sum-exp|; root mean squares of leak and delta, NaN where they are not known.
+  void take(int64_t step, double lse, double leak, double delta);
   double log_lse() const { return fast_.value(); }
   double size() const { return std::exp(log_lse()); }
   bool drifts(double limit) const { return size() > limit && fast_.value() > slow_.value(); }
@@ -61,8 +62,8 @@ class HeadDrift {
   bool alarm(double limit) const { return drifts(limit) && leak() > kLeak; }
 
  private:
-  RunningMean fast_{kFast}, slow_{kSlow};       // of log(largest |log-sum-exp|)
-  RunningMean residual_{kSlow}, delta_{kSlow};  // of squares
+  RunningMean fast_{kFast}, slow_{kSlow};   // of log(largest |log-sum-exp|)
+  RunningMean leak_{kSlow}, delta_{kSlow};  // of squares
 };
 
 double drifted_beyond(const std::vector<HeadDrift>& heads);
@@ -77,33 +78,48 @@ inline constexpr size_t kFewestTrail = 16;         // records
 inline constexpr double kSmallestSpread = 0x1p-6;  // octaves: one per cent
 inline constexpr int kHighestRung = 100;           // where what is not finite stands
 
+// How an indicator's size is read from the records.
+enum class Reading {
+  size,           // the field
+  known_size,     // the same, of a field that is always known: NaN counts as infinite
+  inverse,        // 1 / the field
+  ratio,          // the field over another
+  signed_ratio,   // the same, smoothed with its sign
+  loss,           // of the whole run
+  gradient_norm,  // of the whole run
+};
 struct Indicator {
   std::string_view name;
-  std::string_view needs;  // the fields of metrics.jsonl that it is read from
+  Reading reading;
+  std::string_view field, over;  // of the records: a fact of every step, else a probe
   std::string_view meaning;
   double least;  // sizes below it count as it: they tell nothing
   int growth;    // the rung below which 18 small healthy runs stayed (docs/experiments.md)
-  bool by_head = true;
+
+  constexpr bool by_head() const { return reading != Reading::loss && reading != Reading::gradient_norm; }
 };
 inline constexpr std::array<Indicator, 13> kIndicators = {{
-    {"log_sum_exp", "largest_lse", "largest |log-sum-exp|", 1, 3},
-    {"offset", "largest_row_mean", "largest |row mean of the scores|: the common mode", 1, 4},
-    {"largest_score", "largest_score", "largest score", 1, 5},
-    {"residual_z", "residual_mean, residual_error",
+    {"log_sum_exp", Reading::known_size, "largest_lse", "", "largest |log-sum-exp|", 1, 3},
+    {"offset", Reading::size, "offset", "", "largest |row mean of the scores|: the common mode", 1, 4},
+    {"largest_score", Reading::size, "largest_score", "", "largest score", 1, 5},
+    {"leak_z", Reading::signed_ratio, "leak_mean", "leak_error",
      "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3, 4},
-    {"residual_size", "residual_rms, delta_rms", "root mean square of the rows' sums of dS over delta's",
-     0x1p-24, 2},
-    {"leak", "probe.leak_share", "part of W_Q's gradient that these sums make, over the exact gradient",
-     0x1p-24, 6},
-    {"delta_error", "probe.delta_error_running", "|sum over the probed steps of delta's errors|", 0x1p-60,
-     10},
-    {"tied_rows", "tied_rows", "share of rows where another score ties with the largest", 0x1p-10, 3},
-    {"norm_q", "probe.norm_q", "spectral norm of W_Q", 0x1p-6, 3},
-    {"norm_k", "probe.norm_k", "spectral norm of W_K", 0x1p-6, 3},
-    {"score_entropy", "probe.score_entropy", "1 / spectral entropy of Q K^T", 0x1p-6, 2},
-    {"loss", "loss", "the loss", 0x1p-10, 1, false},
-    {"gradient_norm", "gradient_norm", "norm of the whole gradient", 0x1p-20, 2, false},
+    {"leak_size", Reading::ratio, "leak_rms", "delta_rms",
+     "root mean square of the rows' sums of dS over delta's", 0x1p-24, 2},
+    {"leak_share", Reading::size, "leak_share", "",
+     "part of W_Q's gradient that these sums make, over the exact gradient", 0x1p-24, 6},
+    {"delta_error", Reading::size, "delta_error_running", "", "|sum over the probed steps of delta's errors|",
+     0x1p-60, 10},
+    {"tied_rows", Reading::size, "tied_rows", "", "share of rows where another score ties with the largest",
+     0x1p-10, 3},
+    {"norm_q", Reading::size, "norm_q", "", "spectral norm of W_Q", 0x1p-6, 3},
+    {"norm_k", Reading::size, "norm_k", "", "spectral norm of W_K", 0x1p-6, 3},
+    {"score_entropy", Reading::inverse, "score_entropy", "", "1 / spectral entropy of Q K^T", 0x1p-6, 2},
+    {"loss", Reading::loss, "loss", "", "the loss", 0x1p-10, 1},
+    {"gradient_norm", Reading::gradient_norm, "gradient_norm", "", "norm of the whole gradient", 0x1p-20, 2},
 }};
+// The fields of metrics.jsonl that it is read from: "leak_mean, leak_error", "probe.norm_q".
+std::string needs(const Indicator& indicator);
 
 // A rung that a run came to for the first time. head: l H + h; -1: of the whole run.
 struct Reached {
@@ -126,6 +142,9 @@ struct IndicatorRun {
 };
 // folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
 IndicatorRun read_indicators(const std::filesystem::path& folder);
+// The same of records that are read already; config: nothing where there is none.
+IndicatorRun indicators_of(const std::filesystem::path& folder, const Metrics& metrics,
+                           const std::optional<TomlTable>& config);
 
 // The loss has moved where its mean over kLossWindow steps behind the warm-up lies more than kLossMoved above that of all
 // its twins (healthy runs that differ in the plan alone: how far these lie apart is chance), or without twins, by that

@@ -8,8 +8,9 @@
 #include <numeric>
 
 #include "base/error.h"
-#include "base/whole_file.h"
+#include "base/json_lines.h"
 #include "diagnosis/head_analysis.h"
+#include "records/record_json.h"
 #include "training/token_file.h"
 
 namespace evenkeel {
@@ -515,7 +516,6 @@ Isolation isolate(Replays& replays, const IsolateOptions& options) {
 
 nlohmann::json to_json(const Isolation& found, const Replays& replays) {
   using Json = nlohmann::json;
-  constexpr int kVerdictSchema = 1;
   const Evidence& e = found.evidence;
   const int64_t H = replays.config().model.heads;
   Json heads = Json::array(), sites = Json::array(), alone = Json::array(), formats = Json::array();
@@ -533,37 +533,36 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
     const Trial* const trial = trial_of(e, static_cast<VerdictPart>(n));
     if (!trial) continue;
     Json json = to_json(*trial);
-    for (const char* long_one : {"head_offset", "residual_share", "residual_bias", "step_loss"})
-      json.erase(long_one);
+    for (const char* long_one : {"head_offset", "leak_size", "leak_bias", "step_loss"}) json.erase(long_one);
     json["part"] = kVerdictParts[n].name;
     if (e.measure != Evidence::Measure::none && e.control) json["heals"] = e.heals(*trial);
     parts.push_back(std::move(json));
   }
   for (const Trial& trial : replays.trials()) trials.push_back(to_json(trial));
-  return {{"schema", kVerdictSchema},
-          {"run", replays.run().string()},
-          {"cause", name(found.verdict.cause)},
-          {"words", found.verdict.words},
-          {"certainty", found.verdict.certainty},
-          {"evidence", found.verdict.evidence},
-          {"symptom", e.symptom.words},
-          {"since", e.symptom.since},
-          {"begin", e.window.begin},
-          {"end", e.window.end},
-          {"heads", heads},
-          {"sites", sites},
-          {"formats", formats},
-          {"sites_alone", alone},
-          {"parts", parts},
-          {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
-          {"replays", replays.trials().size()},
-          {"trials", trials}};
+  return json_with_words({{"schema", kRecordSchema},
+                          {"run", replays.run().string()},
+                          {"cause", name(found.verdict.cause)},
+                          {"words", found.verdict.words},
+                          {"certainty", found.verdict.certainty},
+                          {"evidence", found.verdict.evidence},
+                          {"symptom", e.symptom.words},
+                          {"since", e.symptom.since},
+                          {"begin", e.window.begin},
+                          {"end", e.window.end},
+                          {"heads", heads},
+                          {"sites", sites},
+                          {"formats", formats},
+                          {"sites_alone", alone},
+                          {"parts", parts},
+                          {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
+                          {"replays", replays.trials().size()},
+                          {"trials", trials}});
 }
 
 void write_verdict(const Isolation& found, const Replays& replays) {
   nlohmann::json kept = to_json(found, replays);
   kept.erase("trials");  // isolate.json has them
-  write_whole_file(replays.run() / "verdict.json", kept.dump(1) + "\n");
+  write_json_record(replays.run(), RecordFile::verdict, kept);
 }
 
 }  // namespace evenkeel

@@ -2,39 +2,18 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "base/json_lines.h"
 #include "base/threads.h"
+#include "records/record_json.h"
+#include "training/head_facts.h"
 
 namespace evenkeel {
 namespace {
 
 using Json = nlohmann::json;
-
-// Five digits: a record of every step and head is read by eyes and thresholds.
-Json short_number(double x) {
-  if (!std::isnormal(x)) return x;
-  char text[16];  // -1.2345e-308
-  const auto written = std::to_chars(text, text + sizeof text, x, std::chars_format::scientific, 4);
-  std::from_chars(text, written.ptr, x);
-  return x;
-}
-
-// (L, H) as an array of arrays.
-template <class Value>
-Json by_head(int64_t L, int64_t H, Value value) {
-  Json out = Json::array();
-  for (int64_t l = 0; l < L; ++l) {
-    Json layer = Json::array();
-    for (int64_t h = 0; h < H; ++h) layer.push_back(short_number(value(static_cast<size_t>(l * H + h))));
-    out.push_back(std::move(layer));
-  }
-  return out;
-}
 
 // Weights of two axes; a matrix of q, k and v side by side is three.
 struct NamedMatrix {
@@ -58,19 +37,7 @@ std::vector<NamedMatrix> matrices_of(const ParameterTable& table, std::span<cons
 
 }  // namespace
 
-std::vector<double> from_heads(const Json& value, int64_t& L, int64_t& H) {
-  std::vector<double> out;
-  if (!value.is_array() || value.empty() || !value[0].is_array() || value[0].empty()) return {};
-  if (L == 0) L = static_cast<int64_t>(value.size()), H = static_cast<int64_t>(value[0].size());
-  if (static_cast<int64_t>(value.size()) != L) return {};
-  for (const Json& layer : value) {
-    if (!layer.is_array() || static_cast<int64_t>(layer.size()) != H) return {};
-    for (const Json& number : layer) out.push_back(json_number(number).value_or(kNotKnown));
-  }
-  return out;
-}
-
-ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::path& metrics, int64_t next_step)
+ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step)
     : model_(config.model),
       every_(config.probe_every),
       steps_(config.schedule.steps),
@@ -79,14 +46,13 @@ ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::pat
       background_(config.backend == Backend::cuda) {
   require(every_ >= 1, "[probe] expected 1 or more steps between probes, got {}", every_);
   std::error_code error;
-  if (next_step == 0 || !std::filesystem::exists(metrics, error)) return;
-  read_json_lines(metrics, [&](const JsonLine& line) {
-    const auto step = line.object.find("step"), found = line.object.find("probe");
-    if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step) return;
-    if (found == line.object.end() || !found->contains("delta_error_running")) return;
-    int64_t L = 0, H = 0;
-    delta_error_running_ = from_heads((*found)["delta_error_running"], L, H);
-  });
+  if (next_step == 0 || !std::filesystem::exists(record_path(folder, RecordFile::metrics), error)) return;
+  const Metrics before = read_metrics(folder, {model_.layers, model_.heads});
+  const auto found = before.probes.find("delta_error_running");
+  if (found == before.probes.end()) return;
+  const Series& running = found->second;
+  for (size_t n = 0; n < running.steps.size() && before.steps[running.lines[n]] < next_step; ++n)
+    delta_error_running_.assign(running.row(n).begin(), running.row(n).end());
 }
 
 ProbeRecorder::~ProbeRecorder() {
@@ -118,18 +84,11 @@ void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
 }
 
 void ProbeRecorder::tell(int64_t, Json& line) {
-  const auto add = [&](const char* name, auto HeadFacts::*value) {
-    line[name] =
-        by_head(model_.layers, model_.heads, [&](size_t n) { return static_cast<double>(facts_[n].*value); });
-  };
-  line["fact_sequences"] = kFactSequences;
-  add("mean_lse", &HeadFacts::mean_lse);
-  add("largest_lse", &HeadFacts::largest_lse);
-  add("tied_rows", &HeadFacts::tied_rows);
-  add("residual_mean", &HeadFacts::residual_mean);
-  add("residual_error", &HeadFacts::residual_error);
-  add("residual_rms", &HeadFacts::residual_rms);
-  add("delta_rms", &HeadFacts::delta_rms);
+  add_number(line, "fact_sequences", kFactSequences);
+  for (const HeadFact fact :
+       {HeadFact::mean_lse, HeadFact::largest_lse, HeadFact::tied_rows, HeadFact::leak_mean,
+        HeadFact::leak_error, HeadFact::leak_rms, HeadFact::delta_rms})
+    add_fact(line, fact, model_.layers, model_.heads, values_of(facts_, fact));
 }
 
 Json ProbeRecorder::full_set(const ParameterTable& table) {
@@ -172,48 +131,45 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
                  {"loss", snapshot_.loss},
                  {"sequences", sequences},
                  {"rows", sequences * rows}};
-  for (const ProbeField& field : kProbeFields)
-    record[std::string(field.name)] = by_head(L, H, [&](size_t n) { return probes[n].*field.value; });
+  for (const ProbeField& field : kProbeFields) {
+    std::vector<double> values;
+    for (const HeadProbe& probe : probes) values.push_back(five_digits(probe.*field.value));
+    record[std::string(field.name)] = heads_json(L, H, values);
+  }
   Json& norms = record["norms"] = Json::object();
-  for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].name] = short_number(found[n]);
+  for (size_t n = 0; n < matrices.size(); ++n) norms[matrices[n].name] = five_digits(found[n]);
   return record;
 }
 
-ProbeHistory read_probe_history(const std::filesystem::path& metrics) {
+ProbeHistory probe_history(const Metrics& metrics) {
   ProbeHistory history;
-  read_json_lines(metrics, [&](const JsonLine& line) {
-    const auto step = line.object.find("step"), found = line.object.find("probe"),
-               loss = line.object.find("loss");
-    if (step == line.object.end() || !step->is_number_integer() || found == line.object.end() ||
-        !found->is_object())
-      return;
-    // Its own step and loss; without them (the first version's records) those of the line.
-    const auto own_step = found->find("step"), own_loss = found->find("loss");
+  history.layers = metrics.layers, history.heads = metrics.heads;
+  const auto heads = static_cast<size_t>(metrics.layers * metrics.heads);
+  for (size_t n = 0; n < metrics.probe_loss.steps.size(); ++n) {
+    const size_t line = metrics.probe_loss.lines[n];
     std::vector<HeadProbe> probes;
     for (const ProbeField& field : kProbeFields) {
-      const auto values = found->find(std::string(field.name));
-      if (values == found->end()) continue;
-      const std::vector<double> of_heads = from_heads(*values, history.layers, history.heads);
-      if (of_heads.empty()) return;
-      probes.resize(of_heads.size());
-      for (size_t n = 0; n < of_heads.size(); ++n) probes[n].*field.value = of_heads[n];
+      const auto series = metrics.probes.find(field.name);
+      const std::span<const double> values =
+          series == metrics.probes.end() ? std::span<const double>() : series->second.of_line(line);
+      if (values.empty()) continue;
+      probes.resize(heads);
+      for (size_t h = 0; h < heads; ++h) probes[h].*field.value = values[h];
     }
-    if (probes.empty()) return;
-    const auto norms = found->find("norms");
-    if (norms != found->end() && norms->is_object())
-      for (const auto& [name, value] : norms->items()) {
-        std::vector<double>& values = history.norms[name];
-        values.resize(history.steps.size(), kNotKnown);
-        values.push_back(json_number(value).value_or(kNotKnown));
-      }
-    const bool own = own_step != found->end() && own_step->is_number_integer() && own_loss != found->end();
-    const Json& loss_of = own ? *own_loss : loss == line.object.end() ? Json() : *loss;
-    history.steps.push_back((own ? *own_step : *step).get<int64_t>());
-    history.loss.push_back(json_number(loss_of).value_or(kNotKnown));
+    if (probes.empty()) continue;
+    history.steps.push_back(metrics.probe_loss.steps[n]);
+    history.loss.push_back(metrics.probe_loss.values[n]);
     history.probes.push_back(std::move(probes));
-    for (auto& [name, values] : history.norms) values.resize(history.steps.size(), kNotKnown);
-  });
+    for (const auto& [weight, series] : metrics.norms) {
+      const std::span<const double> norm = series.of_line(line);
+      history.norms[weight].push_back(norm.empty() ? kNotKnown : norm[0]);
+    }
+  }
   return history;
+}
+
+ProbeHistory read_probe_history(const std::filesystem::path& folder) {
+  return probe_history(read_metrics(folder));
 }
 
 }  // namespace evenkeel

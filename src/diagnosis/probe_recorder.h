@@ -1,6 +1,6 @@
 // Probes while a run trains: into the lines of its metrics.jsonl, and out of them again.
-//   every step         mean_lse, largest_lse: over all rows of the step; tied_rows, residual_mean, residual_error,
-//                      residual_rms, delta_rms: over its first fact_sequences sequences; (L, H) each. Where a
+//   every step         mean_lse, largest_lse: over all rows of the step; tied_rows, leak_mean, leak_error,
+//                      leak_rms, delta_rms: over its first fact_sequences sequences; (L, H) each. Where a
 //                      step is computed in parts: of the first sequences of each.
 //   every n-th step    probe: { step, loss, sequences, rows, <the names of kProbeFields>: (L, H) each,
 //                      norms: { <weight>: number } } over the first rows of the step's first sequences: a batch is
@@ -26,14 +26,14 @@ class ProbeRecorder : public StepWatcher {
  public:
   // What the full set looks at: two sequences at most, and so many rows in all (their cost is their square).
   static constexpr int64_t kSequences = 2, kRows = 256;
-  static constexpr int64_t kFactSequences = 1;  // that the cheap set's ties and residuals are of
+  static constexpr int64_t kFactSequences = 1;  // that the cheap set's ties and leaks are of
   // That work on a full set beside a GPU: a set of `nano` is 0.4 s of one core, and 50 of its steps are 0.27 s. The other
   // cores are left to the training.
   static constexpr int kBackgroundThreads = 4;
 
-  // Full sets every config.probe_every steps. metrics: of the run that goes on at next_step, for the running sums; need
+  // Full sets every config.probe_every steps. folder: of the run that goes on at next_step, for the running sums; need
   // not be there.
-  ProbeRecorder(const RunConfig& config, const std::filesystem::path& metrics, int64_t next_step);
+  ProbeRecorder(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step);
   ~ProbeRecorder() override;
 
   void prepare(int64_t step, StepContext& context) override;
@@ -70,11 +70,9 @@ struct ProbeHistory {
   int64_t layers = 0, heads = 0;                     // L, H
   std::map<std::string, std::vector<double>> norms;  // by weight, (steps)
 };
-// Lines without probes, or with ones of another shape, are passed over. DataError where the file cannot be read.
-ProbeHistory read_probe_history(const std::filesystem::path& metrics);
-
-// (L, H) numbers as a line of metrics.jsonl has them, flat; NaN for what is none. Empty where they are not of that shape;
-// with L = 0, the shape is taken from them.
-std::vector<double> from_heads(const nlohmann::json& value, int64_t& L, int64_t& H);
+// Lines without probes, or with ones of another shape, are passed over.
+ProbeHistory probe_history(const Metrics& metrics);
+// Of a run's folder; DataError where its records cannot be read.
+ProbeHistory read_probe_history(const std::filesystem::path& folder);
 
 }  // namespace evenkeel

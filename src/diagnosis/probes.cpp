@@ -8,46 +8,52 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "diagnosis/double_kernels.h"
+#include "records/schema.h"
 
 namespace evenkeel {
 namespace {
 
-constexpr std::array kFields = {
-    ProbeField{"largest_score", &HeadProbe::largest_score, "largest score"},
-    ProbeField{"row_mean", &HeadProbe::row_mean, "mean of the scores: the common mode"},
-    ProbeField{"largest_row_mean", &HeadProbe::largest_row_mean, "largest |mean score of a row|"},
-    ProbeField{"row_spread", &HeadProbe::row_spread, "standard deviation of a row's scores"},
-    ProbeField{"largest_row_spread", &HeadProbe::largest_row_spread, "largest |score - its row's mean|"},
-    ProbeField{"mean_lse", &HeadProbe::mean_lse, "mean log-sum-exp"},
-    ProbeField{"largest_lse", &HeadProbe::largest_lse, "largest |log-sum-exp|"},
-    ProbeField{"entropy", &HeadProbe::entropy, "entropy of a row's probabilities, nats"},
-    ProbeField{"sink_mass", &HeadProbe::sink_mass, "probability on the first key"},
-    ProbeField{"heaviest_mass", &HeadProbe::heaviest_mass, "largest probability of a row"},
-    ProbeField{"tied_rows", &HeadProbe::tied_rows, "share of rows with tied largest scores"},
-    ProbeField{"residual_mean", &HeadProbe::residual_mean, "zero-sum residual: mean"},
-    ProbeField{"residual_error", &HeadProbe::residual_error, "standard error of that mean"},
-    ProbeField{"residual_z", &HeadProbe::residual_z, "mean / standard error"},
-    ProbeField{"residual_rms", &HeadProbe::residual_rms, "root mean square of the residual"},
-    ProbeField{"delta_rms", &HeadProbe::delta_rms, "root mean square of delta"},
-    ProbeField{"residual_share", &HeadProbe::residual_share, "residual / delta, root mean squares"},
-    ProbeField{"delta_error_sum", &HeadProbe::delta_error_sum, "sum of delta's errors"},
-    ProbeField{"delta_error_running", &HeadProbe::delta_error_running, "the same over all probed steps"},
-    ProbeField{"norm_q", &HeadProbe::norm_q, "spectral norm of W_Q"},
-    ProbeField{"norm_k", &HeadProbe::norm_k, "spectral norm of W_K"},
-    ProbeField{"norm_v", &HeadProbe::norm_v, "spectral norm of W_V"},
-    ProbeField{"weight_entropy", &HeadProbe::weight_entropy, "spectral entropy of W_Q W_K^T, nats"},
-    ProbeField{"score_entropy", &HeadProbe::score_entropy, "spectral entropy of Q K^T, nats"},
-    ProbeField{"one_signed", &HeadProbe::one_signed, "one-signedness of V, mean over features"},
-    ProbeField{"largest_one_signed", &HeadProbe::largest_one_signed, "the same, largest"},
-    ProbeField{"sign_purity", &HeadProbe::sign_purity, "share of V's commoner sign, mean over features"},
-    ProbeField{"gradient_norm", &HeadProbe::gradient_norm, "norm of W_Q's gradient"},
-    ProbeField{"gradient_error", &HeadProbe::gradient_error, "norm of its error"},
-    ProbeField{"gradient_share", &HeadProbe::gradient_share, "error / gradient"},
-    ProbeField{"gradient_rank_1", &HeadProbe::gradient_rank_1, "share of the error that is of rank 1"},
-    ProbeField{"leak_share", &HeadProbe::leak_share, "part of W_Q's gradient that broken sums made"},
-    ProbeField{"similarity", &HeadProbe::similarity, "mean cosine of (PK)^T X across rows"},
-    ProbeField{"coherence", &HeadProbe::coherence, "how far broken sums add up: 1 all of them"},
-    ProbeField{"nonfinite", &HeadProbe::nonfinite, "numbers of q, k, v, dO that are not finite"},
+// Their meanings are those of the records' table.
+ProbeField row(std::string_view name, double HeadProbe::*value) {
+  return {name, value, find_field(RecordFile::metrics, "probe", name)->meaning};
+}
+
+const std::array kFields = {
+    row("largest_score", &HeadProbe::largest_score),
+    row("row_mean", &HeadProbe::row_mean),
+    row("offset", &HeadProbe::largest_row_mean),
+    row("row_spread", &HeadProbe::row_spread),
+    row("largest_row_spread", &HeadProbe::largest_row_spread),
+    row("mean_lse", &HeadProbe::mean_lse),
+    row("largest_lse", &HeadProbe::largest_lse),
+    row("entropy", &HeadProbe::entropy),
+    row("sink_mass", &HeadProbe::sink_mass),
+    row("heaviest_mass", &HeadProbe::heaviest_mass),
+    row("tied_rows", &HeadProbe::tied_rows),
+    row("leak_mean", &HeadProbe::residual_mean),
+    row("leak_error", &HeadProbe::residual_error),
+    row("leak_z", &HeadProbe::residual_z),
+    row("leak_rms", &HeadProbe::residual_rms),
+    row("delta_rms", &HeadProbe::delta_rms),
+    row("leak_size", &HeadProbe::residual_share),
+    row("delta_error_sum", &HeadProbe::delta_error_sum),
+    row("delta_error_running", &HeadProbe::delta_error_running),
+    row("norm_q", &HeadProbe::norm_q),
+    row("norm_k", &HeadProbe::norm_k),
+    row("norm_v", &HeadProbe::norm_v),
+    row("weight_entropy", &HeadProbe::weight_entropy),
+    row("score_entropy", &HeadProbe::score_entropy),
+    row("one_signed", &HeadProbe::one_signed),
+    row("largest_one_signed", &HeadProbe::largest_one_signed),
+    row("sign_purity", &HeadProbe::sign_purity),
+    row("gradient_norm", &HeadProbe::gradient_norm),
+    row("gradient_error", &HeadProbe::gradient_error),
+    row("gradient_share", &HeadProbe::gradient_share),
+    row("gradient_rank_1", &HeadProbe::gradient_rank_1),
+    row("leak_share", &HeadProbe::leak_share),
+    row("similarity", &HeadProbe::similarity),
+    row("coherence", &HeadProbe::coherence),
+    row("nonfinite", &HeadProbe::nonfinite),
 };
 
 size_t at(int64_t n) { return static_cast<size_t>(n); }

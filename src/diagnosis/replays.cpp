@@ -5,8 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "base/json_lines.h"
-#include "base/whole_file.h"
+#include "records/record_json.h"
 
 namespace evenkeel {
 
@@ -25,7 +24,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-constexpr int kTrialsSchema = 1;
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
 // That a logarithm is taken of: nothing is told by an offset below it.
 constexpr double kSmallest = 1e-6;
@@ -122,19 +120,9 @@ std::string identity_of(const RunConfig& config) {
   return to_toml(to_toml_table(copy));
 }
 
-// JSON has no infinities: as JsonLinesWriter has it.
-Json number(double x) {
-  if (std::isfinite(x)) return x;
-  return std::isnan(x) ? "NaN" : x > 0 ? "Infinity" : "-Infinity";
-}
-Json numbers(const std::vector<double>& values) {
-  Json array = Json::array();
-  for (const double value : values) array.push_back(number(value));
-  return array;
-}
-
 }  // namespace
 
+// Numbers that are not finite get their words where the file is written.
 Json to_json(const Trial& t) {
   const Health& h = t.health;
   return {{"what", t.setup.what},
@@ -143,67 +131,66 @@ Json to_json(const Trial& t) {
           {"begin", t.window.begin},
           {"end", t.window.end},
           {"seconds", t.seconds},
-          {"offset", number(h.offset)},
-          {"lse", number(h.lse)},
-          {"loss", number(h.loss)},
-          {"gradient_norm", number(h.gradient_norm)},
-          {"head_offset", numbers(h.head_offset)},
-          {"residual_share", numbers(h.residual_share)},
-          {"residual_bias", numbers(h.residual_bias)},
-          {"step_loss", numbers(h.step_loss)}};
+          {"offset", h.offset},
+          {"lse", h.lse},
+          {"loss", h.loss},
+          {"gradient_norm", h.gradient_norm},
+          {"head_offset", h.head_offset},
+          {"leak_size", h.residual_share},
+          {"leak_bias", h.residual_bias},
+          {"step_loss", h.step_loss}};
 }
 
 namespace {
 
-Trial trial_from(const Json& json) {
-  const auto number_of = [&](const Json& value) {
-    const auto found = json_number(value);
-    if (!found) throw std::invalid_argument("expected a number, found " + value.dump());
+// std::invalid_argument where a field is not there.
+Trial trial_from(const RecordObject& record) {
+  const auto number = [&](const char* name) {
+    const std::optional<double> found = record.number(name);
+    if (!found) throw std::invalid_argument(fmt::format("expected a number {}", name));
     return *found;
   };
-  const auto list = [&](const char* name) {
-    std::vector<double> values;
-    for (const Json& value : json.at(name)) values.push_back(number_of(value));
-    return values;
+  const auto step = [&](const char* name) {
+    const std::optional<int64_t> found = record.step(name);
+    if (!found) throw std::invalid_argument(fmt::format("expected a step {}", name));
+    return *found;
   };
   Trial t;
-  t.setup = {json.at("what").get<std::string>(), json.at("clauses").get<std::string>(),
-             number_of(json.at("lr_factor"))};
-  t.window = {json.at("begin").get<int64_t>(), json.at("end").get<int64_t>()};
-  t.seconds = number_of(json.at("seconds"));
+  t.setup = {record.text("what"), record.text("clauses"), number("lr_factor")};
+  t.window = {step("begin"), step("end")};
+  t.seconds = number("seconds");
   Health& h = t.health;
-  h.offset = number_of(json.at("offset"));
-  h.lse = number_of(json.at("lse"));
-  h.loss = number_of(json.at("loss"));
-  h.gradient_norm = number_of(json.at("gradient_norm"));
-  h.head_offset = list("head_offset");
-  h.residual_share = list("residual_share");
-  h.residual_bias = list("residual_bias");
-  h.step_loss = list("step_loss");
+  h.offset = number("offset");
+  h.lse = number("lse");
+  h.loss = number("loss");
+  h.gradient_norm = number("gradient_norm");
+  h.head_offset = record.numbers("head_offset");
+  h.residual_share = record.numbers("leak_size");
+  h.residual_bias = record.numbers("leak_bias");
+  h.step_loss = record.numbers("step_loss");
   return t;
 }
 
 }  // namespace
 
-Replays::Replays(fs::path run, Options options) : run_(std::move(run)), options_(std::move(options)) {
-  const fs::path file = run_ / "config.toml";
-  std::error_code error;
-  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
-               run_.string());
-  read_run_config(file, config_);
+Replays::Replays(fs::path run, Options options)
+    : run_(std::move(run)), options_(std::move(options)), config_(config_of_run(run_)) {
   read_file();
 }
 
 void Replays::read_file() {
-  std::error_code error;
-  if (options_.file.empty() || !fs::exists(options_.file, error)) return;
+  if (!options_.keep) return;
   constexpr size_t kLargest = 1 << 28;  // bytes
-  const std::string text = read_whole_file(options_.file, kLargest);
+  const std::string file = record_path(run_, RecordFile::isolate).string();
   try {
-    const Json json = Json::parse(text);
+    const std::optional<Json> json = read_json_record(run_, RecordFile::isolate, kLargest);
+    if (!json) return;
+    const RecordObject record(*json, RecordFile::isolate);
+    if (!record.number("schema") || !record.find("config") || !record.find("trials"))
+      throw std::invalid_argument("expected schema, config and trials");
     // Another plan or another backend since: those trials tell nothing of this run.
-    if (json.at("schema") != kTrialsSchema || json.at("config") != identity_of(config_)) return;
-    for (const Json& entry : json.at("trials")) {
+    if (record.number("schema") != kRecordSchema || record.text("config") != identity_of(config_)) return;
+    for (const RecordObject& entry : record.objects("trials")) {
       Trial trial = trial_from(entry);
       const auto heads = static_cast<size_t>(config_.model.layers * config_.model.heads);
       if (trial.health.head_offset.size() != heads || trial.health.residual_share.size() != heads ||
@@ -215,16 +202,16 @@ void Replays::read_file() {
   } catch (const std::exception& fault) {
     throw DataError(
         fmt::format("{}: expected a record of trials, found something else ({}); take it away to begin anew",
-                    options_.file.string(), fault.what()));
+                    file, fault.what()));
   }
 }
 
 void Replays::write_file() const {
-  if (options_.file.empty()) return;
+  if (!options_.keep) return;
   Json trials = Json::array();
   for (const Trial& trial : trials_) trials.push_back(to_json(trial));
-  const Json json = {{"schema", kTrialsSchema}, {"config", identity_of(config_)}, {"trials", trials}};
-  write_whole_file(options_.file, json.dump(1) + "\n");
+  write_json_record(run_, RecordFile::isolate,
+                    {{"schema", kRecordSchema}, {"config", identity_of(config_)}, {"trials", trials}});
 }
 
 std::unique_ptr<Replay> Replays::at(int64_t step) const {

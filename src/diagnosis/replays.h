@@ -77,11 +77,11 @@ class Replays {
   struct Options {
     std::optional<Backend> backend = {};  // none: where the run ran
     int64_t budget = 40;                  // trials, those kept in the file among them
-    std::filesystem::path file;           // where results are kept (isolate.json); empty: nowhere
+    bool keep = false;                    // results in the run's isolate.json, and those in it are used
     // Behind every step of a trial: which of how many trials it is, and how far that one is.
     std::function<void(const TrialSetup&, int64_t step, const Window&)> progress = {};
   };
-  // DataError where the folder is no run, or where the file is no record of trials of this very run.
+  // DataError where the folder is no run, or where its isolate.json is no record of trials.
   Replays(std::filesystem::path run, Options options);
 
   const std::filesystem::path& run() const { return run_; }

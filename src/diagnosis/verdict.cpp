@@ -2,18 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "base/json_lines.h"
-#include "base/whole_file.h"
-#include "diagnosis/probe_recorder.h"
+#include "records/metrics.h"
 
 namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 constexpr size_t kNeighbours = 20;  // steps on either side, that a step's loss is compared with
@@ -27,12 +23,6 @@ double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
-}
-
-// (L, H) numbers of a line, flat; empty where they are not of the record's shape, which the first that is read gives.
-std::vector<double> by_head(const Json& line, const char* field, RunRecord& record) {
-  const auto found = line.find(field);
-  return found == line.end() ? std::vector<double>() : from_heads(*found, record.layers, record.heads);
 }
 
 // What each step's loss is above the median of its neighbours on both sides, so that a loss that falls is no jump; NaN for
@@ -52,57 +42,36 @@ double log_of(double x) { return std::log(std::max(x, 1e-300)); }
 
 }  // namespace
 
-RunRecord read_run_record(const fs::path& run) {
+RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding) {
   RunRecord record;
-  std::vector<int64_t> lse_steps;
-  std::vector<std::vector<double>> lse;
-  read_json_lines(run / "metrics.jsonl", [&](const JsonLine& line) {
-    const auto found = line.object.find("step");
-    if (found == line.object.end() || !found->is_number_integer()) return;
-    const auto step = found->get<int64_t>();
-    constexpr int64_t kMost = int64_t{1} << 32;  // a step that no run comes to
-    if (step < 0 || step > kMost || step > static_cast<int64_t>(record.loss.size()) + (1 << 24)) return;
-    const auto at = static_cast<size_t>(step);
-    if (record.loss.size() <= at)
-      record.loss.resize(at + 1, kUnknown), record.gradient_norm.resize(at + 1, kUnknown);
-    const auto number = [&](const char* name) {
-      const auto value = line.object.find(name);
-      return value == line.object.end() ? kUnknown : json_number(*value).value_or(kUnknown);
-    };
-    record.loss[at] = number("loss");
-    record.gradient_norm[at] = number("gradient_norm");
-    if (auto values = by_head(line.object, "largest_row_mean", record); !values.empty()) {
-      record.fact_steps.push_back(step);
-      record.offset.push_back(std::move(values));
-    }
-    if (auto values = by_head(line.object, "largest_lse", record); !values.empty()) {
-      lse_steps.push_back(step);
-      lse.push_back(std::move(values));
-    }
-    const auto residual = by_head(line.object, "residual_rms", record),
-               delta = by_head(line.object, "delta_rms", record);
-    if (!residual.empty() && !delta.empty()) {
-      std::vector<double> leak(residual.size());
-      for (size_t n = 0; n < leak.size(); ++n) leak[n] = delta[n] > 0 ? residual[n] / delta[n] : 0;
-      record.leak.push_back(std::move(leak));
-    }
-  });
-  record.offset_is = "largest_row_mean";
-  if (record.fact_steps.empty()) {
-    record.fact_steps = std::move(lse_steps);
-    record.offset = std::move(lse);
-    record.offset_is = "largest_lse";
+  record.finding = std::move(finding);
+  record.loss = metrics.by_step(metrics.loss);
+  record.gradient_norm = metrics.by_step(metrics.gradient_norm);
+  record.layers = metrics.layers, record.heads = metrics.heads;
+  for (size_t n = 0; n < metrics.loss.steps.size() && !record.not_finite; ++n)
+    if (!std::isfinite(metrics.loss.values[n])) record.not_finite = metrics.loss.steps[n];
+  for (const HeadFact fact : {HeadFact::offset, HeadFact::largest_lse}) {
+    const Series& series = metrics.of(fact);
+    if (series.empty()) continue;
+    record.offset_is = name(fact);
+    record.fact_steps = series.steps;
+    for (size_t n = 0; n < series.steps.size(); ++n)
+      record.offset.emplace_back(series.row(n).begin(), series.row(n).end());
+    break;
   }
-  std::error_code error;
-  if (fs::exists(run / "findings.json", error)) {
-    constexpr size_t kLargest = 1 << 20;  // bytes
-    const Json json = Json::parse(read_whole_file(run / "findings.json", kLargest), nullptr, false);
-    if (json.is_object() && json.contains("findings") && json["findings"].is_array())
-      for (const Json& f : json["findings"])
-        if (f.is_object() && f.contains("step") && f["step"].is_number_integer())
-          record.finding = Finding{f["step"].get<int64_t>(), f.value("kind", ""), f.value("words", "")};
+  const Series &leaks = metrics.of(HeadFact::leak_rms), &deltas = metrics.of(HeadFact::delta_rms);
+  for (size_t n = 0; n < leaks.steps.size(); ++n) {
+    const std::span<const double> leak = leaks.row(n), delta = deltas.of_line(leaks.lines[n]);
+    if (delta.empty()) continue;
+    std::vector<double> share(leak.size());
+    for (size_t h = 0; h < leak.size(); ++h) share[h] = delta[h] > 0 ? leak[h] / delta[h] : 0;
+    record.leak.push_back(std::move(share));
   }
   return record;
+}
+
+RunRecord read_run_record(const fs::path& run) {
+  return run_record(read_some_metrics(run), read_finding(run));
 }
 
 double loss_noise(const std::vector<double>& loss) {
@@ -159,13 +128,15 @@ Symptom find_symptom(const RunRecord& record) {
   const bool ended = record.finding.has_value();
   const bool risen = loss.size() > kWindow &&
                      mean > best + std::max(kSmallestRise * best, kJump * noise * std::sqrt(2.0 / kWindow));
-  if (ended || risen || (!loss.empty() && !std::isfinite(loss.back()))) {
+  if (ended || risen || record.not_finite) {
     symptom.kind = Symptom::Kind::loss;
-    symptom.since = static_cast<int64_t>(best_at);
+    symptom.since = record.not_finite ? *record.not_finite : static_cast<int64_t>(best_at);
     symptom.words =
         ended ? record.finding->words
-              : fmt::format("the mean loss of the last {} steps is {:.4f}, {:.4f} above its best (step {})",
-                            kWindow, mean, mean - best, best_at);
+        : record.not_finite
+            ? fmt::format("the loss of step {} is not finite", *record.not_finite)
+            : fmt::format("the mean loss of the last {} steps is {:.4f}, {:.4f} above its best (step {})",
+                          kWindow, mean, mean - best, best_at);
     return symptom;
   }
   const std::vector<double> above = jumps(loss);

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "diagnosis/replays.h"
+#include "records/events.h"
+#include "records/metrics.h"
 #include "records/verdict_parts.h"
 
 namespace evenkeel {
@@ -21,10 +23,13 @@ struct RunRecord {
   int64_t layers = 0, heads = 0;            // L, H; 0: no facts are recorded
   std::vector<int64_t> fact_steps;          // ascending
   std::vector<std::vector<double>> offset;  // (fact_steps, L H)
-  std::string offset_is;                    // largest_row_mean, or largest_lse where only that is recorded
-  std::vector<std::vector<double>> leak;    // (steps with residuals, L H): residual over delta
+  std::string offset_is;                    // offset, or largest_lse where only that is recorded
+  std::vector<std::vector<double>> leak;    // (steps with leaks, L H): leak over delta, root mean squares
+  std::optional<int64_t> not_finite;        // the first step whose recorded loss is not
   std::optional<Finding> finding;           // what ended it
 };
+RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding);
+// Of a folder. DataError where no record can be read.
 RunRecord read_run_record(const std::filesystem::path& run);
 
 // Spread of a step's loss around the median of its neighbours, robustly (from the median of deviations).

@@ -21,12 +21,15 @@ std::vector<double> numbers_to(size_t n) {
 std::string no_capture(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
   // A step that can be replayed and shows the trouble: the last recorded one.
-  const int64_t step = run.has_steps() ? run.steps.back() : 0;
+  const int64_t step = run.has_steps() ? run.metrics.steps.back() : 0;
   const int64_t layer = std::max<int64_t>(0, data.layer), head = std::max<int64_t>(0, data.head);
-  return missing("No capture of this run is at hand. One is made by",
-                 fmt::format("evenkeel capture {} --layer {} --heads {} -o {}",
-                             shell_word(fmt::format("{}@{}", run.folder.string(), step)), layer, head,
-                             shell_word((run.folder / fmt::format("layer{}.safetensors", layer)).string())));
+  return missing(
+      "No capture of this run is at hand. One shows where an error pushes, dO against the output's error, "
+      "V's "
+      "sign and the sum that goes wrong; it is made by",
+      fmt::format("evenkeel capture {} --layer {} --heads {} -o {}",
+                  shell_word(fmt::format("{}@{}", run.folder.string(), step)), layer, head,
+                  shell_word((run.folder / fmt::format("layer{}.safetensors", layer)).string())));
 }
 
 // A number a feature as stems from zero: where signs agree the eye sees it.
@@ -50,7 +53,6 @@ std::string directions_panel(const PageData& data) {
       "{}, {} and their product {} at some tokens: alike rows and columns mean that errors add up instead of "
       "cancelling.",
       term("PK"), term("X"), term("(PK)ᵀX"));
-  if (!data.view) return section("directions", heading, lead, no_capture(data));
   const HeadAnalysis& a = data.view->analysis;
   std::vector<std::string> tokens;
   for (const int64_t t : a.tokens) tokens.push_back(fmt::format("token {}", t));
@@ -115,7 +117,6 @@ std::string features_panel(const PageData& data) {
       "Where {} and the {} have the same sign in most {}s, their product has one sign, and so has the error "
       "of {}.",
       term("dO"), term("output error"), term("feature"), term("delta"));
-  if (!data.view) return section("features", heading, lead, no_capture(data));
   const HeadAnalysis& a = data.view->analysis;
   const auto chart = [&](const char* id, const char* title, const char* y_label, const std::vector<double>& y,
                          const char* style) {
@@ -142,7 +143,6 @@ std::string sign_panel(const PageData& data) {
   const std::string lead = fmt::format(
       "{} by feature and key: a row of one colour is a feature whose sums tend to be rounded one way.",
       term("V"));
-  if (!data.view) return section("sign", heading, lead, no_capture(data));
   const CaptureView& view = *data.view;
   HeatMap map;
   map.id = "v-map", map.title = "V", map.x_label = "key", map.y_label = "feature", map.value_label = "v";
@@ -189,25 +189,28 @@ std::string bits_panel(const PageData& data) {
                         data.view->analysis.row);
   } else if (data.view) {
     content += missing("The plan of this head rounds none of the sums: there is no trace.", "");
-  } else {
-    content += no_capture(data);
   }
   const RunRecords& run = data.runs[data.subject];
-  if (!explanation.is_object() && run.verdict)
-    if (const auto found = run.verdict->find("bits"); found != run.verdict->end()) explanation = *found;
+  if (!explanation.is_object())
+    if (const nlohmann::json* const found = run.verdict_record().find("bits")) explanation = *found;
   if (explanation.is_object())
     content += "<h3>The addition that errs most, bit by bit</h3>\n" + bits_of(explanation);
-  return section("bits", heading,
-                 fmt::format("The error of the running sum ({} or {}) along the worst row; one addition of "
-                             "it opened bit by bit.",
-                             term("O-bar"), term("row sum")),
-                 content, aside);
+  const std::string lead =
+      data.view ? fmt::format(
+                      "The error of the running sum ({} or {}) along the worst row; one addition of "
+                      "it opened bit by bit.",
+                      term("O-bar"), term("row sum"))
+                : "One addition of the guilty head, opened bit by bit.";
+  return section("bits", heading, lead, content, aside);
 }
 
 }  // namespace
 
 std::string capture_panels(const PageData& data) {
-  return directions_panel(data) + features_panel(data) + sign_panel(data) + bits_panel(data);
+  if (data.view) return directions_panel(data) + features_panel(data) + sign_panel(data) + bits_panel(data);
+  const nlohmann::json* const bits = data.runs[data.subject].verdict_record().find("bits");
+  return section("capture", "Inside one head", "", no_capture(data)) +
+         (bits && bits->is_object() ? bits_panel(data) : "");
 }
 
 }  // namespace evenkeel

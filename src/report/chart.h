@@ -84,7 +84,7 @@ struct DotPlot {
   bool log_x = false;
   std::vector<Dot> dots;
   std::vector<Guide> guides;
-  double width = 760;
+  double width = 560;
 };
 std::string draw(const DotPlot& plot);
 

@@ -43,8 +43,7 @@ constexpr Term kTerms[] = {
     {"tie", "A row in which another score is as large as the largest, in the plan's own numbers."},
     {"delta", "The number each row's backward pass subtracts, so that its gradient sums to zero: dO · O."},
     {"delta error", "Delta as the plan computes it, less delta in 64 bits."},
-    {"zero-sum residual",
-     "What a row of dS really sums to; zero in exact arithmetic, so whatever is there is error."},
+    {"leak", "What a row of dS really sums to; zero in exact arithmetic, so whatever is there is error."},
     {"confidence band", "Where the true mean lies in 95 of 100 cases, given how much the rows scatter."},
     {"spectral norm", "A matrix's largest singular value: the most by which it can stretch a vector."},
     {"W_Q", "The weights that make a head's queries."},
@@ -105,14 +104,33 @@ std::string grouped(std::string text) {
 
 }  // namespace
 
+namespace {
+
+// A mark that changes the direction of the text behind it, at the head of UTF-8 text: U+061C, U+200E, U+200F, U+202A to
+// U+202E, U+2066 to U+2069. 0: none.
+int direction_mark(std::string_view text) {
+  const auto byte = [&](size_t n) { return n < text.size() ? static_cast<unsigned char>(text[n]) : 0; };
+  if (byte(0) == 0xd8 && byte(1) == 0x9c) return 0x61c;
+  if (byte(0) != 0xe2 || (byte(1) & 0xfe) != 0x80) return 0;
+  const int code = 0x2000 | (byte(1) & 1) << 6 | (byte(2) & 0x3f);
+  const auto between = [&](int low, int high) { return code >= low && code <= high; };
+  return between(0x200e, 0x200f) || between(0x202a, 0x202e) || between(0x2066, 0x2069) ? code : 0;
+}
+
+}  // namespace
+
 std::string escape(std::string_view text) {
   std::string out;
   out.reserve(text.size());
   while (!text.empty()) {
     const size_t bad = std::min(find_not_utf8(text), text.size());
-    for (const char c : text.substr(0, bad)) {
+    for (size_t n = 0; n < bad; ++n) {
+      const char c = text[n];
       const auto byte = static_cast<unsigned char>(c);
-      if (c == '&')
+      if (const int mark = direction_mark(text.substr(n, bad - n))) {
+        out += fmt::format("[U+{:04X}]", mark);
+        n += mark == 0x61c ? 1 : 2;
+      } else if (c == '&')
         out += "&amp;";
       else if (c == '<')
         out += "&lt;";

@@ -20,11 +20,9 @@ void find_leads(PageData& data) {
   std::vector<IndicatorRun> healthy, derailing;
   for (size_t n = 0; n < data.runs.size(); ++n) {
     const bool is_subject = n == data.subject;
-    if (!data.runs[n].has_steps() || (!is_subject && ails(data.runs[n], data.symptoms[n]))) continue;
-    try {
-      (is_subject ? derailing : healthy).push_back(read_indicators(data.runs[n].folder));
-    } catch (const std::exception&) {  // what cannot be read is told where it was read first
-    }
+    const RunRecords& run = data.runs[n];
+    if (!run.has_steps() || (!is_subject && ails(run, data.symptoms[n]))) continue;
+    (is_subject ? derailing : healthy).push_back(indicators_of(run.folder, run.metrics, run.config));
   }
   if (derailing.empty()) return;
   const IndicatorTable table = judge_indicators(healthy, derailing);

@@ -17,31 +17,34 @@ constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
 // The first guilty head of a verdict.
 std::optional<std::pair<int64_t, int64_t>> guilty_head(const RunRecords& run) {
-  if (!run.verdict) return {};
-  const auto heads = run.verdict->find("heads");
-  if (heads == run.verdict->end() || !heads->is_array() || heads->empty() || !(*heads)[0].is_object())
-    return {};
-  const double layer = number_at((*heads)[0], "layer"), head = number_at((*heads)[0], "head");
+  const std::vector<RecordObject> heads = run.verdict_record().objects("heads");
+  if (heads.empty()) return {};
+  const double layer = heads[0].number("layer").value_or(-1), head = heads[0].number("head").value_or(-1);
   const auto inside = [](double n, int64_t count_of) { return n >= 0 && n < static_cast<double>(count_of); };
-  if (!inside(layer, run.layers) || !inside(head, run.heads)) return {};
+  if (!inside(layer, run.metrics.layers) || !inside(head, run.metrics.heads)) return {};
   return std::pair(static_cast<int64_t>(layer), static_cast<int64_t>(head));
 }
 
 // The head whose offset is largest at the end.
 std::optional<std::pair<int64_t, int64_t>> largest_head(const RunRecords& run) {
-  for (const char* field : {"largest_row_mean", "largest_lse"}) {
-    const HeadSeries* const series = find_series(run, field);
-    if (!series) continue;
-    const int64_t LH = run.layers * run.heads;
-    int64_t best = -1;
-    float largest = -1;
-    for (int64_t n = 0; n < LH; ++n) {
-      const float value = series->values[series->values.size() - static_cast<size_t>(LH - n)];
-      if (value > largest) largest = value, best = n;
-    }
-    if (best >= 0) return std::pair(best / run.heads, best % run.heads);
-  }
-  return {};
+  const Series* const series = find_offset(run);
+  if (!series) return {};
+  const std::span<const double> last = series->row(series->steps.size() - 1);
+  int64_t best = -1;
+  double largest = -1;
+  for (size_t n = 0; n < last.size(); ++n)
+    if (last[n] > largest) largest = last[n], best = static_cast<int64_t>(n);
+  if (best < 0) return {};
+  return std::pair(best / run.metrics.heads, best % run.metrics.heads);
+}
+
+double number_at(const Json& object, const char* key) {
+  const auto found = object.find(key);
+  return found == object.end() ? kUnknown : record_number(*found).value_or(kUnknown);
+}
+std::string text_at(const Json& object, const char* key) {
+  const auto found = object.find(key);
+  return found == object.end() || !found->is_string() ? "" : found->get<std::string>();
 }
 
 // Every digit: where bits are counted, a rounded decimal would be one more rounding.
@@ -61,10 +64,8 @@ void name_apart(std::vector<RunRecords>& runs) {
 }  // namespace
 
 bool ails(const RunRecords& run, const Symptom& symptom) {
-  if (run.verdict) {
-    const std::string cause = text_at(*run.verdict, "cause");
-    if (!cause.empty()) return cause != name(Cause::healthy);
-  }
+  if (const std::string cause = run.verdict_record().text("cause"); !cause.empty())
+    return cause != name(Cause::healthy);
   return symptom.kind != Symptom::Kind::none;
 }
 
@@ -72,7 +73,8 @@ PageData page_data(std::vector<RunRecords> runs) {
   PageData data;
   data.runs = std::move(runs);
   name_apart(data.runs);
-  for (const RunRecords& run : data.runs) data.symptoms.push_back(find_symptom(run.record()));
+  for (const RunRecords& run : data.runs)
+    data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding)));
   for (size_t n = data.runs.size(); n-- > 0;)
     if (ails(data.runs[n], data.symptoms[n])) data.subject = n;
   const RunRecords& run = data.runs[data.subject];
@@ -126,21 +128,48 @@ double recent(const std::vector<double>& values) {
   return n > 0 ? sum / static_cast<double>(n) : kUnknown;
 }
 
-Line head_line(const HeadSeries& series, int64_t heads, int64_t head) {
+std::string badge(const RunRecords& run, const Symptom& symptom) {
+  const char *word = "healthy", *style = "good";
+  const std::string cause = run.verdict_record().text("cause");
+  const bool is_healthy = cause == name(Cause::healthy),
+             established = !cause.empty() && cause != name(Cause::not_established);
+  if (!run.has_steps())
+    word = "no records", style = "unknown";
+  else if (established && !is_healthy)
+    word = "derailed", style = "bad";
+  else if (!is_healthy && symptom.kind != Symptom::Kind::none)
+    word = symptom.kind == Symptom::Kind::spikes ? "loss jumps" : "derailing", style = "bad";
+  return fmt::format("<span class=\"state {}\">{}</span>", style, word);
+}
+
+double last_largest(const RunRecords& run, std::string_view field) {
+  const Series* const series = find_series(run, field);
+  if (!series) return kUnknown;
+  double largest = kUnknown;
+  for (const double value : series->row(series->steps.size() - 1))
+    if (!std::isnan(value) && !(value <= largest)) largest = value;
+  return largest;
+}
+
+double last_offset(const RunRecords& run) {
+  const double offset = last_largest(run, name(HeadFact::offset));
+  return std::isnan(offset) ? last_largest(run, name(HeadFact::largest_lse)) : offset;
+}
+
+Line head_line(const Series& series, int64_t head) {
   Line line;
   for (size_t n = 0; n < series.steps.size(); ++n) {
     line.x.push_back(static_cast<double>(series.steps[n]));
-    line.y.push_back(
-        static_cast<double>(series.values[n * static_cast<size_t>(heads) + static_cast<size_t>(head)]));
+    line.y.push_back(series.row(n)[static_cast<size_t>(head)]);
   }
   return line;
 }
 
-const HeadSeries* find_series(const RunRecords& run, const char* name) {
-  for (const auto* all : {&run.facts, &run.probes})
-    if (const auto found = all->find(name); found != all->end() && !found->second.steps.empty())
-      return &found->second;
-  return nullptr;
+const Series* find_series(const RunRecords& run, std::string_view name) { return run.metrics.by_head(name); }
+
+const Series* find_offset(const RunRecords& run) {
+  const Series* const offset = find_series(run, name(HeadFact::offset));
+  return offset ? offset : find_series(run, name(HeadFact::largest_lse));
 }
 
 std::string bits_of(const Json& e) {
@@ -223,10 +252,30 @@ std::string bits_of(const Json& e) {
 }
 
 std::string body_of(const PageData& data) {
-  std::string text = verdict_part(data) + loss_part(data) + chain_part(data) + run_panels(data) +
-                     capture_panels(data) + remedies_part(data) + lead_part(data) + repeat_part(data);
-  text += section("words", "Words", "Every term of this page in one sentence.", glossary());
-  return text;
+  const std::string sections =
+      offset_panel(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
+      remedies_part(data) + lead_part(data) + repeat_part(data) +
+      section("words", "Words", "Every term of this page in one sentence.", glossary());
+  static constexpr std::pair<const char*, const char*> kContents[] = {{"offset", "Offset"},
+                                                                      {"loss", "Loss"},
+                                                                      {"chain", "Chain"},
+                                                                      {"norms", "Norms"},
+                                                                      {"heads", "W_Q"},
+                                                                      {"ties", "Ties"},
+                                                                      {"leak", "Leak"},
+                                                                      {"capture", "Inside a head"},
+                                                                      {"directions", "Directions"},
+                                                                      {"features", "Features"},
+                                                                      {"bits", "Bits"},
+                                                                      {"remedies", "Remedies"},
+                                                                      {"lead", "Lead time"},
+                                                                      {"repeat", "Repeat"},
+                                                                      {"words", "Words"}};
+  std::string contents = "<nav class=\"contents\" aria-label=\"Contents\">";
+  for (const auto& [id, label] : kContents)
+    if (sections.find(fmt::format("<section id=\"{}\"", id)) != std::string::npos)
+      contents += fmt::format("<a href=\"#{}\">{}</a>", id, label);
+  return verdict_part(data) + contents + "</nav>\n" + sections;
 }
 
 }  // namespace evenkeel

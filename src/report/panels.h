@@ -6,9 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "diagnosis/verdict.h"
+#include "records/run_records.h"
 #include "report/capture_view.h"
 #include "report/chart.h"
-#include "report/run_records.h"
 
 namespace evenkeel {
 
@@ -39,9 +40,10 @@ std::string body_of(const PageData& data);
 
 // --- its parts, in the order of the page
 std::string verdict_part(const PageData& data);
+std::string offset_panel(const PageData& data);  // the main signal
 std::string loss_part(const PageData& data);
 std::string chain_part(const PageData& data);
-std::string run_panels(const PageData& data);      // spectral norms to the common mode
+std::string run_panels(const PageData& data);      // spectral norms to the leak
 std::string capture_panels(const PageData& data);  // (PK)^T X to the guilty addition
 std::string remedies_part(const PageData& data);
 std::string lead_part(const PageData& data);
@@ -59,13 +61,20 @@ std::string bits_of(const nlohmann::json& explanation);
 std::string shell_word(const std::string& text);
 // Does the run's own verdict, or without one its symptom, say that it ails?
 bool ails(const RunRecords& run, const Symptom& symptom);
+// The same in one or two words, as a badge.
+std::string badge(const RunRecords& run, const Symptom& symptom);
+// The largest over heads at the last record, by the records' name; of the offset, or else of the log-sum-exp. NaN: none.
+double last_largest(const RunRecords& run, std::string_view field);
+double last_offset(const RunRecords& run);
 // The class of a run's colour: the subject has the first.
 std::string colour_of(const PageData& data, size_t run);
 // Mean of the last 20 recorded values that are finite; NaN for none.
 double recent(const std::vector<double>& values);
 // One head's values.
-Line head_line(const HeadSeries& series, int64_t heads, int64_t head);
-const HeadSeries* find_series(const RunRecords& run,
-                              const char* name);  // of facts, else of probes; nullptr: none
+Line head_line(const Series& series, int64_t head);
+// Of facts, else of probes, by the records' name; nullptr: none.
+const Series* find_series(const RunRecords& run, std::string_view name);
+// The offset by head or, where that is not recorded, the log-sum-exp; nullptr: neither.
+const Series* find_offset(const RunRecords& run);
 
 }  // namespace evenkeel

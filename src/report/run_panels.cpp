@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <iterator>
 
 #include "report/html.h"
 #include "report/panels.h"
@@ -16,13 +17,14 @@ constexpr size_t kPoints = 1200;        // of a curve that is one of few
 constexpr size_t kPointsOfAll = 24000;  // of all heads' curves of a panel
 
 size_t points_a_head(const RunRecords& run) {
-  return std::clamp<size_t>(kPointsOfAll / static_cast<size_t>(std::max<int64_t>(1, run.layers * run.heads)),
-                            60, 400);
+  return std::clamp<size_t>(
+      kPointsOfAll / static_cast<size_t>(std::max<int64_t>(1, run.metrics.layers * run.metrics.heads)), 60,
+      400);
 }
 
 std::string no_probes(const RunRecords& run) {
   std::string command = "evenkeel train";
-  if (run.config) command += " --config " + shell_word((run.folder / "config.toml").string());
+  if (run.config) command += " --config " + shell_word(record_path(run.folder, RecordFile::config).string());
   return missing(fmt::format("{} recorded no full set of probes. They are made by", run.label),
                  command + " --probe-every 50 --out NEW_RUN");
 }
@@ -49,9 +51,11 @@ std::vector<size_t> subject_first(const PageData& data) {
 }
 
 bool has_head(const RunRecords& run, const PageData& data) {
-  return data.layer >= 0 && data.layer < run.layers && data.head < run.heads;
+  return data.layer >= 0 && data.layer < run.metrics.layers && data.head < run.metrics.heads;
 }
-int64_t head_of(const RunRecords& run, const PageData& data) { return data.layer * run.heads + data.head; }
+int64_t head_of(const RunRecords& run, const PageData& data) {
+  return data.layer * run.metrics.heads + data.head;
+}
 
 // --- Spectral norms
 
@@ -76,20 +80,22 @@ std::optional<std::pair<int64_t, std::string_view>> layer_and_kind(std::string_v
 
 std::string norms_panel(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
+  const Series& probed = run.metrics.probe_loss;  // a row a probed step
   std::string maps;
   for (const Kind& kind : kKinds) {
     HeatMap map;
-    for (const auto& [weight, values] : run.norms) {
+    for (const auto& [weight, series] : run.metrics.norms) {
       const auto found = layer_and_kind(weight);
       if (!found || found->second != kind.suffix) continue;
       const auto layer = static_cast<size_t>(found->first);
       if (map.values.size() <= layer)
-        map.values.resize(layer + 1, std::vector<double>(run.norm_steps.size(), kUnknown));
-      map.values[layer] = values;
+        map.values.resize(layer + 1, std::vector<double>(probed.steps.size(), kUnknown));
+      for (size_t n = 0; n < probed.steps.size(); ++n)
+        if (const auto norm = series.of_line(probed.lines[n]); !norm.empty()) map.values[layer][n] = norm[0];
     }
     if (map.values.empty()) continue;
     for (size_t layer = 0; layer < map.values.size(); ++layer) map.rows.push_back(std::to_string(layer));
-    map.x.assign(run.norm_steps.begin(), run.norm_steps.end());
+    map.x.assign(probed.steps.begin(), probed.steps.end());
     map.id = fmt::format("norms-{}", &kind - kKinds);
     map.title = kind.name, map.x_label = "step", map.y_label = "layer", map.value_label = "spectral norm";
     map.description = fmt::format(
@@ -109,17 +115,17 @@ std::string norms_panel(const PageData& data) {
 
 // --- Small multiples: a chart a layer, a curve a head
 
-std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const HeadSeries& series,
+std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const Series& series,
                             const std::string& id, bool is_subject) {
   std::vector<Chart> charts;
   const size_t points = points_a_head(run);
-  for (int64_t layer = 0; layer < run.layers; ++layer) {
+  for (int64_t layer = 0; layer < run.metrics.layers; ++layer) {
     Chart chart;
     chart.id = fmt::format("{}-{}", id, layer);
     chart.title = fmt::format("layer {}", layer);
     chart.small = true, chart.log_y = true;
-    for (int64_t head = 0; head < run.heads; ++head) {
-      Line line = thin(head_line(series, run.layers * run.heads, layer * run.heads + head), points);
+    for (int64_t head = 0; head < run.metrics.heads; ++head) {
+      Line line = thin(head_line(series, layer * run.metrics.heads + head), points);
       line.label = fmt::format("head {}", head);
       const bool looked_at = is_subject && layer == data.layer && head == data.head;
       line.style = looked_at ? "c0" : "quiet";
@@ -141,7 +147,7 @@ std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const H
 
 std::string heads_panel(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
-  const HeadSeries* const series = find_series(run, "norm_q");
+  const Series* const series = find_series(run, "norm_q");
   std::string content;
   if (series) {
     std::vector<Chart> charts = by_layer(data, run, *series, "wq", true);
@@ -172,15 +178,12 @@ std::string heads_panel(const PageData& data) {
 // --- Ties
 
 // Of every step the largest over heads.
-Line largest_line(const RunRecords& run, const HeadSeries& series, double factor) {
+Line largest_line(const Series& series, double factor) {
   Line line;
-  const auto LH = static_cast<size_t>(run.layers * run.heads);
   for (size_t n = 0; n < series.steps.size(); ++n) {
     double largest = kUnknown;
-    for (size_t k = 0; k < LH; ++k) {
-      const auto value = static_cast<double>(series.values[n * LH + k]);
+    for (const double value : series.row(n))
       if (!std::isnan(value) && !(value <= largest)) largest = value;
-    }
     line.x.push_back(static_cast<double>(series.steps[n])), line.y.push_back(factor * largest);
   }
   return line;
@@ -190,15 +193,17 @@ std::string ties_panel(const PageData& data) {
   Chart ties, loss;
   for (const size_t n : subject_first(data)) {
     const RunRecords& run = data.runs[n];
-    const HeadSeries* const series = find_series(run, "tied_rows");
+    const Series* const series = find_series(run, name(HeadFact::tied_rows));
     if (!series) continue;
-    Line line = largest_line(run, *series, 100);
+    Line line = largest_line(*series, 100);
     line = binned(line, {}, 240);
     for (double& low : line.low) low = std::max(0.0, low);
     for (double& high : line.high) high = std::min(100.0, high);
     line.label = run.label, line.style = colour_of(data, n);
     ties.lines.push_back(std::move(line));
-    Line losses{run.label, colour_of(data, n), {run.steps.begin(), run.steps.end()}, run.loss, {}, {}};
+    Line losses{
+        run.label, colour_of(data, n), {run.metrics.steps.begin(), run.metrics.steps.end()}, run.loss, {},
+        {}};
     losses = binned(losses, {}, 240);
     losses.low.clear(), losses.high.clear();
     // The same steps as above, less the fall at the start.
@@ -231,65 +236,44 @@ std::string ties_panel(const PageData& data) {
       content);
 }
 
-// --- The residual
+// --- The leak
 
 // A head that looks at one key alone has no delta to speak of: shares below this tell nothing.
 constexpr double kLeastShare = 1e-9;
 
-std::string residual_panel(const PageData& data) {
-  Chart running, sums, share;
-  bool any = false;
-  for (const size_t n : subject_first(data)) {
-    const RunRecords& run = data.runs[n];
-    if (!has_head(run, data)) continue;
-    const int64_t LH = run.layers * run.heads, head = head_of(run, data);
-    const std::string colour = colour_of(data, n);
-    if (const HeadSeries* const series = find_series(run, "delta_error_running")) {
-      Line line = thin(head_line(*series, LH, head), kPoints);
+struct LeakCharts {
+  Chart sums, running, share;
+
+  void add(const RunRecords& run, int64_t head, const std::string& colour) {
+    const auto add_line = [&](Chart& chart, Line line) {
       line.label = run.label, line.style = colour;
-      running.lines.push_back(std::move(line));
-    }
-    const HeadSeries *const mean = find_series(run, "residual_mean"),
-                            *const error = find_series(run, "residual_error"),
-                            *const rms = find_series(run, "residual_rms"),
-                            *const delta = find_series(run, "delta_rms");
-    if (mean && error && mean->steps == error->steps) {
-      const Line means = head_line(*mean, LH, head), errors = head_line(*error, LH, head);
-      Line line;
-      line.label = run.label, line.style = colour;
-      double sum = 0, variance = 0;
-      for (size_t k = 0; k < means.y.size(); ++k) {
-        if (std::isfinite(means.y[k])) sum += means.y[k];
-        if (std::isfinite(errors.y[k])) variance += errors.y[k] * errors.y[k];
-        const double half = 1.96 * std::sqrt(variance);
-        line.x.push_back(means.x[k]), line.y.push_back(sum);
-        line.low.push_back(sum - half), line.high.push_back(sum + half);
-      }
-      sums.lines.push_back(thin(line, kPoints));
-      any = true;
-    }
+      chart.lines.push_back(std::move(line));
+    };
+    if (const Series* const series = find_series(run, "delta_error_running"))
+      add_line(running, thin(head_line(*series, head), kPoints));
+    const Series *const mean = find_series(run, name(HeadFact::leak_mean)),
+                        *const error = find_series(run, name(HeadFact::leak_error)),
+                        *const rms = find_series(run, name(HeadFact::leak_rms)),
+                        *const delta = find_series(run, name(HeadFact::delta_rms));
+    if (mean && error && mean->steps == error->steps)
+      add_line(sums, thin(sum_line(head_line(*mean, head), head_line(*error, head)), kPoints));
     if (rms && delta && rms->steps == delta->steps) {
-      const Line r = head_line(*rms, LH, head), d = head_line(*delta, LH, head);
-      Line line;
-      for (size_t k = 0; k < r.y.size(); ++k)
-        line.x.push_back(r.x[k]),
-            line.y.push_back(d.y[k] > 0 ? std::max(kLeastShare, r.y[k] / d.y[k]) : kUnknown);
-      line = binned_logarithms(line, 240);
-      line.label = run.label, line.style = colour;
-      share.lines.push_back(std::move(line));
-      any = true;
+      Line line = head_line(*rms, head);
+      const Line d = head_line(*delta, head);
+      for (size_t k = 0; k < line.y.size(); ++k)
+        line.y[k] = d.y[k] > 0 ? std::max(kLeastShare, line.y[k] / d.y[k]) : kUnknown;
+      add_line(share, binned_logarithms(line, 240));
     }
   }
-  std::string content;
-  if (!any && running.lines.empty()) {
-    content = no_probes(data.runs[data.subject]);
-  } else {
-    const std::string where = fmt::format("layer {} head {}", data.layer, data.head);
+
+  // where: "layer 1 head 2"
+  std::string drawn(const std::string& where) {
+    std::string content;
     if (!sums.lines.empty()) {
-      sums.id = "residual-sum", sums.title = "Running sum of the residual",
-      sums.y_label = "running sum of the mean zero-sum residual, with a 95 % band";
+      sums.id = "leak-sum", sums.title = "Running sum of the leak",
+      sums.y_label = "running sum of the mean leak, with a 95 % band";
       sums.description = fmt::format(
-          "Sum over steps of the mean zero-sum residual of {}, with the band that the rows' scatter leaves; "
+          "Sum over steps of the mean leak of {}, with the band that the rows' scatter leaves; "
           "a curve that leaves zero is biased.",
           where);
       sums.zero_y = true, sums.height = 240, sums.guides.push_back({0, ""});
@@ -304,73 +288,97 @@ std::string residual_panel(const PageData& data) {
       content += draw(running);
     }
     if (!share.lines.empty()) {
-      share.id = "residual-share", share.title = "Residual over delta",
-      share.y_label = "residual over delta, root mean squares, log axis";
-      share.description = fmt::format(
-          "How large the zero-sum residual of {} is, as a share of delta, on a logarithmic axis.", where);
+      share.id = "leak-size", share.title = "Leak over delta",
+      share.y_label = "leak over delta, root mean squares, log axis";
+      share.description =
+          fmt::format("How large the leak of {} is, as a share of delta, on a logarithmic axis.", where);
       share.log_y = true, share.height = 220;
       share.guides.push_back({0x1p-23, "FP32's step, 2⁻²³"});
       content += draw(share);
     }
+    return content;
   }
+
+ private:
+  // The sum of the means so far, and its band.
+  static Line sum_line(const Line& means, const Line& errors) {
+    Line line;
+    double sum = 0, variance = 0;
+    for (size_t k = 0; k < means.y.size(); ++k) {
+      if (std::isfinite(means.y[k])) sum += means.y[k];
+      if (std::isfinite(errors.y[k])) variance += errors.y[k] * errors.y[k];
+      const double half = 1.96 * std::sqrt(variance);
+      line.x.push_back(means.x[k]), line.y.push_back(sum);
+      line.low.push_back(sum - half), line.high.push_back(sum + half);
+    }
+    return line;
+  }
+};
+
+std::string leak_panel(const PageData& data) {
+  LeakCharts charts;
+  for (const size_t n : subject_first(data))
+    if (has_head(data.runs[n], data))
+      charts.add(data.runs[n], head_of(data.runs[n], data), colour_of(data, n));
+  const std::string where =
+      data.head >= 0 ? fmt::format("layer {} head {}", data.layer, data.head) : "the head of interest";
+  const std::string content = charts.drawn(where);
   return section(
-      "residual", "The sum that should be zero",
-      fmt::format(
-          "The {} and the {} of {}, in every run.", term("zero-sum residual"), term("delta error"),
-          data.head >= 0 ? fmt::format("layer {} head {}", data.layer, data.head) : "the head of interest"),
-      content,
+      "leak", "The sum that should be zero",
+      fmt::format("The {} and the {} of {}, in every run.", term("leak"), term("delta error"), where),
+      content.empty() ? no_probes(data.runs[data.subject]) : content,
       fmt::format("<p>In exact arithmetic each {} of dS sums to zero. What is left drives the {}, whether it "
                   "has one sign (the curve walks away) or not "
                   "(it wanders).</p><p>Shaded: the {}.</p>",
                   term("row"), term("drift"), term("confidence band")));
 }
 
-// --- The common mode
+// --- The offset
 
-std::string common_panel(const PageData& data) {
-  std::string content;
-  std::vector<Chart> all;
-  std::vector<std::string> headings;
-  std::vector<size_t> starts;
-  for (const size_t n : subject_first(data)) {
-    const RunRecords& run = data.runs[n];
-    const bool is_subject = n == data.subject;
-    const HeadSeries* const offset = find_series(run, "largest_row_mean");
-    const HeadSeries* const series = offset ? offset : find_series(run, "largest_lse");
-    if (!series) continue;
-    const auto found = run.probes.find("largest_row_spread");
-    const HeadSeries* const spread =
-        found != run.probes.end() && !found->second.steps.empty() ? &found->second : nullptr;
-    std::vector<Chart> charts = by_layer(data, run, *series, fmt::format("common-{}", n), is_subject);
-    // Of the other runs only the layer of interest.
-    if (!is_subject && has_head(run, data)) charts = {charts[static_cast<size_t>(data.layer)]};
-    for (Chart& chart : charts) {
-      const int64_t layer = is_subject || !has_head(run, data) ? &chart - charts.data() : data.layer;
-      for (int64_t head = 0; spread && head < run.heads; ++head) {
-        const bool looked_at = is_subject && layer == data.layer && head == data.head;
-        Line line =
-            thin(head_line(*spread, run.layers * run.heads, layer * run.heads + head), points_a_head(run));
-        line.label = fmt::format("spread, head {}", head);
-        line.style = looked_at ? "c0 dashed" : "quiet dashed";
-        line.named = looked_at;
-        chart.lines.insert(looked_at ? chart.lines.end() : chart.lines.begin(), std::move(line));
-      }
-      if (!is_subject) {
-        chart.title = fmt::format("{}, layer {}", run.label, layer);
-        for (Line& line : chart.lines)
-          if (line.label == fmt::format("head {}", data.head)) line.style = colour_of(data, n);
-      }
-      chart.y_label = offset ? "offset, log axis" : "log-sum-exp, log axis";
-      chart.description = fmt::format(
-          "{}: the common part of the scores of each head (solid) and its spread (dashed) against steps, on "
-          "a logarithmic axis.",
-          chart.title);
-      chart.guides.push_back({kScoreUnit, ""});
-      chart.guides.push_back({kDriftedOffset, ""});
-      chart.guides.push_back({kFarOffset, ""});
+// A chart a layer of the subject; of another run only the layer of interest.
+std::vector<Chart> offset_charts(const PageData& data, size_t n) {
+  const RunRecords& run = data.runs[n];
+  const bool is_subject = n == data.subject;
+  const Series* const series = find_offset(run);
+  if (!series) return {};
+  const Series* const spread = find_series(run, "largest_row_spread");
+  std::vector<Chart> charts = by_layer(data, run, *series, fmt::format("offset-{}", n), is_subject);
+  const bool one_layer = !is_subject && has_head(run, data);
+  if (one_layer) charts = {charts[static_cast<size_t>(data.layer)]};
+  for (Chart& chart : charts) {
+    const int64_t layer = one_layer ? data.layer : &chart - charts.data();
+    for (int64_t head = 0; spread && head < run.metrics.heads; ++head) {
+      const bool looked_at = is_subject && layer == data.layer && head == data.head;
+      Line line = thin(head_line(*spread, layer * run.metrics.heads + head), points_a_head(run));
+      line.label = fmt::format("spread, head {}", head);
+      line.style = looked_at ? "c0 dashed" : "quiet dashed";
+      line.named = looked_at;
+      chart.lines.insert(looked_at ? chart.lines.end() : chart.lines.begin(), std::move(line));
     }
-    all.insert(all.end(), charts.begin(), charts.end());
+    if (!is_subject) {
+      chart.title = fmt::format("{}, layer {}", run.label, layer);
+      for (Line& line : chart.lines)
+        if (line.label == fmt::format("head {}", data.head)) line.style = colour_of(data, n);
+    }
+    chart.y_label = find_series(run, name(HeadFact::offset)) ? "offset, log axis" : "log-sum-exp, log axis";
+    chart.description = fmt::format(
+        "{}: the offset of each head (solid) and the spread of its scores (dashed) against steps, on "
+        "a logarithmic axis.",
+        chart.title);
+    for (const double level : {kScoreUnit, kDriftedOffset, kFarOffset}) chart.guides.push_back({level, ""});
   }
+  return charts;
+}
+
+}  // namespace
+
+std::string offset_panel(const PageData& data) {
+  std::vector<Chart> all;
+  for (const size_t n : subject_first(data)) {
+    std::vector<Chart> charts = offset_charts(data, n);
+    std::move(charts.begin(), charts.end(), std::back_inserter(all));
+  }
+  std::string content;
   if (all.empty()) {
     content =
         missing("No scores by head are recorded. They are made by", "evenkeel train ... --facts-every 10");
@@ -380,7 +388,7 @@ std::string common_panel(const PageData& data) {
     content = multiples(std::move(all), 800);
   }
   return section(
-      "common", "The common mode of the scores",
+      "offset", "The offset of the scores",
       fmt::format("{} (solid) against {} (dashed), by head, on a log axis: softmax sees only the second.",
                   term("offset", "Offset"), term("spread")),
       content,
@@ -393,10 +401,8 @@ std::string common_panel(const PageData& data) {
           term("common mode"), term("offset")));
 }
 
-}  // namespace
-
 std::string run_panels(const PageData& data) {
-  return norms_panel(data) + heads_panel(data) + ties_panel(data) + residual_panel(data) + common_panel(data);
+  return norms_panel(data) + heads_panel(data) + ties_panel(data) + leak_panel(data);
 }
 
 }  // namespace evenkeel

@@ -33,16 +33,6 @@ void check_batches(const fs::path& run, const RunConfig& config, int64_t step) {
 
 }  // namespace
 
-RunConfig config_of_run(const fs::path& run) {
-  const fs::path file = run / "config.toml";
-  std::error_code error;
-  require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
-               run.string());
-  RunConfig config;
-  read_run_config(file, config);
-  return config;
-}
-
 void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const RunConfig& config) {
   validate(config);
   std::error_code error;
@@ -58,10 +48,11 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
   try {
     fs::create_directories(folder / "checkpoints");
     // What they hold of later steps is cut off when the branch is resumed.
-    for (const char* name : {"batches.bin", "metrics.jsonl"}) fs::copy_file(run / name, folder / name);
+    fs::copy_file(run / "batches.bin", folder / "batches.bin");
+    fs::copy_file(record_path(run, RecordFile::metrics), record_path(folder, RecordFile::metrics));
     fs::copy(from->folder, folder / "checkpoints" / from->folder.filename(), fs::copy_options::recursive);
     // Last: a folder without it is no run.
-    write_whole_file(folder / "config.toml", to_toml(to_toml_table(config)));
+    write_config_of_run(folder, config);
   } catch (const fs::filesystem_error& failure) {
     throw DataError(fmt::format("{}: cannot be made a branch of {}: {}", folder.string(), run.string(),
                                 failure.code().message()));
@@ -81,7 +72,7 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
     fs::create_directories(scratch_ / "checkpoints");
     fs::copy_file(run / "batches.bin",
                   scratch_ / "batches.bin");  // its steps before the checkpoint are needed
-    write_whole_file(scratch_ / "config.toml", to_toml(to_toml_table(config)));
+    write_config_of_run(scratch_, config);
     const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
     const Checkpoint* newest = nullptr;
     for (const Checkpoint& c : checkpoints)

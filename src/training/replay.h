@@ -11,9 +11,6 @@
 
 namespace evenkeel {
 
-// DataError where the folder is no run.
-RunConfig config_of_run(const std::filesystem::path& run);
-
 // Makes `folder`, which must be new or empty, a run that stands where `run` stood before `step`, with the records of the
 // steps before and with `config` for those to come; Trainer::resume goes on with it. DataError where `run` has no
 // checkpoint of that very step.

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/whole_file.h"
+#include "records/run_records.h"
 
 namespace evenkeel {
 namespace {
@@ -293,6 +294,17 @@ TomlTable to_toml_table(const RunConfig& config) {
   RunConfig copy = config;
   walk(writer, copy);
   return writer.finish();
+}
+
+RunConfig config_of_run(const std::filesystem::path& folder) {
+  RunConfig config;
+  read_run_config(parse_toml(read_config_text(folder), record_path(folder, RecordFile::config).string()),
+                  config);
+  return config;
+}
+
+void write_config_of_run(const std::filesystem::path& folder, const RunConfig& config) {
+  write_config_text(folder, to_toml(to_toml_table(config)));
 }
 
 }  // namespace evenkeel

@@ -69,4 +69,8 @@ void read_run_config(const std::filesystem::path& file, RunConfig& config);
 // All of it; reads back to the same.
 TomlTable to_toml_table(const RunConfig& config);
 
+// A run's own: config.toml in its folder. DataError where there is none that can be read.
+RunConfig config_of_run(const std::filesystem::path& folder);
+void write_config_of_run(const std::filesystem::path& folder, const RunConfig& config);
+
 }  // namespace evenkeel

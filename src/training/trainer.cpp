@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "training/device_ranks.h"
+#include "training/head_facts.h"
 
 namespace evenkeel {
 namespace {
@@ -18,7 +19,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-constexpr int kMetricsSchema = 1;
 // Batches for validation are drawn from a stream of their own, the same ones every time.
 constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
@@ -55,37 +55,6 @@ uint64_t digest_of(const TokenSource& source) {
     for (int64_t t = 0; t < count; ++t) digest = (digest ^ static_cast<uint64_t>(tokens[t])) * 0x100000001b3;
   }
   return digest;
-}
-
-constexpr size_t kFactNumbers = 9;
-std::array<double, kFactNumbers> numbers_of(const HeadFacts& f) {
-  return {f.largest_score, f.largest_row_mean, f.mean_lse,     f.largest_lse, f.tied_rows,
-          f.residual_mean, f.residual_error,   f.residual_rms, f.delta_rms};
-}
-// Of several parts with as many rows each. told: (parts) pointers to numbers_of
-HeadFacts combined(const std::vector<const double*>& told) {
-  const auto mean = [&](size_t which, bool squares) {
-    double sum = 0;
-    for (const double* part : told) sum += squares ? part[which] * part[which] : part[which];
-    return sum / static_cast<double>(told.size());
-  };
-  const auto largest = [&](size_t which) {
-    double found = told[0][which];
-    for (const double* part : told)
-      if (!(part[which] <= found)) found = part[which];  // NaN stays
-    return static_cast<float>(found);
-  };
-  HeadFacts facts;
-  facts.largest_score = largest(0);
-  facts.largest_row_mean = largest(1);
-  facts.mean_lse = static_cast<float>(mean(2, false));
-  facts.largest_lse = largest(3);
-  facts.tied_rows = static_cast<float>(mean(4, false));
-  facts.residual_mean = mean(5, false);
-  facts.residual_error = std::sqrt(mean(6, true) / static_cast<double>(told.size()));
-  facts.residual_rms = std::sqrt(mean(7, true));
-  facts.delta_rms = std::sqrt(mean(8, true));
-  return facts;
 }
 
 }  // namespace
@@ -132,14 +101,8 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
 std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend,
                                          std::shared_ptr<Ranks> ranks) {
   ranks = or_alone(std::move(ranks));
-  const fs::path file = folder / "config.toml";
   RunConfig config;
-  if (ranks->first()) {
-    std::error_code error;
-    require_data(fs::exists(file, error), "{}: expected a run's folder, found no config.toml in it",
-                 folder.string());
-    read_run_config(file, config);
-  }
+  if (ranks->first()) config = config_of_run(folder);
   const std::string text = ranks->broadcast(to_toml(to_toml_table(config)));
   if (!ranks->first()) read_run_config(parse_toml(text, "config.toml of rank 0"), config);
   validate(config);
@@ -157,7 +120,7 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
   std::unique_ptr<Trainer> trainer(
       new Trainer(folder, config, std::move(choice.why), /*fresh=*/false, std::move(ranks)));
   // Behind the lock of the folder, which the trainer holds.
-  if (moved) write_whole_file(file, to_toml(to_toml_table(config)));
+  if (moved) write_config_of_run(folder, config);
   return trainer;
 }
 
@@ -206,14 +169,11 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   follow_plan();
   if (!ranks_->first()) return;
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.
-  JsonLinesWriter::Options options;
-  options.keep = kept_metrics_;
-  metrics_ = std::make_unique<JsonLinesWriter>(folder_ / "metrics.jsonl", options);
-  if (fresh) write_whole_file(folder_ / "config.toml", to_toml(to_toml_table(config_)));
+  metrics_ = std::make_unique<MetricsWriter>(folder_, kept_metrics_);
+  if (fresh) write_config_of_run(folder_, config_);
   batches_ = std::make_unique<BatchRecorder>(folder_ / "batches.bin", shape, next_step_);
   events_ = std::make_unique<TensorboardWriter>(folder_, fresh ? std::nullopt : std::optional(next_step_));
-  std::error_code error;
-  fs::remove(folder_ / "findings.json", error);
+  remove_findings(folder_);
 }
 
 Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
@@ -247,16 +207,13 @@ void Trainer::go_on() {
       next_step_ = checkpoints.back().step;
     }
     std::error_code error;
-    if (fs::exists(folder_ / "metrics.jsonl", error))
-      read_json_lines(folder_ / "metrics.jsonl", [&](const JsonLine& line) {
-        const auto step = line.object.find("step");
-        if (step == line.object.end() || !step->is_number_integer() || step->get<int64_t>() >= next_step_)
-          return;
-        kept_metrics_ = line.end;
-        const auto loss = line.object.find("loss");
-        if (loss != line.object.end())
-          if (const auto value = json_number(*loss)) losses.push_back(*value);
-      });
+    if (fs::exists(record_path(folder_, RecordFile::metrics), error)) {
+      const Metrics before = read_metrics(folder_);
+      for (size_t n = 0; n < before.steps.size() && before.steps[n] < next_step_; ++n)
+        kept_metrics_ = before.ends[n];
+      for (size_t n = 0; n < before.loss.steps.size() && before.loss.steps[n] < next_step_; ++n)
+        losses.push_back(before.loss.values[n]);
+    }
   }
   const double counts[] = {static_cast<double>(next_step_), static_cast<double>(state.applied),
                            static_cast<double>(losses.size()), state.parameters.empty() ? 0.0 : 1.0};
@@ -308,19 +265,18 @@ void Trainer::change_plan(const std::string& clauses) {
   require(ranks_->size() == 1, "[train] expected one rank where the plan changes on the way, got {}",
           ranks_->size());
   add_change(config_, next_step_, clauses);
-  write_whole_file(folder_ / "config.toml", to_toml(to_toml_table(config_)));
+  write_config_of_run(folder_, config_);
 }
 
 void Trainer::roll_back(const fs::path& folder, int64_t step, const std::string& clauses) {
-  RunConfig config;
-  read_run_config(folder / "config.toml", config);
+  RunConfig config = config_of_run(folder);
   const std::vector<Checkpoint> checkpoints = find_checkpoints(folder / "checkpoints");
   require_data(std::any_of(checkpoints.begin(), checkpoints.end(),
                            [&](const Checkpoint& c) { return c.step == step; }),
                "{}: expected a checkpoint of step {} to roll back to, found none", folder.string(), step);
   add_change(config, step, clauses);
   // The plan first: killed in between, the run goes on from where it was with the clauses in force.
-  write_whole_file(folder / "config.toml", to_toml(to_toml_table(config)));
+  write_config_of_run(folder, config);
   for (auto c = checkpoints.rbegin(); c != checkpoints.rend() && c->step > step; ++c)
     remove_checkpoint(c->folder);
 }
@@ -372,8 +328,7 @@ void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& 
     told.push_back(
         model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
     if (asks_for_facts(context))
-      for (const HeadFacts& facts : model_->facts())
-        for (double number : numbers_of(facts)) told.push_back(number);
+      for (const HeadFacts& facts : model_->facts()) append_numbers(facts, told);
     return;
   }
   const int64_t half = count / 2, size = model_->table().size();
@@ -411,8 +366,8 @@ void Trainer::compute_gradients(const std::vector<int64_t>& offsets, const StepC
     std::vector<HeadFacts> facts;
     for (const double*& numbers : of_parts) ++numbers;  // behind the loss
     while (facts.size() < model_->facts().size()) {
-      facts.push_back(combined(of_parts));
-      for (const double*& numbers : of_parts) numbers += kFactNumbers;
+      facts.push_back(combined_facts(of_parts));
+      for (const double*& numbers : of_parts) numbers += kHeadFactCount;
     }
     model_->set_facts(std::move(facts));
   }
@@ -480,13 +435,7 @@ StepReport Trainer::step(bool stop_asked) {
                       told = facts ? model_->facts() : std::vector<HeadFacts>()]() mutable {
       record(report, told, std::move(seen));
     });
-  if (finding_ && ranks_->first()) {
-    const Json found = {
-        {"schema", kMetricsSchema},
-        {"findings",
-         Json::array({{{"step", finding_->step}, {"kind", finding_->kind}, {"words", finding_->words}}})}};
-    write_whole_file(folder_ / "findings.json", found.dump(2) + "\n");
-  }
+  if (finding_ && ranks_->first()) write_finding(folder_, *finding_);
   const bool due = config_.checkpoint_every > 0 && next_step_ % config_.checkpoint_every == 0;
   if (due || done()) save();
   return report;
@@ -497,51 +446,44 @@ void Trainer::set_watcher(StepWatcher* watcher) {
   watcher_ = watcher;
 }
 
+namespace {
+
+// Of every layer the largest over its heads, for TensorBoard.
+void add_layers(std::vector<Scalar>& scalars, HeadFact fact, int64_t H, const std::vector<double>& values) {
+  for (size_t n = 0; n < values.size(); n += static_cast<size_t>(H)) {
+    double worst = 0;
+    for (size_t head = 0; head < static_cast<size_t>(H); ++head) worst = std::max(worst, values[n + head]);
+    scalars.push_back(
+        {fmt::format("{}/layer {}", name(fact), n / static_cast<size_t>(H)), static_cast<float>(worst)});
+  }
+}
+
+}  // namespace
+
 void Trainer::record(const StepReport& report, const std::vector<HeadFacts>& facts, Json line) {
   if (watcher_) watcher_->tell(report.step, line);
   const double rate = static_cast<double>(config_.sequences * config_.model.context) / report.seconds;
+  std::vector<Scalar> scalars;
+  const auto add = [&](const char* field, const char* tag, double value) {
+    add_number(line, field, value);
+    scalars.push_back({tag, static_cast<float>(value)});
+  };
   line["step"] = report.step;
-  line["loss"] = report.loss;
-  line["gradient_norm"] = report.gradient_norm;
-  line["lr"] = report.lr;
-  line["tokens_per_second"] = rate;
-  if (report.step == 0) line["schema"] = kMetricsSchema;
+  add("loss", "train/loss", report.loss);
+  add("gradient_norm", "train/gradient_norm", report.gradient_norm);
+  add("lr", "train/lr", report.lr);
+  add("tokens_per_second", "train/tokens_per_second", rate);
+  if (report.step == 0) line["schema"] = kRecordSchema;
   if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
-  if (report.validation_loss) line["validation_loss"] = *report.validation_loss;
-  std::vector<Scalar> scalars = {{"train/loss", static_cast<float>(report.loss)},
-                                 {"train/gradient_norm", static_cast<float>(report.gradient_norm)},
-                                 {"train/lr", static_cast<float>(report.lr)},
-                                 {"train/tokens_per_second", static_cast<float>(rate)}};
-  if (report.validation_loss)
-    scalars.push_back({"validation/loss", static_cast<float>(*report.validation_loss)});
-  if (!facts.empty()) {
-    // (L, H) each
-    Json score = Json::array(), mean = Json::array(), lse = Json::array(), largest_lse = Json::array();
-    const auto H = static_cast<size_t>(config_.model.heads);
-    for (size_t layer = 0; layer < static_cast<size_t>(config_.model.layers); ++layer) {
-      Json of_layer[4] = {Json::array(), Json::array(), Json::array(), Json::array()};
-      float worst_score = 0, worst_mean = 0;
-      for (size_t head = 0; head < H; ++head) {
-        const HeadFacts& f = facts[layer * H + head];
-        of_layer[0].push_back(f.largest_score);
-        of_layer[1].push_back(f.largest_row_mean);
-        of_layer[2].push_back(f.mean_lse);
-        of_layer[3].push_back(f.largest_lse);
-        worst_score = std::max(worst_score, f.largest_score);
-        worst_mean = std::max(worst_mean, f.largest_row_mean);
-      }
-      score.push_back(std::move(of_layer[0]));
-      mean.push_back(std::move(of_layer[1]));
-      lse.push_back(std::move(of_layer[2]));
-      largest_lse.push_back(std::move(of_layer[3]));
-      scalars.push_back({fmt::format("largest_score/layer {}", layer), worst_score});
-      scalars.push_back({fmt::format("largest_row_mean/layer {}", layer), worst_mean});
+  if (report.validation_loss) add("validation_loss", "validation/loss", *report.validation_loss);
+  if (!facts.empty())
+    for (const HeadFact fact :
+         {HeadFact::largest_score, HeadFact::offset, HeadFact::mean_lse, HeadFact::largest_lse}) {
+      const std::vector<double> values = values_of(facts, fact);
+      add_fact(line, fact, config_.model.layers, config_.model.heads, values, /*every_digit=*/true);
+      if (fact == HeadFact::largest_score || fact == HeadFact::offset)
+        add_layers(scalars, fact, config_.model.heads, values);
     }
-    line["largest_score"] = std::move(score);
-    line["largest_row_mean"] = std::move(mean);
-    line["mean_lse"] = std::move(lse);
-    line["largest_lse"] = std::move(largest_lse);
-  }
   metrics_->write(line);
   events_->write(report.step, scalars);
 }

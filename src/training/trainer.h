@@ -19,9 +19,10 @@
 #include <string>
 #include <vector>
 
-#include "base/json_lines.h"
 #include "base/tensorboard.h"
 #include "base/threads.h"
+#include "records/events.h"
+#include "records/metrics.h"
 #include "training/batch_record.h"
 #include "training/checkpoint.h"
 #include "training/ranks.h"
@@ -37,13 +38,6 @@ struct StepReport {
   bool applied = true;  // false: the gradient was not finite
   bool stop = false;    // a rank was asked to stop
   std::optional<double> validation_loss;
-};
-
-// What happens in a run and is not an error: recorded, and the run ends in order.
-struct Finding {
-  int64_t step = 0;
-  std::string kind;   // "not_finite", "divergence"
-  std::string words;  // with the figures
 };
 
 // Watches the loss: means over a window of steps, against the best of them so far.
@@ -148,7 +142,7 @@ class Trainer {
   // Rank 0's alone.
   uint64_t kept_metrics_ = 0;  // bytes, where a run goes on
   StepWatcher* watcher_ = nullptr;
-  std::unique_ptr<JsonLinesWriter> metrics_;
+  std::unique_ptr<MetricsWriter> metrics_;
   std::unique_ptr<TensorboardWriter> events_;
   std::unique_ptr<BatchRecorder> batches_;
   Background recording_;  // uses metrics_, events_ and watcher_

@@ -140,7 +140,7 @@ test('nothing is wider than a small window', async () => {
 
 test('the pointer shows values, and a drag zooms', async () => {
   const page = await open(report());
-  const chart = page.locator('svg.chart').first(), figure = page.locator('figure').filter({has: chart}).first();
+  const chart = page.locator('#loss-chart'), figure = page.locator('figure').filter({has: chart}).first();
   await chart.scrollIntoViewIfNeeded();
   const box = await chart.boundingBox();
   const to = (x) => page.mouse.move(box.x + box.width * x, box.y + box.height / 2);
@@ -164,7 +164,7 @@ test('the pointer shows values, and a drag zooms', async () => {
 
 test('keys do the same, and what they find is told', async () => {
   const page = await open(report());
-  const chart = page.locator('svg.chart').first(), voice = page.locator('#voice');
+  const chart = page.locator('#loss-chart'), voice = page.locator('#voice');
   await chart.focus();
   await page.keyboard.press('Home');
   await voice.filter({hasText: /^step 0: /}).waitFor({state: 'attached'});
@@ -241,7 +241,7 @@ test('it looks as it did, roughly', async () => {
   const found = {};
   for (const colorScheme of ['light', 'dark']) {
     const page = await open(report(), {colorScheme});
-    for (const [name, target] of [['top', page], ['first chart', page.locator('svg.chart').first()]]) {
+    for (const [name, target] of [['top', page], ['first chart', page.locator('#loss-chart')]]) {
       const cells = await grid(painter, await target.screenshot());
       assert.ok(Math.max(...cells) - Math.min(...cells) > 0.03, `${name}: blank`);
       found[`${colorScheme} ${name}`] = cells;
@@ -281,7 +281,7 @@ test('the live view follows a run that trains, stops and goes on; and its server
   await stepBeyond(page, 40);
 
   // What the reader does stays while the page goes on.
-  const chart = () => page.locator('svg.chart').first();
+  const chart = () => page.locator('#loss-chart');
   await chart().focus();
   for (const key of ['Home', '+']) await page.keyboard.press(key);
   const zoomed = page.locator('button.back:visible').first();

@@ -1,6 +1,6 @@
 // Run folders: whatever their files hold, there is a page, and text of theirs stays text. The first byte says which file
 // the rest is; each is read on top of a small sound run.
-#include "report/run_records.h"
+#include "records/run_records.h"
 
 #include "fuzz/fuzz.h"
 #include "report/panels.h"
@@ -12,7 +12,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text = fuzz::text_of(data + 1, size - 1);
   RunRecords run;
   run.folder = run.label = "run";
-  read_metrics("{\"step\":0,\"loss\":3,\"largest_row_mean\":[[1,2]],\"tied_rows\":[[0,1]]}\n", run);
+  const std::string sound = "{\"step\":0,\"loss\":3,\"offset\":[[1,2]],\"tied_rows\":[[0,1]]}\n";
+  take_metrics(parse_metrics(sound), run);
   switch (data[0]) {
     case 'g':
       read_guard(text, run);
@@ -27,7 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       read_verdict(text, run);
       break;
     default:
-      read_metrics(text, run);
+      take_metrics(parse_metrics(sound + std::string(text)), run);
   }
   std::vector<RunRecords> runs(1, std::move(run));
   const std::string body = body_of(page_data(std::move(runs)));

@@ -102,7 +102,7 @@ class Monitoring(TorchCase):
         probe = lines[2]["probe"]
         self.assertEqual((probe["sequences"], probe["rows"]), (1, 48))
         self.assertEqual((probe["step"], probe["loss"]), (2, lines[2]["loss"]))
-        for name in ("largest_score", "row_mean", "largest_row_mean", "mean_lse", "tied_rows", "residual_z", "norm_q",
+        for name in ("largest_score", "row_mean", "offset", "mean_lse", "tied_rows", "leak_z", "norm_q",
                      "leak_share", "delta_error_running", "entropy"):
             self.assertEqual([len(layer) for layer in probe[name]], [2, 2], name)
             self.assertTrue(all(math.isfinite(x) for layer in probe[name] for x in layer), name)
@@ -130,7 +130,7 @@ class Monitoring(TorchCase):
         near("mean_lse", scores.logsumexp(-1).mean().item())
         near("largest_score", scores.max().item())
         means = scores.masked_fill(~lower(64, 64), 0).sum(-1) / torch.arange(1, 65)
-        near("largest_row_mean", means.abs().max().item())
+        near("offset", means.abs().max().item())
         norm = torch.linalg.matrix_norm(model.h[0].attn.c_attn.weight[:64].detach(), 2).item()
         self.assertAlmostEqual(line["probe"]["norms"]["h.0.attn.c_attn.weight[q]"] / norm, 1, delta=2e-4)
         self.assertAlmostEqual(line["probe"]["norm_q"][0][0] / norm, 1, delta=2e-4)
@@ -158,7 +158,11 @@ class Monitoring(TorchCase):
             model(torch.ones(1, 3)).sum().backward()
             monitor.step(float("nan"))
         self.assertTrue(any("expected layers of attention" in str(w.message) for w in caught))
-        self.assertIsNone(json.loads((folder / "metrics.jsonl").read_text())["loss"])
+        self.assertEqual(json.loads((folder / "metrics.jsonl").read_text())["loss"], "NaN")
+        if PROGRAM:  # whose reader takes it for what it is
+            told = subprocess.run([PROGRAM, "report", folder, "-o", folder / "page.html"], capture_output=True, text=True)
+            self.assertEqual(told.returncode, 0, told.stderr)
+            self.assertIn("the loss of step 0 is not finite", (folder / "page.html").read_text())
         self.assert_says(ValueError, lambda: evenkeel.Monitor(model, folder, every=0), "Monitor: expected every", "0")
         self.assert_says(TypeError, lambda: evenkeel.Monitor(3, folder), "Monitor: expected a torch.nn.Module", "int")
 
