@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kSteps = 60;  // of a replay
 
-Replays::Options kept(int64_t budget = 40) {
+Replays::Options keeping(int64_t budget = 40) {
   Replays::Options options;
   options.budget = budget;
   options.keep = true;
@@ -60,7 +60,7 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
   // More is rounded, everywhere; that does no harm.
   planted.config.plan = "fp32,output=bf16,probs=bf16; layer 0 head 1: row_sum=e5m2/nearest_away";
   planted.train();
-  Replays replays(planted.run(), kept());
+  Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
   EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
@@ -82,12 +82,12 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_EQ(nothing_yet.code, 1);
   EXPECT_NE(nothing_yet.out.find("not_established"), std::string::npos) << nothing_yet.out;
   {
-    Replays replays(planted.run(), kept(5));
+    Replays replays(planted.run(), keeping(5));
     const Isolation stopped = isolated(planted, replays);
     EXPECT_TRUE(stopped.evidence.budget_spent);
     EXPECT_EQ(replays.trials().size(), 5u);
   }
-  Replays replays(planted.run(), kept());
+  Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(replays.fresh_trials(), static_cast<int64_t>(replays.trials().size()) - 5);
   EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
@@ -114,7 +114,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_EQ(part("zero_sum")["heals"], true);
   // A record that is none is an error with words.
   write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
-  EXPECT_THROW(Replays(planted.run(), kept()), DataError);
+  EXPECT_THROW(Replays(planted.run(), keeping()), DataError);
 }
 
 TEST(Isolate, a_learning_rate_that_explodes_in_fp32_too_is_not_blamed_on_rounding) {
@@ -124,7 +124,7 @@ TEST(Isolate, a_learning_rate_that_explodes_in_fp32_too_is_not_blamed_on_roundin
   planted.config.schedule.peak = 0.1;
   planted.config.schedule.warmup = 200;  // a ramp to the end
   planted.train();
-  Replays replays(planted.run(), kept());
+  Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(found.verdict.cause, Cause::learning_rate);
   EXPECT_TRUE(found.evidence.guilty.empty());
@@ -140,7 +140,7 @@ TEST(Isolate, a_bad_shard_is_found_in_the_data) {
   planted.set_text(text);
   planted.config.plan = "flash2";
   planted.train();
-  Replays replays(planted.run(), kept());
+  Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(found.verdict.cause, Cause::data);
   ASSERT_TRUE(found.evidence.data.has_value());
@@ -171,7 +171,7 @@ TEST(Isolate, a_tensor_that_jumps_is_no_rounding) {
   planted.config.plan = "flash2";
   Misplaced fault;
   planted.train(&fault);
-  Replays replays(planted.run(), kept());
+  Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(found.verdict.cause, Cause::corruption);
   ASSERT_TRUE(found.evidence.not_repeated.has_value());
@@ -184,7 +184,7 @@ TEST(Isolate, a_healthy_run_is_left_alone) {
     PlantedRun planted;
     planted.config.plan = plan;
     planted.train();
-    Replays replays(planted.run(), kept());
+    Replays replays(planted.run(), keeping());
     const Isolation found = isolated(planted, replays);
     EXPECT_EQ(found.verdict.cause, Cause::healthy) << plan;
     EXPECT_TRUE(replays.trials().empty());
