@@ -10,8 +10,8 @@
 
 namespace evenkeel {
 
-inline constexpr double kTextWidth = 6.3;  // of a character, in the chart's units; a little too wide
-inline constexpr double kBoldWidth = 7.4;
+inline constexpr double kTextWidth = 7;  // of a character, in the chart's units; a little too wide
+inline constexpr double kBoldWidth = 8.2;
 double width_of(std::string_view text, double character = kTextWidth);
 // The text, or its begin and its end around an ellipsis where it is wider than `room`.
 std::string fitted(std::string_view text, double room, double character = kTextWidth);
