@@ -468,11 +468,14 @@ TEST_F(Records, DamageIsToldAndPassedOver) {
   EXPECT_FALSE(loss_moved(one, {&one}));
   EXPECT_EQ(judge_indicators({one}, {one}).scores.size(), 1u);  // the guard, silent
 
-  write_whole_file(folder_ / "one/metrics.jsonl", std::string());
-  EXPECT_TRUE(told(read_indicators(folder_ / "one"), "found none"));
-  write_whole_file(folder_ / "one/metrics.jsonl",
-                   std::string("{\"step\": 9000000000000000000}\n{\"step\": -4}\n"));
-  EXPECT_TRUE(told(read_indicators(folder_ / "one"), "2 lines without a step"));
+  // Where nothing can be read, nothing is said of the loss.
+  const std::string good = read_whole_file(folder_ / "one/metrics.jsonl", 1 << 20);
+  for (const char* nothing : {"", "garbage\n", "{\"step\": 9000000000000000000}\n{\"step\": -4}\n"}) {
+    write_whole_file(folder_ / "one/metrics.jsonl", std::string_view(nothing));
+    EXPECT_THROW(read_indicators(folder_ / "one"), DataError) << nothing;
+  }
+  write_whole_file(folder_ / "one/metrics.jsonl", good + "{\"step\": -4}\n");
+  EXPECT_TRUE(told(read_indicators(folder_ / "one"), "1 lines without a step"));
   write_whole_file(folder_ / "one/config.toml", std::string("what ="));
   EXPECT_TRUE(told(read_indicators(folder_ / "one"), "config.toml"));
   fs::remove(folder_ / "one/config.toml");

@@ -374,7 +374,7 @@ IndicatorRun read_indicators(const fs::path& folder) {
       },
       notes);
   const HeadShape shape = config ? HeadShape{config->model.layers, config->model.heads} : HeadShape{};
-  const Metrics metrics = read_metrics(folder, shape);
+  const Metrics metrics = read_some_metrics(folder, shape);
   return read_all(folder, metrics, std::move(config), std::move(notes));
 }
 

@@ -140,7 +140,7 @@ struct IndicatorRun {
   std::optional<Reached> guard;    // its first alarm, in the warm-up too
   std::vector<std::string> notes;  // what is damaged or missing
 };
-// folder: with a metrics.jsonl in it. DataError where there is none; everything else that is wrong with it is a note.
+// folder: with a metrics.jsonl in it. DataError where no record can be read; everything else that is wrong is a note.
 IndicatorRun read_indicators(const std::filesystem::path& folder);
 // The same of records that are read already; config: nothing where there is none.
 IndicatorRun indicators_of(const std::filesystem::path& folder, const Metrics& metrics,
