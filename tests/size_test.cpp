@@ -43,7 +43,6 @@ const std::set<std::string> kKnown = {
     "src/model/cuda/device_layers.cu",
     "src/model/cuda/gpt2_cuda.cpp",
     "src/model/cuda/gpt2_cuda.cpp: Gpt2Cuda::carve",
-    "src/report/assets/page.js: attachChart",
     "tests/attention_cases.h: make_problem",
     "tests/attention_reference_test.cpp: AttentionShape.EveryBadRequestIsAnErrorThatSaysWhatWasExpected",
     "tests/attention_test.cpp",

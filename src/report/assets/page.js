@@ -120,106 +120,149 @@ globalThis.evenkeelPage = (() => {
     title.remove();
   }
 
-  function attachChart(svg) {
-    const [x0, x1] = numbers(svg.dataset.x), [y0, y1] = numbers(svg.dataset.y), log = svg.dataset.log === "1";
-    const [left, top, width, height] = numbers(svg.dataset.box);
-    const plot = svg.querySelector("g.plot"), xTicks = svg.querySelector(".axis.x .ticks"), yTicks = svg.querySelector(".axis.y .ticks");
-    const guides = [...svg.querySelectorAll(".rule")];
-    const figureElement = svg.closest("figure"), small = svg.classList.contains("small");
-    const curves = [...plot.querySelectorAll("path[data-name]")].map(path => ({
-      path, name: path.dataset.name, points: null,
-      get list() { return this.points || (this.points = points(path)); },
-    }));
-    const events = [...svg.querySelectorAll(".event")].map(g => ({g, x: +g.dataset.at, says: g.dataset.says}));
-    const tip = tipOf(figureElement);
-    const all = [...plot.querySelectorAll("path.line")];
-    let range = zooms.get(svg.id) || [x0, x1], rows_ = [0, grid], at = null, drag = null;  // rows_: of y, in parts, from the top
+  // A drawing of curves that answers to pointer and keys: values under a crosshair, zoom, the same place in other charts.
+  class Chart {
+    constructor(svg) {
+      this.svg = svg;
+      [this.x0, this.x1] = numbers(svg.dataset.x);
+      [this.y0, this.y1] = numbers(svg.dataset.y);
+      this.log = svg.dataset.log === "1";
+      [this.left, this.top, this.width, this.height] = numbers(svg.dataset.box);
+      this.plot = svg.querySelector("g.plot");
+      this.xTicks = svg.querySelector(".axis.x .ticks");
+      this.yTicks = svg.querySelector(".axis.y .ticks");
+      this.guides = [...svg.querySelectorAll(".rule")];
+      this.small = svg.classList.contains("small");
+      this.all = [...this.plot.querySelectorAll("path.line")];
+      this.curves = [...this.plot.querySelectorAll("path[data-name]")].map(path => ({
+        path, name: path.dataset.name, points: null,
+        get list() { return this.points || (this.points = points(path)); },
+      }));
+      this.events = [...svg.querySelectorAll(".event")].map(g => ({g, x: +g.dataset.at, says: g.dataset.says}));
+      this.range = zooms.get(svg.id) || [this.x0, this.x1];
+      if (this.range[0] < this.x0 || this.range[1] > this.x1) this.range = [this.x0, this.x1];
+      this.rows = [0, grid];  // of y, in parts, from the top
+      this.at = this.drag = null;
+      this.addParts(svg.closest("figure"));
+      this.listen();
+      takeTitle(svg);
+      svg.tabIndex = 0;
+      svg.classList.add("alive");
+      for (const title of svg.querySelectorAll(".event title")) title.remove();
+      this.place();
+    }
 
-    const valueOf = y => { const v = y1 - y / grid * (y1 - y0); return log ? 10 ** v : v; };
-    const pxOf = x => left + width * (x - range[0]) / (range[1] - range[0]);
-    const pyOf = y => top + height * (y - rows_[0]) / (rows_[1] - rows_[0]);
+    addParts(figureElement) {
+      this.tip = tipOf(figureElement);
+      this.cross = make("path", {class: "cross", visibility: "hidden"}, this.svg);
+      this.dots = this.curves.map(curve => make("circle", {
+        class: "cross-dot " + curve.path.getAttribute("class").replace("line", ""), r: this.small ? 2.6 : 3.4, visibility: "hidden"}, this.svg));
+      this.back = html("button", "back", figureElement);
+      this.back.type = "button";
+      this.back.textContent = "whole range";
+      this.back.hidden = true;
+    }
+
+    valueOf(y) { const v = this.y1 - y / grid * (this.y1 - this.y0); return this.log ? 10 ** v : v; }
+    pxOf(x) { return this.left + this.width * (x - this.range[0]) / (this.range[1] - this.range[0]); }
+    pyOf(y) { return this.top + this.height * (y - this.rows[0]) / (this.rows[1] - this.rows[0]); }
+    inside(x) { return Math.min(Math.max(x, this.range[0]), this.range[1]); }
+    xAt(event) {
+      const box = this.svg.getBoundingClientRect();
+      const px = (event.clientX - box.left) * this.svg.viewBox.baseVal.width / box.width;
+      return this.inside(this.range[0] + (px - this.left) / this.width * (this.range[1] - this.range[0]));
+    }
+    // Where there are points, the crosshair stands on one.
+    snapped(x) {
+      let best = x, distance = Infinity;
+      for (const curve of this.curves) {
+        if (!curve.list.length) continue;
+        const point = curve.list[nearest(curve.list, x - this.x0)][0] + this.x0;
+        if (Math.abs(point - x) < distance) best = point, distance = Math.abs(point - x);
+      }
+      return best;
+    }
     // The part of y that the curves use between the ends of a zoom.
-    function fitted() {
+    fitted() {
       let [low, high] = [Infinity, -Infinity];
-      for (const path of all) {
-        const curve = curves.find(c => c.path === path);
+      for (const path of this.all) {
+        const curve = this.curves.find(c => c.path === path);
         for (const [x, y] of curve ? curve.list : points(path))
-          if (x + x0 >= range[0] && x + x0 <= range[1]) low = Math.min(low, y), high = Math.max(high, y);
+          if (x + this.x0 >= this.range[0] && x + this.x0 <= this.range[1]) low = Math.min(low, y), high = Math.max(high, y);
       }
       if (!(high > low)) return [0, grid];
       const margin = 0.06 * (high - low);
       return [Math.max(0, low - margin), Math.min(grid, high + margin)];
     }
-    const cross = make("path", {class: "cross", visibility: "hidden"}, svg);
-    const dots = curves.map(curve => make("circle", {class: "cross-dot " + curve.path.getAttribute("class").replace("line", ""),
-                                                     r: small ? 2.6 : 3.4, visibility: "hidden"}, svg));
-    const back = html("button", "back", figureElement);
-    back.type = "button";
-    back.textContent = "whole range";
-    back.hidden = true;
 
-    function place() {
-      const scale = width / (range[1] - range[0]);
+    place() {
+      const {range, x0, x1} = this, scale = this.width / (range[1] - range[0]);
       const unzoomed = range[0] === x0 && range[1] === x1;
-      rows_ = unzoomed ? [0, grid] : fitted();
-      const scaleY = height / (rows_[1] - rows_[0]);
-      plot.setAttribute("transform", `matrix(${scale} 0 0 ${scaleY} ${left - (range[0] - x0) * scale} ${top - rows_[0] * scaleY})`);
-      back.hidden = unzoomed;
-      if (!unzoomed || xTicks.dataset.zoomed) {
-        xTicks.dataset.zoomed = "1";
-        xTicks.replaceChildren();
-        for (const x of ticks(range[0], range[1], small ? 3 : 7)) {
-          make("path", {d: `M${pxOf(x)} ${top + height}v4`}, xTicks);
-          make("text", {x: pxOf(x), y: top + height + 16}, xTicks).textContent = tickText(x);
-        }
-        yTicks.replaceChildren();
-        const [low, high] = [y1 - rows_[1] / grid * (y1 - y0), y1 - rows_[0] / grid * (y1 - y0)];
-        for (const v of (log ? logTicks : ticks)(low, high, small ? 3 : 5)) {
-          const y = pyOf((y1 - v) / (y1 - y0) * grid);
-          make("path", {d: `M${left} ${y}h${width}`}, yTicks);
-          make("text", {x: left - 7, y: y + 3.8}, yTicks).textContent = log ? figure(10 ** v, 2) : whole(v);
-        }
-        for (const guide of guides) {
-          const y = +guide.dataset.at;
-          guide.setAttribute("visibility", y >= rows_[0] && y <= rows_[1] ? "visible" : "hidden");
-          guide.setAttribute("transform", `translate(0 ${pyOf(y) - (top + height * y / grid)})`);
-        }
-      }
-      for (const event of events) {
+      this.rows = unzoomed ? [0, grid] : this.fitted();
+      const scaleY = this.height / (this.rows[1] - this.rows[0]);
+      this.plot.setAttribute("transform",
+        `matrix(${scale} 0 0 ${scaleY} ${this.left - (range[0] - x0) * scale} ${this.top - this.rows[0] * scaleY})`);
+      this.back.hidden = unzoomed;
+      if (!unzoomed || this.xTicks.dataset.zoomed) this.placeAxes();
+      for (const event of this.events) {
         const inside = event.x >= range[0] && event.x <= range[1];
         event.g.setAttribute("visibility", inside ? "visible" : "hidden");
-        event.g.setAttribute("transform", `translate(${pxOf(event.x) - (left + width * (event.x - x0) / (x1 - x0))} 0)`);
+        event.g.setAttribute("transform", `translate(${this.pxOf(event.x) - (this.left + this.width * (event.x - x0) / (x1 - x0))} 0)`);
       }
     }
-    function zoom(low, high) {
-      const least = Math.min(4, x1 - x0);
-      if (high - low < least) return;
-      range = [Math.max(x0, low), Math.min(x1, high)];
-      if (range[0] === x0 && range[1] === x1) zooms.delete(svg.id); else zooms.set(svg.id, range);
-      hide();
-      place();
+    placeAxes() {
+      const {left, top, width, height, y0, y1, rows, log} = this;
+      this.xTicks.dataset.zoomed = "1";
+      this.xTicks.replaceChildren();
+      for (const x of ticks(this.range[0], this.range[1], this.small ? 3 : 7)) {
+        make("path", {d: `M${this.pxOf(x)} ${top + height}v4`}, this.xTicks);
+        make("text", {x: this.pxOf(x), y: top + height + 16}, this.xTicks).textContent = tickText(x);
+      }
+      this.yTicks.replaceChildren();
+      const [low, high] = [y1 - rows[1] / grid * (y1 - y0), y1 - rows[0] / grid * (y1 - y0)];
+      for (const v of (log ? logTicks : ticks)(low, high, this.small ? 3 : 5)) {
+        const y = this.pyOf((y1 - v) / (y1 - y0) * grid);
+        make("path", {d: `M${left} ${y}h${width}`}, this.yTicks);
+        make("text", {x: left - 7, y: y + 3.8}, this.yTicks).textContent = log ? figure(10 ** v, 2) : whole(v);
+      }
+      for (const guide of this.guides) {
+        const y = +guide.dataset.at;
+        guide.setAttribute("visibility", y >= rows[0] && y <= rows[1] ? "visible" : "hidden");
+        guide.setAttribute("transform", `translate(0 ${this.pyOf(y) - (top + height * y / grid)})`);
+      }
     }
+    zoom(low, high) {
+      const {x0, x1} = this;
+      if (high - low < Math.min(4, x1 - x0)) return;
+      this.range = [Math.max(x0, low), Math.min(x1, high)];
+      if (this.range[0] === x0 && this.range[1] === x1) zooms.delete(this.svg.id); else zooms.set(this.svg.id, this.range);
+      this.hide();
+      this.place();
+    }
+
     // The crosshair at x; the values of every curve at their nearest points. Quiet: drawn, not told.
-    function show(x, quiet) {
-      if (x < range[0] || x > range[1]) return hide();
-      at = x;
-      const rows = [];
-      curves.forEach((curve, n) => {
-        const list = curve.list;
-        const point = list.length ? list[nearest(list, x - x0)] : null;
-        const gap = (x1 - x0) / 40;
-        const seen = point && Math.abs(point[0] + x0 - x) <= gap;
-        dots[n].setAttribute("visibility", seen ? "visible" : "hidden");
+    show(x, quiet) {
+      if (x < this.range[0] || x > this.range[1]) return this.hide();
+      this.at = x;
+      const rows = [], gap = (this.x1 - this.x0) / 40;
+      this.curves.forEach((curve, n) => {
+        const list = curve.list, point = list.length ? list[nearest(list, x - this.x0)] : null, dot = this.dots[n];
+        const seen = point && Math.abs(point[0] + this.x0 - x) <= gap;
+        dot.setAttribute("visibility", seen ? "visible" : "hidden");
         if (!seen) return;
-        dots[n].setAttribute("cx", pxOf(point[0] + x0));
-        dots[n].setAttribute("cy", Math.min(Math.max(pyOf(point[1]), top), top + height));
-        rows.push({name: curve.name, value: valueOf(point[1]), style: curve.path.getAttribute("class")});
+        dot.setAttribute("cx", this.pxOf(point[0] + this.x0));
+        dot.setAttribute("cy", Math.min(Math.max(this.pyOf(point[1]), this.top), this.top + this.height));
+        rows.push({name: curve.name, value: this.valueOf(point[1]), style: curve.path.getAttribute("class")});
       });
-      cross.setAttribute("d", `M${pxOf(x)} ${top}v${height}`);
-      cross.setAttribute("visibility", "visible");
-      if (quiet) return rows;
+      this.cross.setAttribute("d", `M${this.pxOf(x)} ${this.top}v${this.height}`);
+      this.cross.setAttribute("visibility", "visible");
+      if (!quiet) this.tip.show(this.svg, this.pxOf(x), this.told(x, rows));
+      return rows;
+    }
+    // What the box beside the pointer says.
+    told(x, rows) {
       const headline = document.createElement("b");
-      headline.textContent = `${svg.dataset.xname} ${whole(x)}`;
+      headline.textContent = `${this.svg.dataset.xname} ${whole(x)}`;
       const table = document.createElement("table");
       rows.sort((a, b) => b.value - a.value);
       for (const row of rows.slice(0, 16)) {
@@ -228,101 +271,85 @@ globalThis.evenkeelPage = (() => {
         name.className = row.style.replace("line", "");
         value.textContent = figure(row.value);
       }
-      const near = events.filter(e => Math.abs(pxOf(e.x) - pxOf(x)) < 6).map(e => {
+      const near = this.events.filter(e => Math.abs(this.pxOf(e.x) - this.pxOf(x)) < 6).map(e => {
         const p = document.createElement("p");
         p.textContent = e.says;
         return p;
       });
-      tip.show(svg, pxOf(x), [headline, table, ...near]);
-      return rows;
+      return [headline, table, ...near];
     }
-    function hide() {
-      at = null;
-      cross.setAttribute("visibility", "hidden");
-      for (const dot of dots) dot.setAttribute("visibility", "hidden");
-      tip.hide();
+    hide() {
+      this.at = null;
+      this.cross.setAttribute("visibility", "hidden");
+      for (const dot of this.dots) dot.setAttribute("visibility", "hidden");
+      this.tip.hide();
     }
     // The same x in every chart that has the same axis.
-    function follow(x) {
+    follow(x) {
       for (const other of charts.values())
-        if (other.svg !== svg && other.svg.dataset.xname === svg.dataset.xname) x === null ? other.hide() : other.show(x, true);
+        if (other !== this && other.svg.dataset.xname === this.svg.dataset.xname) x === null ? other.hide() : other.show(x, true);
     }
-    const xAt = event => {
-      const box = svg.getBoundingClientRect();
-      const px = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
-      return range[0] + (px - left) / width * (range[1] - range[0]);
-    };
-    // Where there are points, the crosshair stands on one.
-    function snapped(x) {
-      let best = x, distance = Infinity;
-      for (const curve of curves) {
-        if (!curve.list.length) continue;
-        const point = curve.list[nearest(curve.list, x - x0)][0] + x0;
-        if (Math.abs(point - x) < distance) best = point, distance = Math.abs(point - x);
-      }
-      return best;
-    }
+    leave() { this.hide(); this.follow(null); }
 
-    svg.addEventListener("pointermove", event => {
-      const x = Math.min(Math.max(xAt(event), range[0]), range[1]);
-      if (drag) {
-        const [a, b] = [Math.min(drag.from, x), Math.max(drag.from, x)];
-        drag.box.setAttribute("x", pxOf(a));
-        drag.box.setAttribute("width", pxOf(b) - pxOf(a));
+    listen() {
+      const on = (name, action) => this.svg.addEventListener(name, action);
+      on("pointermove", event => this.move(event));
+      on("pointerleave", () => { if (!this.drag && document.activeElement !== this.svg) this.leave(); });
+      on("pointerdown", event => {
+        if (event.button !== 0 || event.pointerType === "touch") return;
+        this.svg.setPointerCapture(event.pointerId);
+        this.drag = {from: this.xAt(event),
+                     box: make("rect", {class: "zooming", y: this.top, height: this.height, x: 0, width: 0}, this.svg)};
+      });
+      on("pointerup", event => {
+        if (!this.drag) return;
+        const x = this.xAt(event), from = this.drag.from;
+        this.drag.box.remove();
+        this.drag = null;
+        if (Math.abs(this.pxOf(x) - this.pxOf(from)) > 6) this.zoom(Math.min(from, x), Math.max(from, x));
+      });
+      on("pointercancel", () => { if (this.drag) this.drag.box.remove(); this.drag = null; });
+      on("dblclick", () => this.zoom(this.x0, this.x1));
+      this.back.addEventListener("click", () => { this.zoom(this.x0, this.x1); this.svg.focus(); });
+      on("keydown", event => this.press(event));
+      on("blur", () => this.leave());
+    }
+    move(event) {
+      const x = this.xAt(event);
+      if (this.drag) {
+        const [a, b] = [Math.min(this.drag.from, x), Math.max(this.drag.from, x)];
+        this.drag.box.setAttribute("x", this.pxOf(a));
+        this.drag.box.setAttribute("width", this.pxOf(b) - this.pxOf(a));
         return;
       }
-      const place_ = snapped(x);
-      show(place_, false);
-      follow(place_);
-    });
-    svg.addEventListener("pointerleave", () => { if (!drag && document.activeElement !== svg) { hide(); follow(null); } });
-    svg.addEventListener("pointerdown", event => {
-      if (event.button !== 0 || event.pointerType === "touch") return;
-      svg.setPointerCapture(event.pointerId);
-      drag = {from: Math.min(Math.max(xAt(event), range[0]), range[1]),
-              box: make("rect", {class: "zooming", y: top, height, x: 0, width: 0}, svg)};
-    });
-    svg.addEventListener("pointerup", event => {
-      if (!drag) return;
-      const x = Math.min(Math.max(xAt(event), range[0]), range[1]), from = drag.from;
-      drag.box.remove();
-      drag = null;
-      if (Math.abs(pxOf(x) - pxOf(from)) > 6) zoom(Math.min(from, x), Math.max(from, x));
-    });
-    svg.addEventListener("pointercancel", () => { if (drag) drag.box.remove(); drag = null; });
-    svg.addEventListener("dblclick", () => zoom(x0, x1));
-    back.addEventListener("click", () => { zoom(x0, x1); svg.focus(); });
-    svg.addEventListener("keydown", event => {
-      const places = [...new Set(curves.flatMap(c => c.list.map(p => p[0] + x0)))].sort((a, b) => a - b)
+      const place = this.snapped(x);
+      this.show(place, false);
+      this.follow(place);
+    }
+    press(event) {
+      const {range} = this;
+      const places = [...new Set(this.curves.flatMap(c => c.list.map(p => p[0] + this.x0)))].sort((a, b) => a - b)
           .filter(x => x >= range[0] && x <= range[1]);
       if (!places.length) return;
-      const now = at === null ? -1 : nearest(places.map(x => [x]), at), stride = event.shiftKey ? 10 : 1;
+      const now = this.at === null ? -1 : nearest(places.map(x => [x]), this.at), stride = event.shiftKey ? 10 : 1;
       let next = now;
       if (event.key === "ArrowRight") next = now + stride;
       else if (event.key === "ArrowLeft") next = now < 0 ? places.length - 1 : now - stride;
       else if (event.key === "Home") next = 0;
       else if (event.key === "End") next = places.length - 1;
-      else if (event.key === "Escape") { hide(); follow(null); zoom(x0, x1); return; }
+      else if (event.key === "Escape") { this.leave(); this.zoom(this.x0, this.x1); return; }
       else if (event.key === "+" || event.key === "-") {
-        const middle = at ?? (range[0] + range[1]) / 2, half = (range[1] - range[0]) * (event.key === "+" ? 0.25 : 1);
-        zoom(middle - half, middle + half);
+        const middle = this.at ?? (range[0] + range[1]) / 2, half = (range[1] - range[0]) * (event.key === "+" ? 0.25 : 1);
+        this.zoom(middle - half, middle + half);
         return;
       } else return;
       event.preventDefault();
-      const x = places[Math.min(Math.max(next, 0), places.length - 1)], rows = show(x, false);
-      follow(x);
-      say(`${svg.dataset.xname} ${whole(x)}: ` + rows.map(r => `${r.name} ${figure(r.value)}`).join(", "));
-    });
-    svg.addEventListener("blur", () => { hide(); follow(null); });
-
-    takeTitle(svg);
-    svg.tabIndex = 0;
-    svg.classList.add("alive");
-    for (const event of svg.querySelectorAll(".event title")) event.remove();
-    charts.set(svg.id, {svg, show, hide});
-    if (range[0] < x0 || range[1] > x1) range = [x0, x1];
-    place();
+      const x = places[Math.min(Math.max(next, 0), places.length - 1)], rows = this.show(x, false);
+      this.follow(x);
+      say(`${this.svg.dataset.xname} ${whole(x)}: ` + rows.map(r => `${r.name} ${figure(r.value)}`).join(", "));
+    }
   }
+  function attachChart(svg) { charts.set(svg.id, new Chart(svg)); }
 
   function attachHeat(svg) {
     const [left, top, width, height] = numbers(svg.dataset.box);
