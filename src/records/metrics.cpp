@@ -131,9 +131,9 @@ std::vector<double> Metrics::by_line(const Series& series) const {
 }
 
 std::vector<double> Metrics::by_step(const Series& series) const {
-  constexpr int64_t kSparsest = 64;
-  if (empty() || steps.back() > std::max(kMostSkipped, kSparsest * static_cast<int64_t>(steps.size())))
-    return {};
+  // One step in so many is recorded, behind so many that are not: a run goes on in a folder of its own.
+  constexpr int64_t kSparsest = 64, kMostBefore = 1 << 14;
+  if (empty() || steps.back() > kMostBefore + kSparsest * static_cast<int64_t>(steps.size())) return {};
   std::vector<double> values(static_cast<size_t>(steps.back() + 1), kUnknown);
   for (size_t n = 0; n < series.lines.size(); ++n)
     values[static_cast<size_t>(steps[series.lines[n]])] = series.values[n];
