@@ -69,7 +69,7 @@ constexpr Term kTerms[] = {
     {"guard", "The watcher inside training that sets right the heads that drift before the loss notices."},
     {"checkpoint", "Weights and optimiser on disk, from which the run can go on or be replayed."},
     {"finding", "Something that ended the run before its time, such as a loss that is not finite."},
-    {"lead time", "Steps between the moment an indicator speaks and the moment the loss moves."},
+    {"lead time", "Steps from an indicator's alarm to the step at which the loss moves."},
     {"zero_sum",
      "The remedy: delta as the mean of dP under the very probabilities the row uses, so that the row of dS "
      "sums to zero whatever was rounded."},

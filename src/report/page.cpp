@@ -44,7 +44,7 @@ void find_leads(PageData& data) {
     data.leads.push_back(std::move(lead));
   }
   std::stable_sort(data.leads.begin(), data.leads.end(),
-                   [](const LeadTime& a, const LeadTime& b) { return a.spoke < b.spoke; });
+                   [](const LeadTime& a, const LeadTime& b) { return a.alarm < b.alarm; });
 }
 
 PageData read_all(std::span<const fs::path> folders, const PageOptions& options) {

@@ -13,12 +13,12 @@
 
 namespace evenkeel {
 
-// When one warning sign spoke in the subject.
+// When one indicator raised its alarm in the subject.
 struct LeadTime {
   std::string name, meaning, rule;
-  int64_t spoke = 0;                      // step
+  int64_t alarm = 0;                      // step
   int64_t layer = -1, head = -1;          // where; -1: of the whole run
-  int64_t healthy = 0, false_alarms = 0;  // healthy runs that it was judged on, and of these spoke in
+  int64_t healthy = 0, false_alarms = 0;  // healthy runs that it was judged on; those with an alarm
 };
 
 struct PageData {
@@ -28,7 +28,7 @@ struct PageData {
   int64_t layer = -1, head = -1;  // its head of interest; -1: none is known
   std::shared_ptr<const CaptureView> view;
   std::vector<std::string> capture_notes;
-  std::vector<LeadTime> leads;        // in the order in which they spoke
+  std::vector<LeadTime> leads;        // in the order of their alarms
   std::optional<int64_t> loss_moved;  // step
 };
 
