@@ -163,6 +163,41 @@ TEST_F(RecordsTest, old_names_are_read) {
   for (const auto& [probe, series] : a.probes) expect_same(series.values, b.probes.at(probe).values, probe);
 }
 
+// Trials that an older program kept are not made again.
+TEST_F(RecordsTest, old_trials_are_read) {
+  RunConfig config = tiny();
+  write("config.toml", to_toml(to_toml_table(config)));
+  config.schedule.steps = 0;  // a run that was given more steps has the same past
+  const Json trial = {{"what", "as recorded"},
+                      {"clauses", ""},
+                      {"lr_factor", 1},
+                      {"begin", 0},
+                      {"end", 8},
+                      {"seconds", 1.5},
+                      {"offset", "Infinity"},
+                      {"lse", 3},
+                      {"loss", "NaN"},
+                      {"gradient_norm", 1},
+                      {"head_offset", {4, 5}},
+                      {"residual_share", {0.25, 0.5}},
+                      {"residual_bias", {0, 0.1}},
+                      {"step_loss", {3, "NaN"}}};
+  write("isolate.json",
+        Json{{"schema", 1}, {"config", to_toml(to_toml_table(config))}, {"trials", {trial}}}.dump());
+  Replays::Options options;
+  options.keep = true;
+  const Replays replays(folder, options);
+  ASSERT_EQ(replays.trials().size(), 1u);
+  const Health& health = replays.trials()[0].health;
+  EXPECT_EQ(health.offset, kInfinity);
+  EXPECT_TRUE(std::isnan(health.loss) && std::isnan(health.step_loss.at(1)));
+  // Written again, they have the names of today, and the same numbers.
+  const Json now = json_with_words(to_json(replays.trials()[0]));
+  EXPECT_EQ(unknown_names(now, RecordFile::isolate, "trials"), std::vector<std::string>());
+  EXPECT_EQ(now["leak_size"], (Json{0.25, 0.5}));
+  EXPECT_EQ(now["leak_bias"], (Json{0.0, 0.1}));
+}
+
 TEST_F(RecordsTest, a_run_writes_only_what_the_table_has) {
   RunConfig config = tiny();
   config.schedule.steps = 6;
