@@ -1,5 +1,5 @@
-// Includes point one way: numerics < base < attention < model < records < training < diagnosis < report, and the front
-// ends (cli, c_api) on top. Fails on a forbidden include and names the file, the line and the rule.
+// Includes point one way: numerics < base < gpu < attention < model < records < training < diagnosis < report, and
+// the front ends (cli, c_api) on top. Fails on a forbidden include and names the file, the line and the rule.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -21,11 +21,11 @@ namespace {
 namespace fs = std::filesystem;
 using Tree = std::map<std::string, std::string>;  // path from src/ -> text
 
-constexpr std::array<std::string_view, 8> kLayers = {"numerics", "base",     "attention", "model",
-                                                     "records",  "training", "diagnosis", "report"};
+constexpr std::array<std::string_view, 9> kLayers = {
+    "numerics", "base", "gpu", "attention", "model", "records", "training", "diagnosis", "report"};
 // What a layer must not know although it lies below.
 const std::map<std::string_view, std::set<std::string_view>> kHidden = {
-    {"records", {"attention", "model"}}, {"report", {"attention", "model", "training"}}};
+    {"records", {"gpu", "attention", "model"}}, {"report", {"gpu", "attention", "model", "training"}}};
 
 const std::set<std::string_view> kCHeaders = {"assert.h", "complex.h",  "ctype.h",  "errno.h", "fenv.h",
                                               "float.h",  "inttypes.h", "limits.h", "math.h",  "signal.h",
@@ -98,6 +98,8 @@ std::string broken_rule(const Tree& tree, const std::string& file, const std::st
   const auto from = layer_of(folder_of(file)), to = layer_of(folder_of(included));
   if (!from || !to) return "the folder has no place in the order of layers: give it one in layering_test.cpp";
   if (*to > *from) return std::string(kLayers[*from]) + " lies below " + std::string(kLayers[*to]);
+  if (is_in_cuda_folder(included) && folder_of(included) != folder_of(file) && folder_of(included) != "gpu")
+    return "a folder cuda/ is its layer's own: other layers may include that of gpu alone";
   if (!is_cuda_file && (file.ends_with(".cu") || file.ends_with(".cuh")))
     return "CUDA sources lie in a folder cuda/";
   if (const auto hidden = kHidden.find(folder_of(file));
@@ -210,14 +212,16 @@ Tree clean_tree() {
       {"numerics/round_kernels.h", "#include <stdint.h>\n"},
       {"numerics/round_kernels.cpp", "#include \"numerics/round_kernels.h\"\n#include \"numerics/simd.h\"\n"},
       {"base/error.h", "#include <fmt/format.h>\n#include \"numerics/format.h\"\n"},
-      {"attention/plan.h", "#include \"base/error.h\"\n"},
+      {"gpu/memory.h", "#include \"base/error.h\"\n"},
+      {"gpu/cuda/check.h", "#include <cuda_runtime_api.h>\n#include \"gpu/memory.h\"\n"},
+      {"attention/plan.h", "#include \"base/error.h\"\n#include \"gpu/memory.h\"\n"},
       {"attention/cuda/kernels.h", "#include <cuda_runtime_api.h>\n#include \"attention/plan.h\"\n"},
       {"attention/cuda/tile.cuh", "#include <cuda_bf16.h>\n#include <cstdint>\n"},
       {"attention/cuda/tile.cu",
        "#include \"attention/cuda/kernels.h\"\n#include \"attention/cuda/tile.cuh\"\n"},
       {"model/gpt.h", "#include \"attention/plan.h\"\n"},
       {"model/cuda/gpt.cpp",
-       "#include <cublasLt.h>\n#include \"attention/cuda/kernels.h\"\n#include \"model/gpt.h\"\n"},
+       "#include <cublasLt.h>\n#include \"gpu/cuda/check.h\"\n#include \"model/gpt.h\"\n"},
       {"records/schema.h", "#include \"base/error.h\"\n"},
       {"training/trainer.h", "#include \"model/gpt.h\"\n#include \"records/schema.h\"\n"},
       {"diagnosis/finding.h", "#include \"training/trainer.h\"\n"},
@@ -246,6 +250,13 @@ TEST(Layering, a_planted_include_is_found) {
       {"base/error.h", "#include <boost/any.hpp>"},
       {"base/error.h", "#include <mpfr.h>"},
       {"base/error.h", "#include <numerics/format.h>"},
+      {"base/error.h", "#include \"gpu/memory.h\""},
+      {"gpu/memory.h", "#include \"attention/plan.h\""},
+      {"gpu/memory.h", "#include <cuda_runtime_api.h>"},
+      {"gpu/memory.h", "#include \"gpu/cuda/check.h\""},
+      {"gpu/cuda/check.h", "#include \"attention/plan.h\""},
+      {"model/cuda/gpt.cpp", "#include \"attention/cuda/kernels.h\""},
+      {"report/page.h", "#include \"gpu/memory.h\""},
       {"attention/plan.h", "#include \"model/gpt.h\""},
       {"attention/plan.h", "#include <cuda_runtime_api.h>"},
       {"attention/plan.h", "#include <cuda_bf16.h>"},

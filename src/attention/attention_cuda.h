@@ -9,18 +9,9 @@
 #include <vector>
 
 #include "attention/precision_plan.h"
+#include "gpu/device.h"
 
 namespace evenkeel {
-
-// The GPU at hand. `present` is false where there is none, or no driver, or no CUDA in this build: `why` says which.
-struct CudaDevice {
-  bool present = false;
-  std::string why;   // why not present
-  std::string name;  // "NVIDIA H200"
-  int major = 0, minor = 0;
-  int multiprocessors = 0;
-};
-CudaDevice cuda_device();  // of the calling thread's current device; asks once a device
 
 enum class TensorType : uint8_t { bf16, fp32 };
 

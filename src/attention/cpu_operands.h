@@ -6,11 +6,10 @@
 
 #include "attention/attention.h"
 #include "attention/attention_kernels.h"
+#include "base/sizes.h"
 #include "numerics/tensor_core.h"
 
 namespace evenkeel {
-
-constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // target[n] = source[n * stride].
 void copy_strided(float* target, const float* source, int64_t stride, int64_t count);

@@ -15,10 +15,10 @@
 #include <optional>
 
 #include "attention/attention_cuda.h"
-#include "attention/device_memory.h"
 #include "base/error.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
+#include "gpu/device_memory.h"
 #include "numerics/random.h"
 
 namespace evenkeel::cli {

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "attention/attention_cuda.h"
-#include "attention/device_memory.h"
 #include "diagnosis/conform.h"
+#include "gpu/device_memory.h"
 
 namespace evenkeel {
 

@@ -17,6 +17,7 @@
 
 #include "attention/precision_plan.h"
 #include "base/tensor.h"
+#include "gpu/phase_time.h"
 
 namespace evenkeel {
 
@@ -241,15 +242,9 @@ std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
 // The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
 std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
 
-// Where the time of forward_backward goes on the GPU, in the order of the first appearance. Without graphs, and
-// with a mark of the device's clock before each phase, so that the sum is a little above a real step's time.
-struct PhaseTime {
-  std::string name;
-  double seconds;       // of one forward_backward, mean of `repeats`
-  double flops, bytes;  // that it must do and move; 0: not counted
-  int64_t launches;     // calls that were marked with this name
-};
-// REQUIRES: the model is make_gpt2_cuda's. Adds to its gradients.
+// Where the time of forward_backward goes on the GPU (the mean of `repeats`), in the order of the first appearance.
+// Without graphs, and with a mark of the device's clock before each phase, so that the sum is a little above a real
+// step's time. REQUIRES: the model is make_gpt2_cuda's. Adds to its gradients.
 std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
                                         int repeats);
 

@@ -6,6 +6,7 @@
 
 #include "attention/attention.h"
 #include "base/error.h"
+#include "base/sizes.h"
 #include "base/threads.h"
 #include "model/gpt2.h"
 #include "model/layers.h"
@@ -15,8 +16,6 @@ namespace evenkeel {
 namespace {
 
 using Array = std::vector<float>;
-
-constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 StepContext of_part(StepContext context, int64_t first_sequence) {
   context.first_sequence += first_sequence;

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "base/sizes.h"
 #include "base/threads.h"
 #include "model/matrix_product.h"
 #include "model/model_kernels.h"
@@ -13,9 +14,6 @@
 
 namespace evenkeel {
 namespace {
-
-constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
-constexpr int64_t divide_up(int64_t value, int64_t step) { return (value + step - 1) / step; }
 
 // Sums over rows are made in blocks of so many rows, which are then added up in order: the number of blocks,
 // and so every bit, is a matter of the rows alone.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/sizes.h"
 #include "base/threads.h"
 #include "model/model_kernels.h"
 #include "numerics/cpu.h"
@@ -24,8 +25,6 @@ const ModelKernels& model_kernels() {
 }
 
 namespace {
-
-constexpr int64_t divide_up(int64_t value, int64_t step) { return (value + step - 1) / step; }
 
 // Rows a piece of work has. Every piece packs its panel of B again, so pieces are tall: as many as keep all
 // threads busy to the end. It changes no bit.

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#include "attention/cuda/kernels.h"
+#include "attention/attention_cuda.h"
 #include "attention_cases.h"
 
 namespace evenkeel {

@@ -1,6 +1,7 @@
 // Matrix products on the GPU against sums in FP64 on the host: every transposition, type, end and base, odd sizes,
 // batches; the same bits twice; choices that are kept. Tests named *Small* are also run under compute-sanitizer.
 #include "model/device_product.h"
+#include "gpu/device_memory.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -11,7 +12,6 @@
 #include <filesystem>
 #include <fstream>
 
-#include "attention/device_memory.h"
 #include "numerics/random.h"
 #include "numerics/rounding.h"
 

@@ -13,8 +13,8 @@
 #include <cstring>
 #include <functional>
 
-#include "attention/device_memory.h"
 #include "base/error.h"
+#include "gpu/device_memory.h"
 #include "model/cuda/device_layers.h"
 #include "model/device_product.h"
 #include "model/gpt2.h"

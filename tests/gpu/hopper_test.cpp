@@ -10,7 +10,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_cuda.h"
-#include "attention/device_memory.h"
+#include "gpu/device_memory.h"
 
 namespace evenkeel {
 namespace {

@@ -8,8 +8,9 @@
 #include <cstring>
 #include <vector>
 
-#include "attention/device_memory.h"
 #include "base/error.h"
+#include "base/sizes.h"
+#include "gpu/device_memory.h"
 #include "numerics/random.h"
 #include "rank_cases.h"
 #include "training/device_ranks.h"
@@ -17,8 +18,6 @@
 
 namespace evenkeel {
 namespace {
-
-constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 // Parameters and gradients on the device, and no model behind them.
 class BuffersOnDevice final : public Gpt2 {

@@ -7,10 +7,10 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "attention/device_memory.h"
 #include "base/error.h"
 #include "base/json_lines.h"
 #include "base/whole_file.h"
+#include "gpu/device_memory.h"
 #include "rank_cases.h"
 #include "training/checkpoint.h"
 #include "training/device_ranks.h"

@@ -8,6 +8,8 @@
 #include "attention/cuda/any_plan_forward.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
 #include "attention/cuda/kernels.h"
+#include "gpu/cuda/launch.h"
+#include "gpu/device_memory.h"
 
 namespace evenkeel {
 namespace {
@@ -107,23 +109,6 @@ struct Resolved {
   std::vector<PrecisionPlan> plans;
   bool centres_keys = false, saves_output = false, reads_alike = true;
   bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
-};
-
-// Hands out pieces of one allocation, each aligned to 256 bytes; with no memory it only counts.
-class Carver {
- public:
-  explicit Carver(void* memory) : memory_(static_cast<uint8_t*>(memory)) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return piece;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* memory_;
-  size_t used_ = 0;
 };
 
 // One behind the other, with nothing between.
@@ -241,19 +226,15 @@ class Pass {
   template <class Kernel>
   void launch(Kernel kernel, int64_t heads, int64_t rows, int block_rows, int threads, size_t shared_bytes,
               const char* doing) const {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_bytes)),
-               "asking for shared memory");
-    const int64_t blocks = heads * ((rows + block_rows - 1) / block_rows);
-    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(p);
+    allow_shared_memory(kernel, shared_bytes);
+    const int64_t blocks = heads * divide_up(rows, block_rows);
+    kernel<<<grid(blocks), threads, shared_bytes, stream_>>>(p);
     check_launch(doing);
   }
 
   Problem p{};
 
  private:
-  static void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
-
   Operand operand(Site site, const DeviceTensor& x, const int32_t* offsets, __nv_bfloat16* parts) {
     const bool of_keys = site == Site::k || site == Site::v;
     const int64_t heads = of_keys ? problem_.G : problem_.H, rows = of_keys ? problem_.N : problem_.T;
@@ -281,11 +262,11 @@ class Pass {
     constexpr int kThreads = 256;
     if (site == Site::k && resolved_.centres_keys) {
       const int count = p.B * p.G * p.D;
-      mean_keys<<<(count + kThreads - 1) / kThreads, kThreads, 0, stream_>>>(p, task, work_.mean_key);
+      mean_keys<<<divide_up(count, kThreads), kThreads, 0, stream_>>>(p, task, work_.mean_key);
       check_launch("averaging keys");
     }
-    const int64_t blocks = std::min<int64_t>((task.part_stride + kThreads - 1) / kThreads, 1 << 16);
-    prepare_operand<<<static_cast<unsigned>(blocks), kThreads, 0, stream_>>>(p, task);
+    const int64_t blocks = std::min<int64_t>(divide_up(task.part_stride, kThreads), 1 << 16);
+    prepare_operand<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
     check_launch("preparing an operand");
     result.data = parts;
     result.part_stride = task.part_stride;

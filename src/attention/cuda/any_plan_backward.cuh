@@ -136,8 +136,8 @@ __device__ __forceinline__ float dot_with_output(const Problem& p, const float* 
                      right[4] = {o[piece].x, o[piece].y, o[piece].z, o[piece].w};
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        delta = __fmaf_rn(low_of(left[n]), low_of(right[n]), delta);
-        delta = __fmaf_rn(high_of(left[n]), high_of(right[n]), delta);
+        delta = __fmaf_rn(low_bf16(left[n]), low_bf16(right[n]), delta);
+        delta = __fmaf_rn(high_bf16(left[n]), high_bf16(right[n]), delta);
       }
     }
     return delta;

@@ -9,8 +9,9 @@
 #pragma once
 
 #include "attention/cuda/device_rounding.cuh"
-#include "attention/cuda/mma.cuh"
 #include "attention/precision_plan.h"
+#include "gpu/cuda/async_copy.cuh"
+#include "gpu/cuda/mma.cuh"
 
 namespace evenkeel::any_plan {
 
@@ -335,7 +336,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kD / 8][4], const fl
       uint32_t left[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        left[e] = pack_nearest(x[2 * k + e / 2][e % 2 * 2], x[2 * k + e / 2][e % 2 * 2 + 1]);
+        left[e] = pack_bf16(x[2 * k + e / 2][e % 2 * 2], x[2 * k + e / 2][e % 2 * 2 + 1]);
       see(left);
 #pragma unroll
       for (int n = 0; n < kD / 16; ++n) {
@@ -384,7 +385,7 @@ class RowWriter {
       if (!present_[i] || d >= D_) continue;
       if (plain_)
         *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(to_.data) + start_[i] + d) =
-            pack_nearest(x[2 * i], x[2 * i + 1]);
+            pack_bf16(x[2 * i], x[2 * i + 1]);
       else
         store_pair(to_, fp32_, D_, start_[i], d, x[2 * i], x[2 * i + 1]);
     }

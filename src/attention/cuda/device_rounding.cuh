@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <limits>
 
-#include "attention/cuda/mma.cuh"
+#include "gpu/cuda/mma.cuh"
 #include "numerics/random.h"
 #include "numerics/rounding.h"
 
 namespace evenkeel::any_plan {
+
+using namespace gpu;
 
 // How a site is rounded: decided once a block, not once an element.
 enum class RoundKind : uint8_t { identity, bf16, any };
@@ -147,9 +149,9 @@ static __device__ __noinline__ float round_any_1(float x, const DeviceRounding* 
 }
 
 __device__ __forceinline__ void round_bf16(float& x, float& y) {
-  const uint32_t packed = pack_nearest(x, y);
-  x = low_of(packed);
-  y = high_of(packed);
+  const uint32_t packed = pack_bf16(x, y);
+  x = low_bf16(packed);
+  y = high_bf16(packed);
 }
 
 // Where the fragments of a block lie in a site's stream of random numbers: element (i, j) of the block is
@@ -195,7 +197,7 @@ template <bool kAny>
 __device__ __forceinline__ float round_one(float x, const SiteRounding& site, const StreamKey& key,
                                            uint64_t element) {
   if (site.kind == RoundKind::identity) return x;
-  if (!kAny || site.kind == RoundKind::bf16) return low_of(pack_nearest(x, 0.0f));
+  if (!kAny || site.kind == RoundKind::bf16) return low_bf16(pack_bf16(x, 0.0f));
   return round_any_1(x, site.rounding, key, element);
 }
 
@@ -213,7 +215,6 @@ __device__ inline float device_ulp(int significand_bits, int min_exponent, float
 }
 
 // --- The exponential of attention_kernels.cpp, operation by operation.
-inline constexpr float kLog2E = 0x1.715476p+0f;
 inline constexpr float kLog2High = 0x1.62e43p-1f, kLog2Low = -0x1.05c61p-29f;
 
 __device__ __forceinline__ float exp_reduced(float r) {

@@ -698,17 +698,16 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const DeviceTens
   const dim3 fact_blocks(static_cast<unsigned>(problem.B * problem.H),
                          (p.padded_rows + kFactRows - 1) / kFactRows);
   row_facts_kernel<D><<<fact_blocks, 256, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "starting the kernel of rows' facts");
+  check_launch("starting the kernel of rows' facts");
 
   constexpr size_t kShared = sizeof(SharedMemory<D>);
   const auto kernel = backward_kernel<D, kConsistent>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-             "asking for shared memory");
+  allow_shared_memory(kernel, kShared);
   const int items = p.B * p.G * p.key_tiles, blocks = std::min(items, multiprocessors());
   kernel<<<blocks, (1 + kConsumers) * kWarpgroup, kShared, stream>>>(
       p, query_map(problem, in.q, kRows), key_map(problem, in.k, kTileKeys),
       key_map(problem, in.v, kTileKeys), query_map(problem, grad_output, kRows));
-  check_cuda(cudaGetLastError(), "starting the backward kernel");
+  check_launch("starting the backward kernel");
 }
 
 void copy_strides(int64_t (&to)[3], const DeviceTensor& tensor) {

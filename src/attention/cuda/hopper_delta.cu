@@ -179,11 +179,10 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const DeviceTens
                     grad_map = query_map(problem, grad_output, T::kRows);
   a.tiles_per_head = static_cast<int>((problem.T + T::kRows - 1) / T::kRows);
   const auto kernel = delta_rows<kHeadSize>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
-             "asking for the delta kernel's shared memory");
+  allow_shared_memory(kernel, T::kSharedBytes);
   kernel<<<a.tiles_per_head * a.heads, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, grad_map,
                                                                                a);
-  check_cuda(cudaGetLastError(), "starting the Hopper delta kernel");
+  check_launch("starting the Hopper delta kernel");
 }
 
 }  // namespace

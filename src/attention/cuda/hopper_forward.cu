@@ -725,8 +725,7 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForwar
                     o_map = query_map(problem, out.o, kWarpgroupRows / 4);
   a.tiles_per_head = static_cast<int>((problem.T + T::kRows - 1) / T::kRows);
   const auto kernel = forward<kHeadSize, kShift>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes),
-             "asking for the forward kernel's shared memory");
+  allow_shared_memory(kernel, T::kSharedBytes);
   const int tiles = a.tiles_per_head * a.heads, blocks = std::min(multiprocessors(), tiles);
   if (tiles > blocks) {
     a.next_tile = static_cast<uint32_t*>(workspace);
@@ -734,7 +733,7 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForwar
                "clearing the forward kernel's counter");
   }
   kernel<<<blocks, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, o_map, a);
-  check_cuda(cudaGetLastError(), "starting the Hopper forward kernel");
+  check_launch("starting the Hopper forward kernel");
 }
 
 template <int kHeadSize>

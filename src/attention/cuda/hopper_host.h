@@ -2,18 +2,12 @@
 // Internal to src/attention.
 #pragma once
 
-#include <cudaTypedefs.h>
-
 #include "attention/cuda/kernels.h"
+#include "gpu/cuda/tensor_map.h"
 
 namespace evenkeel::hopper {
 
-inline constexpr int kBoxFeatures = 64;  // of a tile in shared memory (hopper.cuh)
-
-// A map of {D, rows, heads, batch} with boxes of 64 features and `box_rows` rows.
-CUtensorMap tensor_map(const DeviceTensor& tensor, int64_t D, int64_t rows, int64_t heads, int64_t batch,
-                       int box_rows);
-// Of q-like (rows T, heads H) and k-like (rows N, heads G) tensors of a problem, packed or not.
+// Tensor maps of q-like (rows T, heads H) and k-like (rows N, heads G) tensors of a problem, packed or not.
 CUtensorMap query_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
 CUtensorMap key_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
 int multiprocessors();

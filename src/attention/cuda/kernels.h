@@ -8,9 +8,6 @@
 
 namespace evenkeel {
 
-// Throws DataError: what was being done, and CUDA's own words.
-void check_cuda(cudaError_t status, const char* doing);
-
 // Any plan, any stabiliser, sm_80 and up (mma.sync). Head sizes up to 128.
 CudaSizes any_plan_sizes(const CudaAttention& problem, bool with_facts);
 void any_plan_forward(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,

@@ -1,14 +1,16 @@
 #include "model/cuda/device_facts.h"
 
-#include "attention/cuda/kernels.h"
-#include "attention/cuda/mma.cuh"
-#include "model/cuda/warp.cuh"
+#include "base/sizes.h"
+#include "gpu/cuda/async_copy.cuh"
+#include "gpu/cuda/launch.h"
+#include "gpu/cuda/mma.cuh"
+#include "gpu/cuda/warp.cuh"
 
 namespace evenkeel::device {
-namespace {
 
-unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks); }
-void check_launch(const char* doing) { check_cuda(cudaGetLastError(), doing); }
+using namespace gpu;
+
+namespace {
 
 // A maximum by atomics is the same in any order. fmaxf passes over NaN, so none gets here.
 __device__ __forceinline__ void raise(float* target, float value) {
@@ -38,7 +40,6 @@ constexpr int kRows = 128, kKeys = 64, kScoreWarps = kRows / 16;
 
 template <int kD>
 __global__ void __launch_bounds__(kScoreWarps* kWarp) largest_score_kernel(FactInputs in, FactSums* sums) {
-  using namespace any_plan;
   constexpr int kPieces = kD / 8;  // of 16 bytes in a row
   extern __shared__ __align__(128) unsigned char memory[];
   const uint32_t tiles = shared_address(memory);
@@ -266,12 +267,10 @@ static_assert(kSumWarps == kWarp);
 
 template <int kD>
 void launch_largest_score(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
-  const dim3 blocks(grid(in.B * in.H), grid((in.T + kRows - 1) / kRows), grid(in.L));
-  constexpr int kBytes = kRows * any_plan::kTileRowBytes<kD>;  // q, then two tiles of keys
+  const dim3 blocks(grid(in.B * in.H), grid(divide_up(in.T, kRows)), grid(in.L));
+  constexpr int kBytes = kRows * kTileRowBytes<kD>;  // q, then two tiles of keys
   static_assert(kRows == 2 * kKeys);
-  check_cuda(
-      cudaFuncSetAttribute(largest_score_kernel<kD>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-      "asking for shared memory");
+  allow_shared_memory(largest_score_kernel<kD>, kBytes);
   largest_score_kernel<kD><<<blocks, kScoreWarps * kWarp, kBytes, stream>>>(in, sums);
 }
 
@@ -286,7 +285,7 @@ void launch_scores(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
   } else if (wide) {
     launch_largest_score<128>(in, sums, stream);
   } else {
-    const dim3 blocks(grid(in.B * in.H), grid((in.T + kPlainTile - 1) / kPlainTile), grid(in.L));
+    const dim3 blocks(grid(in.B * in.H), grid(divide_up(in.T, kPlainTile)), grid(in.L));
     largest_score_plain_kernel<T><<<blocks, kPlainSide * kPlainSide, 0, stream>>>(in, sums);
   }
   check_launch("the largest score");

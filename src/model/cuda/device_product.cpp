@@ -1,7 +1,5 @@
 #include "model/device_product.h"
 
-#include <cublasLt.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -19,81 +17,17 @@
 #include <sstream>
 #include <vector>
 
-#include "attention/cuda/kernels.h"
-#include "attention/device_memory.h"
 #include "base/error.h"
 #include "base/whole_file.h"
+#include "gpu/cuda/clock.h"
+#include "gpu/cuda/cublaslt.h"
+#include "gpu/device.h"
+#include "gpu/device_memory.h"
 
 namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
-
-// --- The library
-
-constexpr const char* kLibraryNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-
-struct Library {
-  decltype(&cublasLtCreate) create;
-  decltype(&cublasLtDestroy) destroy;
-  decltype(&cublasLtGetVersion) get_version;
-  decltype(&cublasLtGetStatusString) status_string;
-  decltype(&cublasLtMatmul) matmul;
-  decltype(&cublasLtMatmulDescCreate) desc_create;
-  decltype(&cublasLtMatmulDescDestroy) desc_destroy;
-  decltype(&cublasLtMatmulDescSetAttribute) desc_set;
-  decltype(&cublasLtMatrixLayoutCreate) layout_create;
-  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy;
-  decltype(&cublasLtMatrixLayoutSetAttribute) layout_set;
-  decltype(&cublasLtMatmulPreferenceCreate) preference_create;
-  decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
-  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
-  decltype(&cublasLtMatmulAlgoCheck) check;
-};
-
-// Never closed: handles and graphs may outlive whoever asked for it.
-const Library& library() {
-  static const Library loaded = [] {
-    void* handle = nullptr;
-    std::string looked_for;
-    for (const char* name : kLibraryNames) {
-      if ((handle = dlopen(name, RTLD_NOW | RTLD_LOCAL))) break;
-      looked_for += fmt::format("{}{}", looked_for.empty() ? "" : ", ", name);
-    }
-    require_data(handle != nullptr,
-                 "no cuBLASLt: looked for {} where the system's loader looks (LD_LIBRARY_PATH adds a folder; "
-                 "it comes with CUDA, and with Python's package nvidia-cublas)",
-                 looked_for);
-    Library found;
-    const auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
-      require_data(function != nullptr, "cuBLASLt has no function {}: expected a version from 12 on", name);
-    };
-    find(found.create, "cublasLtCreate");
-    find(found.destroy, "cublasLtDestroy");
-    find(found.get_version, "cublasLtGetVersion");
-    find(found.status_string, "cublasLtGetStatusString");
-    find(found.matmul, "cublasLtMatmul");
-    find(found.desc_create, "cublasLtMatmulDescCreate");
-    find(found.desc_destroy, "cublasLtMatmulDescDestroy");
-    find(found.desc_set, "cublasLtMatmulDescSetAttribute");
-    find(found.layout_create, "cublasLtMatrixLayoutCreate");
-    find(found.layout_destroy, "cublasLtMatrixLayoutDestroy");
-    find(found.layout_set, "cublasLtMatrixLayoutSetAttribute");
-    find(found.preference_create, "cublasLtMatmulPreferenceCreate");
-    find(found.preference_destroy, "cublasLtMatmulPreferenceDestroy");
-    find(found.preference_set, "cublasLtMatmulPreferenceSetAttribute");
-    find(found.heuristic, "cublasLtMatmulAlgoGetHeuristic");
-    find(found.check, "cublasLtMatmulAlgoCheck");
-    return found;
-  }();
-  return loaded;
-}
-
-void check_blas(cublasStatus_t status, const char* doing) {
-  require_data(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: {}: {}", doing, library().status_string(status));
-}
 
 // --- One product in cuBLASLt's words
 // It thinks in columns. Our C by rows is its D = C^T by columns, so its A is our b, its B our a, and its m, n
@@ -114,7 +48,7 @@ uint32_t alignment_of(const void* pointer) {
 class Description {
  public:
   explicit Description(const DeviceProduct& p) : p_(p) {
-    const Library& blas = library();
+    const CublasLt& blas = cublaslt();
     check_blas(blas.desc_create(&desc_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
     // Stored with unit column stride, our b (depth, columns) is already its A (m, k) by columns.
     set(CUBLASLT_MATMUL_DESC_TRANSA, int32_t{p.b.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T});
@@ -138,7 +72,7 @@ class Description {
     c_ = layout(p.c_type, p.columns, p.rows, p.c_stride, p.c_batch);
   }
   ~Description() {
-    const Library& blas = library();
+    const CublasLt& blas = cublaslt();
     if (a_) blas.layout_destroy(a_);
     if (b_) blas.layout_destroy(b_);
     if (c_) blas.layout_destroy(c_);
@@ -151,7 +85,7 @@ class Description {
 
   // By cuBLASLt's own expectation, best first.
   std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) const {
-    const Library& blas = library();
+    const CublasLt& blas = cublaslt();
     cublasLtMatmulPreference_t preference = nullptr;
     check_blas(blas.preference_create(&preference), "asking for algorithms");
     const auto want = [&](cublasLtMatmulPreferenceAttributes_t what, auto value) {
@@ -180,36 +114,36 @@ class Description {
 
   bool takes(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const {
     cublasLtMatmulHeuristicResult_t result{};
-    return library().check(handle, desc_, a_, b_, c_, c_, &algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+    return cublaslt().check(handle, desc_, a_, b_, c_, c_, &algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
            result.workspaceSize <= kWorkspaceBytes;
   }
 
   cublasStatus_t run(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm, void* target,
                      void* workspace, cudaStream_t stream) const {
     const float beta = p_.base ? p_.base_scale : 0.0f;
-    return library().matmul(handle, desc_, &p_.scale, p_.b.data, a_, p_.a.data, b_, &beta,
-                            p_.base ? p_.base : target, c_, target, c_, &algorithm, workspace,
-                            kWorkspaceBytes, stream);
+    return cublaslt().matmul(handle, desc_, &p_.scale, p_.b.data, a_, p_.a.data, b_, &beta,
+                             p_.base ? p_.base : target, c_, target, c_, &algorithm, workspace,
+                             kWorkspaceBytes, stream);
   }
 
  private:
   template <class T>
   void set(cublasLtMatmulDescAttributes_t what, T value) {
-    check_blas(library().desc_set(desc_, what, &value, sizeof value), "describing a product");
+    check_blas(cublaslt().desc_set(desc_, what, &value, sizeof value), "describing a product");
   }
   // (rows, columns) by columns.
   cublasLtMatrixLayout_t layout(TensorType type, int64_t rows, int64_t columns, int64_t stride,
                                 int64_t batch_stride) const {
     cublasLtMatrixLayout_t made = nullptr;
-    check_blas(library().layout_create(&made, data_type(type), static_cast<uint64_t>(rows),
-                                       static_cast<uint64_t>(columns), stride),
+    check_blas(cublaslt().layout_create(&made, data_type(type), static_cast<uint64_t>(rows),
+                                        static_cast<uint64_t>(columns), stride),
                "describing a matrix");
     if (p_.batch > 1) {
       const auto count = static_cast<int32_t>(p_.batch);
-      check_blas(library().layout_set(made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count),
+      check_blas(cublaslt().layout_set(made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count),
                  "describing a batch");
-      check_blas(library().layout_set(made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &batch_stride,
-                                      sizeof batch_stride),
+      check_blas(cublaslt().layout_set(made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &batch_stride,
+                                       sizeof batch_stride),
                  "describing a batch");
     }
     return made;
@@ -337,14 +271,6 @@ class ChoiceFile {
   bool usable_ = false;
 };
 
-struct Event {
-  Event() { check_cuda(cudaEventCreate(&event), "making an event"); }
-  ~Event() { cudaEventDestroy(event); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  cudaEvent_t event = nullptr;
-};
-
 void check_product(const DeviceProduct& p) {
   require(p.rows >= 1 && p.columns >= 1 && p.depth >= 1 && p.batch >= 1,
           "[product] expected sizes of 1 or more, got {} x {} x {}, batch {}", p.rows, p.columns, p.depth,
@@ -369,29 +295,27 @@ void check_product(const DeviceProduct& p) {
 
 struct DeviceProducts::State {
   explicit State(void* given) : stream(static_cast<cudaStream_t>(given)), workspace(kWorkspaceBytes) {
-    check_blas(library().create(&handle), "starting");
+    check_blas(cublaslt().create(&handle), "starting");
     const CudaDevice device = cuda_device();
     machine = fmt::format("{} {}.{} x{}, cuBLASLt {}", device.name, device.major, device.minor,
-                          device.multiprocessors, library().get_version());
+                          device.multiprocessors, cublaslt().get_version());
   }
-  ~State() { library().destroy(handle); }
+  ~State() { cublaslt().destroy(handle); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
   // Seconds for one product. Enough runs that the clock's grain does not matter.
   double time(const Description& description, const cublasLtMatmulAlgo_t& algorithm, void* target) const {
     constexpr double kEnough = 2e-3, kMostRuns = 64;
-    Event begin, end;
+    TimeMark begin, end;
     const auto runs = [&](int count) {
-      check_cuda(cudaEventRecord(begin.event, stream), "timing");
+      begin.set(stream);
       for (int n = 0; n < count; ++n)
         if (description.run(handle, algorithm, target, workspace.data(), stream) != CUBLAS_STATUS_SUCCESS)
           return std::numeric_limits<double>::infinity();
-      check_cuda(cudaEventRecord(end.event, stream), "timing");
-      check_cuda(cudaEventSynchronize(end.event), "timing a product");
-      float milliseconds = 0;
-      check_cuda(cudaEventElapsedTime(&milliseconds, begin.event, end.event), "timing");
-      return static_cast<double>(milliseconds) * 1e-3 / count;
+      end.set(stream);
+      end.wait();
+      return end.seconds_since(begin) / count;
     };
     if (!(runs(1) < 1e3)) return std::numeric_limits<double>::infinity();  // loads the kernel
     const int count = static_cast<int>(std::clamp(kEnough / runs(1), 1.0, kMostRuns));

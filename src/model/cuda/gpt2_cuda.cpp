@@ -26,10 +26,15 @@
 #include <optional>
 #include <tuple>
 
-#include "attention/cuda/kernels.h"
-#include "attention/device_memory.h"
+#include "attention/attention_cuda.h"
 #include "base/error.h"
+#include "base/sizes.h"
 #include "base/threads.h"
+#include "gpu/cuda/clock.h"
+#include "gpu/cuda/graph.h"
+#include "gpu/cuda/pinned_memory.h"
+#include "gpu/cuda/stream_mark.h"
+#include "gpu/device_memory.h"
 #include "model/cuda/device_facts.h"
 #include "model/cuda/device_layers.h"
 #include "model/device_product.h"
@@ -42,56 +47,8 @@ using device::BlockSums;
 using device::TokenParts;
 using device::TokenRun;
 
-constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
-constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
-constexpr int kLeastMajor = 8;         // of the compute capability: products and attention on bf16
 constexpr int64_t kLargestHead = 128;  // attention's
 constexpr size_t kAlignment = Carver::kAlignment;
-
-// Memory of the host that the device reads and writes by itself.
-class PinnedMemory {
- public:
-  PinnedMemory() = default;
-  explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
-    check_cuda(cudaMallocHost(&data_, bytes), "taking pinned memory");
-  }
-  PinnedMemory(PinnedMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  PinnedMemory& operator=(PinnedMemory&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~PinnedMemory() {
-    if (data_) cudaFreeHost(data_);
-  }
-  template <class T>
-  T* as(size_t offset = 0) const {
-    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset);
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-};
-
-// A place in one stream that another one waits for.
-class StreamMark {
- public:
-  StreamMark() { check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
-  ~StreamMark() { cudaEventDestroy(event_); }
-  StreamMark(const StreamMark&) = delete;
-  StreamMark& operator=(const StreamMark&) = delete;
-  void set(cudaStream_t stream) { check_cuda(cudaEventRecord(event_, stream), "marking a stream"); }
-  void wait_in(cudaStream_t stream) const {
-    check_cuda(cudaStreamWaitEvent(stream, event_, 0), "waiting for another stream");
-  }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
 
 // Of one sum over rows: its parts by blocks, until the end of the step.
 struct LayerSums {
@@ -167,25 +124,6 @@ uint32_t random_step(const StepContext& context) {
   return context.step + static_cast<uint32_t>(context.first_sequence) * 0x9E3779B1u;
 }
 
-// A recorded call.
-class Graph {
- public:
-  Graph() = default;
-  explicit Graph(cudaGraphExec_t exec) : exec_(exec) {}
-  Graph(Graph&& other) noexcept : exec_(std::exchange(other.exec_, nullptr)) {}
-  Graph& operator=(Graph&& other) noexcept {
-    std::swap(exec_, other.exec_);
-    return *this;
-  }
-  ~Graph() {
-    if (exec_) cudaGraphExecDestroy(exec_);
-  }
-  cudaGraphExec_t get() const { return exec_; }
-
- private:
-  cudaGraphExec_t exec_ = nullptr;
-};
-
 // What decides which work a call puts on the stream.
 struct CallKind {
   int64_t B, T;
@@ -202,49 +140,6 @@ struct CallKind {
                     plan_version);
   }
   bool operator<(const CallKind& other) const { return tie() < other.tie(); }
-};
-
-// Marks of the device's clock between phases.
-class PhaseClock {
- public:
-  explicit PhaseClock(cudaStream_t stream) : stream_(stream) {}
-  ~PhaseClock() {
-    for (const Mark& mark : marks_) cudaEventDestroy(mark.event);
-  }
-  PhaseClock(const PhaseClock&) = delete;
-  PhaseClock& operator=(const PhaseClock&) = delete;
-
-  void begin(const char* name, double flops, double bytes) {
-    cudaEvent_t event = nullptr;
-    check_cuda(cudaEventCreate(&event), "making an event");
-    marks_.push_back({event, name, flops, bytes});
-    check_cuda(cudaEventRecord(event, stream_), "timing");
-  }
-  void end() { begin("", 0, 0); }
-  // Of everything so far. The work is done.
-  void add_to(std::vector<PhaseTime>& phases) const {
-    for (size_t n = 0; n + 1 < marks_.size(); ++n) {
-      if (!*marks_[n].name) continue;
-      float milliseconds = 0;
-      check_cuda(cudaEventElapsedTime(&milliseconds, marks_[n].event, marks_[n + 1].event), "timing");
-      auto phase = std::find_if(phases.begin(), phases.end(),
-                                [&](const PhaseTime& p) { return p.name == marks_[n].name; });
-      if (phase == phases.end()) phase = phases.insert(phases.end(), {marks_[n].name, 0, 0, 0, 0});
-      phase->seconds += milliseconds * 1e-3;
-      phase->flops += marks_[n].flops;
-      phase->bytes += marks_[n].bytes;
-      ++phase->launches;
-    }
-  }
-
- private:
-  struct Mark {
-    cudaEvent_t event;
-    const char* name;
-    double flops, bytes;
-  };
-  cudaStream_t stream_;
-  std::vector<Mark> marks_;
 };
 
 class Gpt2Cuda final : public Gpt2 {
@@ -398,18 +293,9 @@ struct OutputHeader {
 };
 size_t output_bytes(size_t heads) { return kAlignment + heads * sizeof(FactSums); }
 
-CudaDevice require_device() {
-  const CudaDevice device = cuda_device();
-  require_data(device.present, "no GPU: {}", device.why);
-  require_data(device.major >= kLeastMajor,
-               "expected a GPU of compute capability {}.0 or newer, found {} ({}.{})", kLeastMajor,
-               device.name, device.major, device.minor);
-  return device;
-}
-
 Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
     : Gpt2(config),
-      type_((require_device(),
+      type_((require_cuda_device(),
              config.precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32)),
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
@@ -594,9 +480,9 @@ void Gpt2Cuda::start(const CallKind& kind) {
       carve_aside(aside_problem(l, kind, 1), count);
       aside = std::max(aside, count.used());
     }
-    const auto aligned = [](size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
-    saved = aligned(saved);
-    const size_t before_aside = aligned(saved * at(config_.layers) + workspace), bytes = before_aside + aside;
+    saved = round_up(saved, kAlignment);
+    const size_t before_aside = round_up(saved * at(config_.layers) + workspace, kAlignment),
+                 bytes = before_aside + aside;
     if (bytes > attention_.bytes()) {
       wait();
       recorded_.clear();
@@ -1076,24 +962,8 @@ void Gpt2Cuda::run(const CallKind& kind) {
     recorded.done_before = true;
     return;
   }
-  if (!recorded.graph.get()) {
-    check_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a graph");
-    cudaGraph_t graph = nullptr;
-    try {
-      enqueue(kind);
-    } catch (...) {
-      cudaStreamEndCapture(stream_, &graph);
-      if (graph) cudaGraphDestroy(graph);
-      throw;
-    }
-    check_cuda(cudaStreamEndCapture(stream_, &graph), "recording a graph");
-    cudaGraphExec_t exec = nullptr;
-    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
-    cudaGraphDestroy(graph);
-    check_cuda(status, "making a graph");
-    recorded.graph = Graph(exec);
-  }
-  check_cuda(cudaGraphLaunch(recorded.graph.get(), stream_), "running a graph");
+  if (!recorded.graph) recorded.graph = Graph::record(stream_, [&] { enqueue(kind); });
+  recorded.graph.launch(stream_);
 }
 
 void Gpt2Cuda::stage(const Batch& batch, uint32_t step) {

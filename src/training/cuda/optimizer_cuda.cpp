@@ -1,13 +1,12 @@
 // The device optimiser: what optimizer.cpp does, queued on the model's stream.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <memory>
 #include <vector>
 
-#include "attention/cuda/kernels.h"
-#include "attention/device_memory.h"
 #include "base/error.h"
+#include "base/sizes.h"
+#include "gpu/cuda/check.h"
+#include "gpu/device_memory.h"
 #include "model/device_product.h"
 #include "training/cuda/optimizer_kernels.h"
 #include "training/device_ranks.h"
@@ -16,8 +15,6 @@
 
 namespace evenkeel {
 namespace {
-
-constexpr size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 static_assert(Ranks::kSliceUnit % kNormBlock == 0, "a part of the norm must not lie in two slices");
 
@@ -42,7 +39,7 @@ class CudaOptimizer final : public Optimizer {
       const bool muon = config.kind == OptimizerKind::muon && tensor.muon;
       require(tensor.offset % kFlagSpan == 0, "[optimizer] expected {} to start at a multiple of {}, got {}",
               tensor.name, kFlagSpan, tensor.offset);
-      std::fill_n(flags.begin() + tensor.offset / kFlagSpan, (tensor.count() + kFlagSpan - 1) / kFlagSpan,
+      std::fill_n(flags.begin() + tensor.offset / kFlagSpan, divide_up(tensor.count(), kFlagSpan),
                   static_cast<uint8_t>((tensor.decay ? kDecays : 0) | (muon ? kIsMuons : 0)));
       if (muon) add_to_group(tensor);
     }
@@ -73,7 +70,7 @@ class CudaOptimizer final : public Optimizer {
       muon_apply(group.matrices, parameters, group.decay ? rates.keep : 1.0f,
                  muon_scale(lr, group.matrices.rows, group.matrices.columns), norm, update, stream);
     }
-    check_cuda(cudaGetLastError(), "queueing the optimiser");
+    check_launch("queueing the optimiser");
     GradientNorm found{};
     check_cuda(cudaMemcpyAsync(&found, norm, sizeof found, cudaMemcpyDeviceToHost, stream),
                "reading the norm");
@@ -118,7 +115,7 @@ class CudaOptimizer final : public Optimizer {
     auto* const parts = parts_.as<double>();
     square_sums(gradients + slice_.begin, slice_.count(), parts + (ranks_ ? ranks_->rank() : 0) * rank_parts_,
                 stream);
-    check_cuda(cudaGetLastError(), "queueing the norm");
+    check_launch("queueing the norm");
     if (ranks_)  // as pairs of floats, of which none is computed with
       ranks_->share_rows(*make_device_memory(stream), parts_.as<float>(), 2 * rank_parts_);
     gradient_norm(parts, static_cast<int64_t>(parts_.bytes() / sizeof(double)), config_.clip, norm, stream);

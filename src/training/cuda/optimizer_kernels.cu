@@ -2,16 +2,13 @@
 // __fadd_rn), as the CPU rounds them: nothing is fused but where it says fma.
 #include <math.h>
 
+#include "base/sizes.h"
 #include "training/cuda/optimizer_kernels.h"
 
 namespace evenkeel {
 namespace {
 
 constexpr int kThreads = 256;
-
-__host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t step) {
-  return (value + step - 1) / step;
-}
 
 // Of all kCount threads of the block, as a tree; thread 0 gets it.
 template <int kCount = kThreads>

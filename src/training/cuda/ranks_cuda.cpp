@@ -1,23 +1,22 @@
 // Ranks on GPUs: sums where the gradients lie, and NCCL between devices.
-#include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 #include <vector>
 
-#include "attention/cuda/kernels.h"
-#include "attention/device_memory.h"
 #include "base/error.h"
+#include "base/sizes.h"
+#include "gpu/cuda/check.h"
+#include "gpu/cuda/nccl.h"
+#include "gpu/device_memory.h"
 #include "training/cuda/ranks_kernels.h"
 #include "training/device_ranks.h"
 
 namespace evenkeel {
 namespace {
 
-size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * sizeof(float); }
+size_t bytes_of(int64_t floats) { return at(floats) * sizeof(float); }
 
 class StreamMemory final : public FloatMemory {
  public:
@@ -32,7 +31,7 @@ class StreamMemory final : public FloatMemory {
   }
   void add(float* to, const float* left, int64_t count) override {
     add_floats(to, left, count, stream_);
-    check_cuda(cudaGetLastError(), "adding gradients");
+    check_launch("adding gradients");
   }
   void to_host(float* host, const float* from, int64_t count) override {
     move(host, from, count, cudaMemcpyDeviceToHost);
@@ -54,53 +53,9 @@ class StreamMemory final : public FloatMemory {
 
 // --- NCCL ---------------------------------------------------------------------------------------------------------
 
-// What is used of nccl.h, whose binary interface has been the same through all of version 2: the program is built
-// without that header, and starts without that library.
-using Status = int;  // 0: success
-struct Id {          // ncclUniqueId
-  char bytes[128];
-};
-using Communicator = void*;  // ncclComm_t
-constexpr int kFloat32 = 7;  // ncclFloat32
-
-struct Nccl {
-  Status (*version)(int*);
-  Status (*unique_id)(Id*);
-  Status (*join)(Communicator*, int size, Id, int rank);
-  Status (*abort)(Communicator);
-  Status (*destroy)(Communicator);
-  Status (*send)(const void*, size_t, int type, int rank, Communicator, cudaStream_t);
-  Status (*receive)(void*, size_t, int type, int rank, Communicator, cudaStream_t);
-  Status (*begin_group)();
-  Status (*end_group)();
-  const char* (*words)(Status);
-};
-
-// Empty: loaded. Never closed.
-std::string load(Nccl& nccl) {
-  void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-  if (!library) return "no libnccl.so.2 where the system's loader looks";
-  std::string missing;
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-    if (!function) missing = fmt::format("libnccl.so.2 has no {}", name);
-  };
-  find(nccl.version, "ncclGetVersion");
-  find(nccl.unique_id, "ncclGetUniqueId");
-  find(nccl.join, "ncclCommInitRank");
-  find(nccl.abort, "ncclCommAbort");
-  find(nccl.destroy, "ncclCommDestroy");
-  find(nccl.send, "ncclSend");
-  find(nccl.receive, "ncclRecv");
-  find(nccl.begin_group, "ncclGroupStart");
-  find(nccl.end_group, "ncclGroupEnd");
-  find(nccl.words, "ncclGetErrorString");
-  return missing;
-}
-
 class NcclLink final : public DeviceLink {
  public:
-  NcclLink(const Nccl& nccl, const Id& id, const Ranks& ranks, cudaStream_t stream)
+  NcclLink(const Nccl& nccl, const Nccl::Id& id, const Ranks& ranks, cudaStream_t stream)
       : nccl_(nccl), own_(ranks.rank()), stream_(stream) {
     check(nccl_.join(&communicator_, ranks.size(), id, ranks.rank()), "joining");
   }
@@ -115,24 +70,22 @@ class NcclLink final : public DeviceLink {
   void exchange(const std::vector<Part>& send, const std::vector<Part>& receive) override {
     check(nccl_.begin_group(), "beginning an exchange");
     for (int r = 0; r < static_cast<int>(send.size()); ++r) {
-      const Part &out = send[static_cast<size_t>(r)], &in = receive[static_cast<size_t>(r)];
+      const Part &out = send[at(r)], &in = receive[at(r)];
       if (r == own_) continue;
       if (out.count > 0)
-        check(nccl_.send(out.data, static_cast<size_t>(out.count), kFloat32, r, communicator_, stream_),
-              "sending");
+        check(nccl_.send(out.data, at(out.count), Nccl::kFloat32, r, communicator_, stream_), "sending");
       if (in.count > 0)
-        check(nccl_.receive(in.data, static_cast<size_t>(in.count), kFloat32, r, communicator_, stream_),
-              "receiving");
+        check(nccl_.receive(in.data, at(in.count), Nccl::kFloat32, r, communicator_, stream_), "receiving");
     }
     check(nccl_.end_group(), "exchanging");
-    const Part &out = send[static_cast<size_t>(own_)], &in = receive[static_cast<size_t>(own_)];
+    const Part &out = send[at(own_)], &in = receive[at(own_)];
     if (out.data != in.data)
       check_cuda(cudaMemcpyAsync(in.data, out.data, bytes_of(out.count), cudaMemcpyDeviceToDevice, stream_),
                  "copying this rank's own slice");
   }
 
  private:
-  void check(Status status, const char* doing) {
+  void check(Nccl::Status status, const char* doing) {
     if (status == 0) return;
     broken_ = true;
     throw DataError(fmt::format("NCCL, {}: {}", doing, nccl_.words(status)));
@@ -141,7 +94,7 @@ class NcclLink final : public DeviceLink {
   const Nccl nccl_;
   const int own_;
   const cudaStream_t stream_;
-  Communicator communicator_ = nullptr;
+  Nccl::Communicator communicator_ = nullptr;
   bool broken_ = false;
 };
 
@@ -159,7 +112,7 @@ std::unique_ptr<FloatMemory> make_device_memory(void* stream) {
 
 std::unique_ptr<DeviceLink> connect_nccl(Ranks& ranks, void* stream, std::string& why) {
   Nccl nccl{};
-  std::string fault = load(nccl);
+  std::string fault = load_nccl(nccl);
   // Machine and bus: one GPU cannot be two ranks of NCCL.
   char machine[256] = {}, bus[32] = {};
   int device = 0;
@@ -170,7 +123,7 @@ std::unique_ptr<DeviceLink> connect_nccl(Ranks& ranks, void* stream, std::string
   std::sort(places.begin(), places.end());
   if (const auto twice = std::adjacent_find(places.begin(), places.end()); twice != places.end())
     fault = fmt::format("two ranks share the GPU {}", *twice);
-  Id id{};
+  Nccl::Id id{};
   if (fault.empty() && ranks.first() && nccl.unique_id(&id) != 0) fault = "NCCL gives no id";
   for (const std::string& of_rank : ranks.gather(fault))
     if (!of_rank.empty()) {

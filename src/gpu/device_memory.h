@@ -1,5 +1,5 @@
-// Device memory, streams and a clock for those who call attention on a GPU from C++: conform, tests, the bench.
-// Plain C++, in every build; without CUDA every call throws DataError. The attention calls themselves never allocate.
+// Device memory, pieces of it, streams and a clock. Plain C++, in every build; without CUDA every call throws
+// DataError.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,8 @@
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "base/sizes.h"
 
 namespace evenkeel {
 
@@ -59,12 +61,12 @@ class Carver {
   explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
   void* take_bytes(size_t bytes) {
     void* piece = memory_ ? memory_ + used_ : nullptr;
-    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += round_up(bytes, kAlignment);
     return piece;
   }
   template <class T>
   T* take(int64_t count) {
-    return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
+    return static_cast<T*>(take_bytes(at(count) * sizeof(T)));
   }
   size_t used() const { return used_; }
 

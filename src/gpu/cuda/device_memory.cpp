@@ -1,6 +1,6 @@
-#include "attention/device_memory.h"
+#include "gpu/device_memory.h"
 
-#include "attention/cuda/kernels.h"
+#include "gpu/cuda/clock.h"
 
 namespace evenkeel {
 
@@ -40,19 +40,13 @@ void device_wait() { check_cuda(cudaDeviceSynchronize(), "running on the device"
 double device_seconds(const std::function<void(void*)>& work) {
   const DeviceStream stream;
   const auto handle = static_cast<cudaStream_t>(stream.get());
-  cudaEvent_t begin = nullptr, end = nullptr;
-  check_cuda(cudaEventCreate(&begin), "making an event");
-  check_cuda(cudaEventCreate(&end), "making an event");
+  TimeMark begin, end;
   device_wait();
-  check_cuda(cudaEventRecord(begin, handle), "timing");
+  begin.set(handle);
   work(stream.get());
-  check_cuda(cudaEventRecord(end, handle), "timing");
-  check_cuda(cudaEventSynchronize(end), "running on the device");
-  float milliseconds = 0;
-  check_cuda(cudaEventElapsedTime(&milliseconds, begin, end), "timing");
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  return milliseconds * 1e-3;
+  end.set(handle);
+  end.wait();
+  return end.seconds_since(begin);
 }
 
 }  // namespace evenkeel

@@ -1,0 +1,23 @@
+#include "gpu/cuda/graph.h"
+
+namespace evenkeel {
+
+Graph Graph::record(cudaStream_t stream, const std::function<void()>& work) {
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "recording a graph");
+  cudaGraph_t graph = nullptr;
+  try {
+    work();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph) cudaGraphDestroy(graph);
+    throw;
+  }
+  check_cuda(cudaStreamEndCapture(stream, &graph), "recording a graph");
+  Graph made;
+  const cudaError_t status = cudaGraphInstantiate(&made.exec_, graph, 0);
+  cudaGraphDestroy(graph);
+  check_cuda(status, "making a graph");
+  return made;
+}
+
+}  // namespace evenkeel

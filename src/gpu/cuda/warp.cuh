@@ -1,0 +1,25 @@
+// Sums over a warp, whole in every lane.
+#pragma once
+
+#include "gpu/cuda/device_function.cuh"
+
+namespace evenkeel::gpu {
+
+using Bf16 = __nv_bfloat16;
+inline constexpr int kWarp = 32;
+
+EK_DEVICE float to_float(float x) { return x; }
+EK_DEVICE float to_float(Bf16 x) { return __bfloat162float(x); }
+
+EK_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+  return x;
+}
+EK_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+  return x;
+}
+
+}  // namespace evenkeel::gpu
