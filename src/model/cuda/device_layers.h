@@ -44,6 +44,9 @@ struct TokenRun {
 struct TokenParts {
   int32_t token, first, count;  // rows of parts
 };
+// The most that N places of tokens below V can have: runs, and tokens of several runs.
+constexpr int64_t most_runs(int64_t N, int64_t V) { return (N < V ? N : V) + N / kRunPlaces + 1; }
+constexpr int64_t most_split_tokens(int64_t N) { return N / kRunPlaces + 1; }
 void token_backward(const float* dx, const int32_t* places, const TokenRun* runs, int64_t run_count,
                     const TokenParts* tokens, int64_t token_count, float* parts, int64_t C, float* dwte,
                     cudaStream_t stream);

@@ -1,0 +1,106 @@
+// What a call of GPT-2 on a GPU keeps: pieces of one allocation that calls of all sizes share. Internal to src/model.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "attention/attention_cuda.h"
+#include "gpu/cuda/work_stream.h"
+#include "gpu/device_memory.h"
+#include "model/cuda/device_layers.h"
+#include "model/gpt2.h"
+
+namespace evenkeel::device {
+
+inline constexpr int64_t kInputHeader = Carver::kAlignment / sizeof(int32_t);  // of input: the step, alone
+
+// Of one sum over rows: its parts by blocks, until the end of the step.
+struct LayerSums {
+  float *ln1_gain, *ln1_bias, *qkv_bias, *q_gain, *k_gain, *gate_bias, *proj_bias, *ln2_gain, *ln2_bias,
+      *fc_bias, *out_bias;
+};
+
+// What a layer's forward pass keeps for its backward pass. `void*`: of the type of activations.
+struct LayerMemory {
+  float* x;                  // (N, C): the residual stream as it comes in
+  void* ln1;                 // (N, C)
+  float *mean1, *rstd1;      // (N)
+  void* qkv;                 // (N, 3 C)
+  void* qk;                  // (N, 2 C): qk_norm
+  float* qk_rstd;            // (N, 2, H): qk_norm
+  void* o;                   // (N, C)
+  float* lse;                // (B, H, T)
+  int32_t* ties;             // (B, H, T), on request
+  float *residual, *delta;   // (B, H, T), on request
+  void *gate, *gated;        // (N, C): gated_attention
+  float* middle;             // (N, C): the residual stream behind attention
+  void* ln2;                 // (N, C)
+  float *mean2, *rstd2;      // (N)
+  void *hidden, *activated;  // (N, 4 C): GELU's input and output
+  LayerSums sums;
+};
+
+// All of a call's memory, for one B and T: pieces of one allocation that all sizes share.
+struct Activations {
+  std::vector<LayerMemory> layers;
+  uint32_t* input;  // (1, N, N), the first in a piece of its own: step, tokens, targets
+  int32_t *tokens, *targets;
+  float* x;            // (N, C): the residual stream behind the last layer
+  void* lnf;           // (N, C)
+  float *mean, *rstd;  // (N)
+  void* logits;        // (N, padded V)
+  float* last_logits;  // (V)
+  float* losses;       // (N)
+  float* dx;           // (N, C): the gradient of the residual stream
+  void* dx_operand;    // (N, C): the same in bf16; dx itself in fp32
+  void* dnorm;         // (N, C): the gradient of what a LayerNorm gave
+  float* wide;         // (N, 4 C) where GELU is not fused, (N, C) with a gate: gradients in FP32 on their way
+  void *d_o, *dgate;   // (N, C)
+  void* dqkv;          // (N, 3 C)
+  void* dhidden;       // (N, 4 C)
+  float *lnf_gain_sums, *lnf_bias_sums;
+  int32_t* places;                 // (N): sorted by token
+  TokenRun* runs;                  // (most_runs)
+  TokenParts* token_parts;         // (most_parts)
+  float* run_sums;                 // (most parts, C)
+  int64_t qkv_stride, row_stride;  // from layer to layer, in elements: of qkv or qk, and of (B, H, T)
+};
+
+// What decides the sizes of a model's activations, besides B and T, and where its sums over rows end.
+struct ActivationShape {
+  const Gpt2Config& config;
+  const std::vector<LayerOffsets>& offsets;
+  int64_t lnf_gain, lnf_bias;  // offsets; -1: no such tensor
+  float* gradients;
+  TensorType type;
+  bool fused_gelu;  // products do GELU themselves
+
+  size_t element_bytes() const { return type == TensorType::bf16 ? 2 : 4; }
+};
+
+class Arena {
+ public:
+  // Of one B and T: where everything lies, and the table of sums over rows.
+  struct Sized {
+    Activations activations;
+    DeviceMemory sums;  // BlockSums
+    int64_t sum_count, most_columns;
+  };
+
+  explicit Arena(const ActivationShape& shape) : shape_(shape) {}
+
+  // Of a call of B sequences of T tokens. `before_move` is called where more memory is needed than there is: every
+  // address so far becomes void.
+  Sized& room_for(int64_t B, int64_t T, const WorkStream& stream, const std::function<void()>& before_move);
+
+ private:
+  Activations carve(int64_t B, int64_t T, Carver& carver, std::vector<BlockSums>& sums) const;
+
+  const ActivationShape shape_;
+  DeviceMemory memory_;
+  std::map<std::pair<int64_t, int64_t>, Sized> sized_;
+};
+
+}  // namespace evenkeel::device

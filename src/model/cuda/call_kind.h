@@ -1,0 +1,26 @@
+// What decides which work a call of a model puts on the stream. Internal to src/model.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+
+namespace evenkeel::device {
+
+struct CallKind {
+  int64_t B, T;
+  bool backward;
+  float loss_scale;
+  bool score_facts = false, tie_facts = false, residual_facts = false;
+  int64_t fact_sequences = 0;  // of ties and residuals: the first so many of B
+  uint64_t plan_version = 0;
+
+  bool has_facts() const { return score_facts || attention_has_facts(); }
+  bool attention_has_facts() const { return tie_facts || residual_facts; }
+  auto tie() const {
+    return std::tie(B, T, backward, loss_scale, score_facts, tie_facts, residual_facts, fact_sequences,
+                    plan_version);
+  }
+  bool operator<(const CallKind& other) const { return tie() < other.tie(); }
+};
+
+}  // namespace evenkeel::device
