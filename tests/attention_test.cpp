@@ -42,11 +42,11 @@ using cases::Problem;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr Stabiliser kStabilisers[] = {
-    Stabiliser::none,        Stabiliser::paper,       Stabiliser::paper_capped,
-    Stabiliser::dither,      Stabiliser::zero_sum,    Stabiliser::stochastic_output,
-    Stabiliser::centre_keys, Stabiliser::wide_output, Stabiliser::consistent};
-static_assert(std::size(kStabilisers) == kStabiliserNames.size());
+constexpr auto kStabilisers = [] {
+  std::array<Stabiliser, kStabiliserTable.size()> all{};
+  for (size_t n = 0; n < all.size(); ++n) all[n] = kStabiliserTable[n].stabiliser;
+  return all;
+}();
 
 PrecisionPlan plan_of(std::string_view text, Stabiliser stabiliser) {
   PrecisionPlan plan = parse_plan(text);
@@ -171,13 +171,13 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
     const int64_t b = item / G, g = item % G;
     for (int64_t h = g * (H / G); h < (g + 1) * (H / G); ++h) {
       PrecisionPlan plan = config.plans[config.plans.size() == 1 ? 0 : size_of(h)];
-      const Stabiliser st = plan.stabiliser;
-      const bool consistent = st == Stabiliser::consistent,
-                 wide = consistent || st == Stabiliser::wide_output;
+      const StabiliserRules& rules = rules_of(plan.stabiliser);
+      const bool consistent = rules.sum == SumRule::rounded_probs, wide = rules.output == OutputRule::wide,
+                 centred = rules.keys == KeyRule::centred;
       if (wide && plan.at(Site::output_for_delta) == plan.at(Site::output))
         plan.at(Site::output_for_delta) = Rounding{};
       if (consistent) plan.at(Site::dprobs) = Rounding{};
-      if (st == Stabiliser::stochastic_output)
+      if (rules.output == OutputRule::stochastic)
         for (Site site : {Site::output, Site::output_for_delta})
           plan.at(site).mode = RoundingMode::stochastic;
       // Tensor cores truncate every term they align, to two bits below FP32's last, and the sum.
@@ -190,7 +190,7 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
 
       const int64_t keys = shape.keys(config.mask, b);
       std::vector<double> mean(size_of(D));
-      if (st == Stabiliser::centre_keys)
+      if (centred)
         for (int64_t d = 0; d < D; ++d) {
           for (int64_t j = 0; j < keys; ++j)
             mean[size_of(d)] += double{*p.in.k.at(b, g, j, d)} / double(keys);
@@ -202,8 +202,8 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
           const double m = std::fabs(mean[size_of(d)]), k = *p.in.k.at(b, g, j, d) - mean[size_of(d)];
           k_values[size_of(j * D + d)] = k;
           k_errors[size_of(j * D + d)] =
-              st != Stabiliser::centre_keys ? operand_error(plan.at(Site::k), k)
-                                            : at_site(Site::k, std::fabs(k)) + 2 * kUnit * (m + std::fabs(k));
+              !centred ? operand_error(plan.at(Site::k), k)
+                       : at_site(Site::k, std::fabs(k)) + 2 * kUnit * (m + std::fabs(k));
           v_errors[size_of(j * D + d)] = operand_error(plan.at(Site::v), *p.in.v.at(b, g, j, d));
         }
 
@@ -259,10 +259,11 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
           M = std::max(M, S[s]);
         }
         // How far the shift may lie from the maximum.
-        const double shift = st == Stabiliser::paper          ? std::max(plan.beta - 1.0, 1.0) * std::fabs(M)
-                             : st == Stabiliser::paper_capped ? double{plan.cap}
-                             : st == Stabiliser::dither || consistent ? 1.0
-                                                                      : 0.0;
+        const double shift = rules.shift == ShiftRule::paper ? std::max(plan.beta - 1.0, 1.0) * std::fabs(M)
+                             : rules.shift == ShiftRule::paper_capped ? double{plan.cap}
+                             : rules.shift == ShiftRule::dither || rules.shift == ShiftRule::power_of_two
+                                 ? 1.0
+                                 : 0.0;
         double l = 0;
         for (double s : S) l += std::exp(s - M);
         const double L = M + std::log(l);
@@ -343,7 +344,7 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
         // delta.
         double delta = 0, delta_error = double(D) * kTiny;
         for (int64_t d = 0; d < D; ++d) delta += grad(d) * O[size_of(d)];
-        if (st == Stabiliser::zero_sum) {
+        if (rules.delta == DeltaRule::probs) {
           double weight = 0;
           for (size_t s = 0; s < n; ++s) weight += P[s] * Q_error[s];
           for (size_t s = 0; s < n; ++s)

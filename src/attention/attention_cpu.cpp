@@ -19,7 +19,7 @@ std::vector<HeadPlan> resolve_plans(const AttentionConfig& config, const Attenti
   std::vector<HeadPlan> plans;
   for (int64_t h = 0; h < shape.H; ++h) {
     plans.emplace_back(config.plans[config.plans.size() == 1 ? 0 : static_cast<size_t>(h)]);
-    require(!(config.softcap > 0 && plans.back().plan.stabiliser == Stabiliser::centre_keys),
+    require(!(config.softcap > 0 && plans.back().centres_keys),
             "[attention] centre_keys cannot go with softcap: a soft-capped softmax sees a constant added to "
             "a row; "
             "got softcap {} on head {}",

@@ -1,11 +1,12 @@
-// What a call of CPU attention works out before its tiles: what each head's plan asks for, and k and v as the
-// products read them. Internal to src/attention.
+// What a call of CPU attention works out before its tiles: k and v as the products read them. Internal to
+// src/attention.
 #pragma once
 
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/attention_kernels.h"
+#include "attention/head_plan.h"
 #include "base/sizes.h"
 #include "numerics/tensor_core.h"
 
@@ -13,24 +14,6 @@ namespace evenkeel {
 
 // target[n] = source[n * stride].
 void copy_strided(float* target, const float* source, int64_t stride, int64_t count);
-
-// One head's plan, resolved.
-struct HeadPlan {
-  explicit HeadPlan(const PrecisionPlan& asked);
-
-  PrecisionPlan plan;
-  bool zero_sum, consistent;
-  // wide_output and consistent: the O for delta is FP32, or what the plan says of output_for_delta where that
-  // is not what it says of output (e8m15: eight more bits than BF16). consistent also leaves dP in FP32,
-  // where any fused kernel has it: delta knows nothing of a rounding of dP.
-  bool wide;
-  // consistent: m is a whole number of log 2, so that a later, larger m scales by a power of two. Rounding
-  // commutes with that, so the backward pass finds the forward's Pb again, to the bit. Where S - m is itself
-  // rounded (site shifted) it does not commute, and the row's maximum is found in a pass of its own instead.
-  bool power_shift, max_first;
-  // wide, and pv or row_sum is rounded: a second O-bar and l are kept, unrounded.
-  bool shadow;
-};
 
 // The stream of random numbers of a site (or of the rows' shifts) in this layer and step.
 inline constexpr uint32_t kShiftStream = 63;

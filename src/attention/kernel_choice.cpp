@@ -11,27 +11,22 @@ constexpr int64_t kLargestHead = 128, kHeadStep = 8;
 constexpr uintptr_t kAlignmentBytes = 16;
 constexpr int64_t kStrideStep = 8;  // elements of bf16 in kAlignmentBytes
 
-bool keeps_wide_output(Stabiliser s) { return s == Stabiliser::wide_output || s == Stabiliser::consistent; }
-
 // What the Hopper kernels do not take in this plan, or "".
 std::string not_taken(const PrecisionPlan& plan) {
-  switch (plan.stabiliser) {
-    case Stabiliser::none:
-    case Stabiliser::paper_capped:
-    case Stabiliser::dither:
-    case Stabiliser::wide_output:
-    case Stabiliser::consistent:
-    case Stabiliser::zero_sum:
-      break;
-    default:
-      return fmt::format("the stabiliser {}", name(plan.stabiliser));
-  }
+  const StabiliserRules& rules = rules_of(plan.stabiliser);
+  // They sum rounded probabilities only with shifts by powers of two, and exact ones only with the others.
+  const bool known = rules.sum == SumRule::rounded_probs
+                         ? rules.shift == ShiftRule::power_of_two && rules.output == OutputRule::wide &&
+                               rules.delta == DeltaRule::output
+                         : rules.shift != ShiftRule::power_of_two && rules.shift != ShiftRule::paper;
+  if (!known || rules.output == OutputRule::stochastic || rules.keys != KeyRule::given)
+    return fmt::format("the stabiliser {}", rules.name);
   static const PrecisionPlan flash2 = parse_plan("flash2");
   for (int n = 0; n < kSiteCount; ++n) {
     const auto site = static_cast<Site>(n);
     if (plan.at(site) == flash2.at(site)) continue;
     // The O of delta is kept with 16 significand bits, rounded without bias: what is asked for, or nearly.
-    if (site == Site::output_for_delta && keeps_wide_output(plan.stabiliser) &&
+    if (site == Site::output_for_delta && rules.output == OutputRule::wide &&
         (is_identity(plan.at(site)) || plan.at(site) == Rounding{Format{8, 15}} ||
          plan.at(site) == Rounding{Format{8, 15}, RoundingMode::stochastic}))
       continue;
@@ -81,7 +76,7 @@ KernelChoice choose_kernel(const CudaDevice& device, const CudaAttention& proble
   const Stabiliser stabiliser = problem.plans[0].stabiliser;
   std::string why = fmt::format("bf16, head size {}, flash2 with stabiliser {} on compute capability 9.0",
                                 problem.D, name(stabiliser));
-  if (keeps_wide_output(stabiliser))
+  if (rules_of(stabiliser).output == OutputRule::wide)
     why += "; the O of delta has 16 significand bits, rounded stochastically";
   return {AttentionKernel::hopper, why};
 }

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "attention/stabiliser.h"
 #include "numerics/rounding.h"
 
 namespace evenkeel {
@@ -44,23 +45,7 @@ inline constexpr std::array<std::string_view, kSiteCount> kSiteNames = {
 Site parse_site(std::string_view text);
 constexpr std::string_view name(Site site) { return kSiteNames[static_cast<size_t>(site)]; }
 
-// What is done about the failure. mechanism and costs: docs/numerics.md.
-enum class Stabiliser {
-  none,
-  paper,         // the shift of arXiv 2510.04212 as its authors' code has it, tile by tile, holes included
-  paper_capped,  // the same with the holes closed: bounded, never zero, ties counted across tiles
-  dither,        // every row shifted by its own random part of log 2
-  stochastic_output,  // O rounded stochastically
-  centre_keys,        // the mean key subtracted from every key
-  wide_output,  // delta from an O in FP32 (or output_for_delta's format), before pv and row_sum are rounded
-  consistent,   // wide_output, dP in FP32, and the forward's own probabilities over their own sum
-  zero_sum,     // delta = sum P dP / sum P
-};
-inline constexpr std::array<std::string_view, 9> kStabiliserNames = {
-    "none",        "paper",       "paper_capped", "dither",  "stochastic_output",
-    "centre_keys", "wide_output", "consistent",   "zero_sum"};
-Stabiliser parse_stabiliser(std::string_view text);
-constexpr std::string_view name(Stabiliser s) { return kStabiliserNames[static_cast<size_t>(s)]; }
+Stabiliser parse_stabiliser(std::string_view text);  // the table: stabiliser.h
 
 // How the products add up.
 enum class Accumulate {

@@ -49,7 +49,7 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
                task.dk + (key - task.first_key) * depth_, depth_, true);
   });
   if (!task.write_rows) return;
-  if (plan().stabiliser == Stabiliser::centre_keys && plan().keel != 0) add_keel_of_mean_key(task.saved);
+  if (head_->centres_keys && plan().keel != 0) add_keel_of_mean_key(task.saved);
   round_lines(Site::dq, dqt_.data(), D_, 0, D_, 0);
   unpack(task.out.dq, dqt_);
   if (task.out.delta.present()) unpack_row_values(task.out.delta, delta_);
@@ -84,9 +84,9 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
       softcap_[at(n)] = 1.0f - t * t;
     }
   }
-  if (head_->consistent) {
+  if (head_->sums_rounded) {
     // The very Pb of the forward pass, over their own sum.
-    if (head_->power_shift) {
+    if (head_->power_shift()) {
       kernels_.exp_scaled(tile_.data(), keys, columns_, width_, m_.data());
     } else {
       kernels_.subtract(tile_.data(), keys, columns_, width_, m_.data());
@@ -111,7 +111,7 @@ void RowTile::find_delta(const BackwardTask& task) {
     std::copy_n(shared, rows_, delta_.begin());
     return;
   }
-  if (head_->zero_sum) {
+  if (head_->probs_delta) {
     // delta = sum P dP / sum P makes the row of dS sum to zero whatever is wrong with P. A pass of its own.
     SiteObserver* const observer = std::exchange(observer_, nullptr);
     factor_.assign(at(width_), 0.0f);

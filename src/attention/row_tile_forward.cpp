@@ -13,7 +13,7 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
   const size_t rows = at(width_);
   shifts_.assign(rows, RowShift{});
   units_.assign(rows, 0.5f);
-  if (plan().stabiliser == Stabiliser::dither || plan().stabiliser == Stabiliser::paper_capped)
+  if (draws_number(head_->shift.rule))
     for (int64_t i = 0; i < rows_; ++i)
       units_[at(i)] = random_unit(stream_key(call_.config, plan(), kShiftStream),
                                   static_cast<uint64_t>(random_head() * call_.shape.T + row_ + i));
@@ -40,7 +40,7 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
       kernels_.scale_columns(o_.data(), D_, columns_, width_, factor_.data());
       if (head_->shadow) kernels_.scale_columns(wide_o_.data(), D_, columns_, width_, factor_.data());
     }
-    // Pb, rounded; its sum (of the unrounded values, but for consistent) is added to l.
+    // Pb, rounded; its sum is added to l.
     probabilities(keys);
     const float* v = call_.operands.v(b_, h_, key);
     multiply(Site::probs, D_, columns_, keys, v, 1, depth_, tile_.data(), width_, o_.data(), width_, true);
@@ -69,21 +69,22 @@ void RowTile::shift_rows(int64_t keys) {
   std::fill_n(tile_max_.begin(), columns_, RowShift::kNone);
   kernels_.column_max(tile_.data(), keys, columns_, width_, tile_max_.data());
   std::fill_n(counts_.begin(), columns_, 0);
-  if (RowShift::counts_ties(plan())) {
-    for (int64_t i = 0; i < columns_; ++i) m_[at(i)] = shifts_[at(i)].tie_threshold(plan(), tile_max_[at(i)]);
+  if (counts_ties(head_->shift.rule)) {
+    for (int64_t i = 0; i < columns_; ++i)
+      m_[at(i)] = shifts_[at(i)].tie_threshold(head_->shift, tile_max_[at(i)]);
     count_at_least(m_, keys);
   }
   for (int64_t i = 0; i < columns_; ++i) {
     RowShift& shift = shifts_[at(i)];
     const float before = shift.m;
-    shift.add_tile(plan(), head_->power_shift, tile_max_[at(i)], counts_[at(i)], units_[at(i)]);
+    shift.add_tile(head_->shift, tile_max_[at(i)], counts_[at(i)], units_[at(i)]);
     // A row without a key yet has nothing to scale; its scores are all -inf, and -inf - 0 is too.
     m_[at(i)] = shift.m == RowShift::kNone ? 0.0f : shift.m;
     factor_[at(i)] = before == RowShift::kNone ? RowShift::kNone : before - m_[at(i)];
-    if (head_->power_shift)
+    if (head_->power_shift())
       factor_[at(i)] = std::ldexp(1.0f, static_cast<int>(std::max(-300.0f, factor_[at(i)])));
   }
-  if (!head_->power_shift)
+  if (!head_->power_shift())
     kernels_.exp_shifted(factor_.data(), 1, columns_, width_, zeros_.data(), unused_.data());
 }
 
@@ -92,7 +93,7 @@ void RowTile::shift_rows(int64_t keys) {
 void RowTile::probabilities(int64_t keys) {
   float* p = tile_.data();
   std::fill_n(tile_sum_.begin(), columns_, 0.0f);
-  if (head_->power_shift) {
+  if (head_->power_shift()) {
     kernels_.exp_scaled(p, keys, columns_, width_, m_.data());
     kernels_.column_sum(p, keys, columns_, width_, tile_sum_.data());
   } else if (is_identity(plan().at(Site::shifted)) && !observer_) {
@@ -103,7 +104,7 @@ void RowTile::probabilities(int64_t keys) {
     kernels_.exp_shifted(p, keys, columns_, width_, zeros_.data(), tile_sum_.data());
   }
   round_lines(Site::probs, p, keys, key_, call_.shape.N, key_);
-  if (head_->consistent) {  // its l is the sum of the probabilities that are used
+  if (head_->sums_rounded) {  // l is the sum of the probabilities that are used
     std::fill_n(tile_sum_.begin(), columns_, 0.0f);
     kernels_.column_sum(p, keys, columns_, width_, tile_sum_.data());
   }
@@ -136,8 +137,8 @@ void RowTile::write_forward(const AttentionForward& out) {
   divide(o_, sum_);
   round_lines(Site::output, normalised_.data(), D_, 0, D_, 0);
   unpack(out.o, normalised_);
-  if (head_->wide || observer_ || plan().at(Site::output_for_delta) != plan().at(Site::output)) {
-    divide(head_->shadow ? wide_o_ : o_, head_->wide ? wide_sum_ : sum_);
+  if (head_->wide_output || observer_ || plan().at(Site::output_for_delta) != plan().at(Site::output)) {
+    divide(head_->shadow ? wide_o_ : o_, head_->wide_output ? wide_sum_ : sum_);
     round_lines(Site::output_for_delta, normalised_.data(), D_, 0, D_, 0);
   }
   unpack(out.o_for_delta, normalised_);
@@ -146,11 +147,11 @@ void RowTile::write_forward(const AttentionForward& out) {
   for (int64_t i = 0; i < rows_; ++i) {
     float lse = RowShift::kNone;
     if (!no_key(i)) {
-      const float l = head_->consistent ? wide_sum_[at(i)] : sum_[at(i)];
-      lse = head_->power_shift ? static_cast<float>(m_[at(i)] * kLog2 + std::log(static_cast<double>(l)))
-                               : m_[at(i)] + std::log(l);
+      const float l = head_->sums_rounded ? wide_sum_[at(i)] : sum_[at(i)];
+      lse = head_->power_shift() ? static_cast<float>(m_[at(i)] * kLog2 + std::log(static_cast<double>(l)))
+                                 : m_[at(i)] + std::log(l);
       // Centred keys lowered every score of the row by a q . mean: L is of the scores as they were.
-      if (plan().stabiliser == Stabiliser::centre_keys) {
+      if (head_->centres_keys) {
         double dot = 0;
         for (int64_t d = 0; d < D_; ++d) dot += static_cast<double>(q_[at(i * depth_ + d)]) * mean_key[d];
         lse += static_cast<float>(call_.shape.scale * dot);
@@ -158,7 +159,7 @@ void RowTile::write_forward(const AttentionForward& out) {
     }
     *out.lse.at(b_, h_, row_ + i) = lse;
     *out.row_max.at(b_, h_, row_ + i) = shifts_[at(i)].m;
-    *out.row_sum.at(b_, h_, row_ + i) = head_->consistent ? wide_sum_[at(i)] : sum_[at(i)];
+    *out.row_sum.at(b_, h_, row_ + i) = head_->sums_rounded ? wide_sum_[at(i)] : sum_[at(i)];
   }
 }
 

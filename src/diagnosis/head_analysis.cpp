@@ -90,7 +90,8 @@ std::optional<SumTrace> trace_sum(const OneHead& head, int64_t b, int64_t row, b
   ProbabilityKeeper keeper(keys);
   attention_forward(config, in, buffers.forward(), &keeper);
 
-  const bool sums_rounded = t.site != Site::row_sum || plan.stabiliser == Stabiliser::consistent;
+  const bool sums_rounded =
+      t.site != Site::row_sum || rules_of(plan.stabiliser).sum == SumRule::rounded_probs;
   t.probability = sums_rounded ? keeper.rounded : keeper.exact;
   if (t.site == Site::output_for_delta)
     for (float& p : t.probability) p /= *buffers.row_sum.view().at(0, 0, 0);

@@ -1,13 +1,11 @@
 // Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, launches the kernels.
 #include <algorithm>
 
-// A view of const has a conversion to itself, which nvcc remarks on.
-#pragma nv_diag_suppress 554
-#include "attention/cpu_operands.h"
 #include "attention/cuda/any_plan_backward.cuh"
 #include "attention/cuda/any_plan_forward.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
 #include "attention/cuda/kernels.h"
+#include "attention/head_plan.h"
 #include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
 
@@ -41,21 +39,18 @@ struct Resolved {
         d.site[i] = DeviceRounding::of(head.plan.rounding[static_cast<size_t>(i)]);
       d.seed = plan.seed;
       d.keel = plan.keel;
-      d.beta = plan.beta;
-      d.cap = plan.cap;
-      d.tie_tolerance = plan.tie_tolerance;
-      d.stabiliser = plan.stabiliser;
-      d.zero_sum = head.zero_sum;
-      d.consistent = head.consistent;
-      d.wide = head.wide;
-      d.power_shift = head.power_shift;
+      d.shift = head.shift;
+      d.sums_rounded = head.sums_rounded;
       d.max_first = head.max_first;
+      d.wide_output = head.wide_output;
       d.shadow = head.shadow;
+      d.probs_delta = head.probs_delta;
+      d.centres_keys = head.centres_keys;
       // `o` holds what delta uses if it is the same rounding of the same numbers, and storing it rounds no
       // more.
-      d.saves_output = head.wide || at(Site::output) != at(Site::output_for_delta) ||
+      d.saves_output = head.wide_output || at(Site::output) != at(Site::output_for_delta) ||
                        !(fp32 || is_bf16_number(at(Site::output)));
-      const bool centres = plan.stabiliser == Stabiliser::centre_keys;
+      const bool centres = head.centres_keys;
       d.parts_q = fp32 ? parts_of(at(Site::q)) : 1;
       d.parts_k = fp32 || centres ? parts_of(at(Site::k)) : 1;
       d.parts_v = fp32 ? parts_of(at(Site::v)) : 1;
@@ -71,10 +66,10 @@ struct Resolved {
         quick = quick && kind(site) == RoundKind::bf16;
       // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
       quick = quick && !centres;
-      const bool full = head.shadow || head.consistent || problem.tile_keys == 0 ||
-                        plan.stabiliser == Stabiliser::paper || plan.stabiliser == Stabiliser::paper_capped;
+      const bool full = head.shadow || head.sums_rounded || problem.tile_keys == 0 ||
+                        counts_ties(head.shift.rule) || head.power_shift();
       d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
-      d.backward = !quick ? Variant::any : head.consistent ? Variant::full : Variant::quick;
+      d.backward = !quick ? Variant::any : head.sums_rounded ? Variant::full : Variant::quick;
       centres_keys |= centres;
       saves_output |= d.saves_output;
       packs_q |= fp32 || !keeps_bf16(at(Site::q));
@@ -82,7 +77,7 @@ struct Resolved {
       packs_v |= fp32 || !keeps_bf16(at(Site::v));
       packs_grad |= fp32 || !keeps_bf16(at(Site::grad_output));
       rows.push_back(d);
-      plans.push_back(head.plan);
+      plans.push_back(head);
     }
     for (int64_t h = 0; h < heads; ++h) {
       const size_t first = static_cast<size_t>(heads == 1 ? 0 : h / group * group),
@@ -91,10 +86,7 @@ struct Resolved {
         for (int64_t other = 0; other < group; ++other)
           rows[own].backward =
               std::max(rows[own].backward, rows[first + static_cast<size_t>(other)].backward);
-      const PrecisionPlan &a = plans[first], &b = plans[own];
-      reads_alike = reads_alike && a.at(Site::k) == b.at(Site::k) && a.at(Site::v) == b.at(Site::v) &&
-                    a.seed == b.seed &&
-                    (a.stabiliser == Stabiliser::centre_keys) == (b.stabiliser == Stabiliser::centre_keys);
+      reads_alike = reads_alike && read_keys_alike(plans[first], plans[own]);
     }
   }
 
@@ -106,7 +98,7 @@ struct Resolved {
   bool any(auto condition) const { return std::any_of(rows.begin(), rows.end(), condition); }
 
   std::vector<DevicePlan> rows;  // one, or one a head
-  std::vector<PrecisionPlan> plans;
+  std::vector<HeadPlan> plans;
   bool centres_keys = false, saves_output = false, reads_alike = true;
   bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
 };
@@ -311,7 +303,7 @@ void launch_backward(const Pass& pass) {
       pass.launch(backward_rows_kernel<kD, kVariant, kTask>, int64_t{p.B} * p.H, p.T, kOwnedRows,
                   Shape::kThreads, Shape::shared_bytes_rows(p), "dQ of the backward pass");
     };
-    if (pass.any([&](const DevicePlan& d) { return takes(d) && d.zero_sum; }))
+    if (pass.any([&](const DevicePlan& d) { return takes(d) && d.probs_delta; }))
       rows.template operator()<RowTask::zero_sum_delta>();
     if (facts)
       rows.template operator()<RowTask::gradients_and_facts>();

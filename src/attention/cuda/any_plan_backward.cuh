@@ -46,7 +46,7 @@ struct RowValues {
 template <Variant kVariant>
 struct BackwardSites {
   SiteRounding scores, shifted, probs, probs_bwd, dprobs, dscores;
-  bool consistent, power_shift;
+  bool sums_rounded, power_shift;
 
   __device__ explicit BackwardSites(const DevicePlan& plan)
       : scores(plan.at(Site::scores)),
@@ -55,8 +55,8 @@ struct BackwardSites {
         probs_bwd(plan.at(Site::probs_bwd)),
         dprobs(plan.at(Site::dprobs)),
         dscores(plan.at(Site::dscores)),
-        consistent(kVariant != Variant::quick && plan.consistent),
-        power_shift(kVariant != Variant::quick && plan.power_shift) {}
+        sums_rounded(kVariant != Variant::quick && plan.sums_rounded),
+        power_shift(kVariant != Variant::quick && plan.shift.rule == ShiftRule::power_of_two) {}
 };
 
 // From q . k and dO . v (fragments of one head): s = P, dp = dP, slope = softcap's derivative. `masked` says
@@ -85,7 +85,7 @@ __device__ __forceinline__ void recompute(float (&s)[kStepFragments][4], float (
           slope[n][e] = __fsub_rn(1.0f, __fmul_rn(t, t));
         }
     }
-  if (sites.consistent) {
+  if (sites.sums_rounded) {
     // The very Pb of the forward pass, over their own sum.
     exponentials<kAny>(s, sites.power_shift, sites.shifted, stream_key(p, plan, Site::shifted), elements,
                        [&](int n, int e) { return values_of(n, e).shift; });
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
   const int head = blockIdx.x / row_tiles, block_row = (row_tiles - 1 - blockIdx.x % row_tiles) * kOwnedRows;
   const int b = head / p.H, h = head % p.H;
   const DevicePlan& plan = plan_of(p, h);
-  if (plan.backward != kVariant || (kDeltaOnly && !plan.zero_sum)) return;
+  if (plan.backward != kVariant || (kDeltaOnly && !plan.probs_delta)) return;
   const bool has_facts = b < p.fact_sequences, tells_facts = kFacts && has_facts;
 
   extern __shared__ __align__(128) uint8_t shared[];
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
     const int i = threadIdx.x, own = block_row + i;
     float delta = 0;
     if (own < sight.rows) {
-      if (plan.zero_sum) {
+      if (plan.probs_delta) {
         delta = p.used_delta[head_rows + own];
       } else {
         delta = dot_with_output<kD, kAny>(
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(BackwardShape<kD, kVariant>::kThreads, Backwar
     }
   }
   if constexpr (!kDeltaOnly) {
-    if (plan.stabiliser == Stabiliser::centre_keys && plan.keel != 0) {
+    if (plan.centres_keys && plan.keel != 0) {
       // A row of dS sums to zero but for keel's part, so centred keys give the same dQ but for that part.
       const float* mean = p.mean_key + (static_cast<int64_t>(b) * p.G + h / (p.H / p.G)) * p.D;
 #pragma unroll

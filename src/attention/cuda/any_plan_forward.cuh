@@ -6,50 +6,6 @@
 
 namespace evenkeel::any_plan {
 
-// The shift m of a softmax row, as RowShift.
-struct RowShift {
-  float max = kNone, m = kNone;
-  int ties = 0;
-
-  __device__ float tie_threshold(const DevicePlan& plan, float tile_max) const {
-    const float top = plan.stabiliser == Stabiliser::paper ? tile_max : fmaxf(max, tile_max);
-    return __fsub_rn(top, plan.tie_tolerance);
-  }
-  __device__ void add_tile(const DevicePlan& plan, float tile_max, int tile_ties, float unit) {
-    if (tile_max == kNone) return;
-    const float before = max;
-    max = fmaxf(max, tile_max);
-    switch (plan.stabiliser) {
-      case Stabiliser::paper: {
-        float adjusted = tile_max;
-        if (tile_ties > 1)
-          adjusted = tile_max > 0 ? __fmul_rn(plan.beta, tile_max) : tile_max < 0 ? 0.0f : tile_max;
-        m = fmaxf(m, adjusted);
-        break;
-      }
-      case Stabiliser::paper_capped: {
-        ties = (__fsub_rn(max, before) <= plan.tie_tolerance ? ties : 0) + tile_ties;
-        float moved = max;
-        if (ties > 1) {
-          const float least = __fmul_rn(kLog2, __fadd_rn(0.25f, __fmul_rn(0.75f, unit)));
-          const float most = fmaxf(least, __fmul_rn(plan.cap, __fadd_rn(0.5f, __fmul_rn(0.5f, unit))));
-          const float wanted = max > 0 ? __fmul_rn(__fsub_rn(plan.beta, 1.0f), max) : -max;
-          moved = __fadd_rn(moved, fminf(fmaxf(wanted, least), most));
-        }
-        m = fmaxf(m, moved);
-        break;
-      }
-      case Stabiliser::dither:
-        m = __fadd_rn(max, __fmul_rn(unit, kLog2));
-        break;
-      default:
-        m = plan.power_shift ? ceilf(__fmul_rn(max, static_cast<float>(1 / 0.693147180559945309417232)))
-                             : max;
-        break;
-    }
-  }
-};
-
 // s = Pb before its own site, from S. shift_of(n, e) is m of the row of value e of fragment n.
 template <bool kAny, int kCount, class ShiftOf>
 __device__ __forceinline__ void exponentials(float (&s)[kCount][4], bool power_shift,
@@ -164,12 +120,11 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
   // What the loops ask of the plan.
   const SiteRounding scores = plan.at(Site::scores), shifted = plan.at(Site::shifted),
                      probs = plan.at(Site::probs), row_sum = plan.at(Site::row_sum), pv = plan.at(Site::pv);
-  const bool consistent = !kQuick && plan.consistent, power_shift = !kQuick && plan.power_shift,
-             shadow = !kQuick && plan.shadow;
-  const bool counts_ties =
-      !kQuick && (plan.stabiliser == Stabiliser::paper || plan.stabiliser == Stabiliser::paper_capped);
+  const bool sums_rounded = !kQuick && plan.sums_rounded, shadow = !kQuick && plan.shadow,
+             power_shift = !kQuick && plan.shift.rule == ShiftRule::power_of_two;
+  const bool shift_counts_ties = !kQuick && counts_ties(plan.shift.rule);
   const bool one_tile = !kQuick && p.one_tile, max_first = !kQuick && (plan.max_first || p.one_tile);
-  const float tie_tolerance = plan.tie_tolerance;
+  const float tie_tolerance = plan.shift.tie_tolerance;
   const bool tells_ties = kTies && b < p.fact_sequences;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -280,10 +235,10 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
 
   RowShift shift[2];
   float unit[2] = {0.5f, 0.5f}, lift[2] = {0, 0};  // lift: dither's part of the shift
-  if (plan.stabiliser == Stabiliser::dither || plan.stabiliser == Stabiliser::paper_capped)
+  if (draws_number(plan.shift.rule))
     for (int i = 0; i < 2; ++i) {
       unit[i] = device_random_unit(stream_key(p, plan, 63u), static_cast<uint64_t>(head) * p.T + row[i]);
-      if (plan.stabiliser == Stabiliser::dither) lift[i] = __fmul_rn(unit[i], kLog2);
+      if (plan.shift.rule == ShiftRule::dither) lift[i] = __fmul_rn(unit[i], static_cast<float>(kLog2));
     }
 
   commit_copies();
@@ -305,15 +260,16 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
     });
     int count[2] = {0, 0};
     for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
-    if (counts_ties) {
+    if (shift_counts_ties) {
       for_each_key_tile([&](int key) {
         float s[kFragments][4];
         score_tile(s, key, 0);
-        for (int i = 0; i < 2; ++i) count[i] += count_at_least(s, i, shift[i].tie_threshold(plan, top[i]));
+        for (int i = 0; i < 2; ++i)
+          count[i] += count_at_least(s, i, shift[i].tie_threshold(plan.shift, top[i]));
       });
       for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
     }
-    for (int i = 0; i < 2; ++i) shift[i].add_tile(plan, top[i], count[i], unit[i]);
+    for (int i = 0; i < 2; ++i) shift[i].add_tile(plan.shift, top[i], count[i], unit[i]);
     __syncthreads();
   }
 
@@ -401,8 +357,9 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
           shift[i].m = __fadd_rn(shift[i].max, lift[i]);
         } else {
           int count = 0;
-          if (counts_ties) count = quad_sum(count_at_least(s, i, shift[i].tie_threshold(plan, tile_max[i])));
-          shift[i].add_tile(plan, tile_max[i], count, unit[i]);
+          if (shift_counts_ties)
+            count = quad_sum(count_at_least(s, i, shift[i].tie_threshold(plan.shift, tile_max[i])));
+          shift[i].add_tile(plan.shift, tile_max[i], count, unit[i]);
         }
         const float now = shift[i].m == kNone ? 0.0f : shift[i].m;
         factor[i] = before == kNone ? kNone : __fsub_rn(before, now);
@@ -435,10 +392,10 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
 #pragma unroll
         for (int e = 0; e < 4; ++e) tile_sum[e / 2] = __fadd_rn(tile_sum[e / 2], s[n][e]);
     };
-    // l sums the probabilities before their rounding; consistent's those that are used.
-    if (!consistent) add_up();
-    if (kAny || consistent) round_fragments<kAny>(s, probs, probs_key, elements_at(key));
-    if (consistent) add_up();
+    // l sums the probabilities before their rounding, or those that are used.
+    if (!sums_rounded) add_up();
+    if (kAny || sums_rounded) round_fragments<kAny>(s, probs, probs_key, elements_at(key));
+    if (sums_rounded) add_up();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       tile_sum[i] = quad_sum(tile_sum[i]);
@@ -475,29 +432,26 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
     const int i = quad & 1, own = row[i];
     const float own_max = i ? shift[1].max : shift[0].max, m = i ? shift[1].m : shift[0].m,
                 own_sum = i ? sum[1] : sum[0];
-    const float l = consistent ? (i ? wide_sum[1] : wide_sum[0]) : own_sum;
+    const float l = sums_rounded ? (i ? wide_sum[1] : wide_sum[0]) : own_sum;
     const bool empty = own >= sight.rows || (own_max == kNone && own_sum == 0);
     // The logarithm in FP64, rounded once: within an ulp of the CPU's logf.
     const double log_sum = log(static_cast<double>(l));
     const float finite_m = m == kNone ? 0.0f : m;
-    const float lse =
-        power_shift
-            ? static_cast<float>(fma(static_cast<double>(finite_m), 0.693147180559945309417232, log_sum))
-            : __fadd_rn(finite_m, static_cast<float>(log_sum));
+    const float lse = power_shift ? static_cast<float>(fma(static_cast<double>(finite_m), kLog2, log_sum))
+                                  : __fadd_rn(finite_m, static_cast<float>(log_sum));
     float given = lse;
     if constexpr (kAny)
-      if (plan.stabiliser == Stabiliser::centre_keys && !empty)
-        given = __fadd_rn(lse, score_of_mean_key(p, plan, b, h, own));
+      if (plan.centres_keys && !empty) given = __fadd_rn(lse, score_of_mean_key(p, plan, b, h, own));
     if (quad < 2 && own < p.T) {
       const int64_t at = static_cast<int64_t>(head) * p.T + own;
-      p.row_values[at] = empty ? float2{0.0f, 1.0f} : consistent ? float2{m, l} : float2{lse, 1.0f};
+      p.row_values[at] = empty ? float2{0.0f, 1.0f} : sums_rounded ? float2{m, l} : float2{lse, 1.0f};
       p.lse[at] = empty ? kNone : given;
     }
   }
   // O, and what delta uses.
   const StreamKey output_key = stream_key(p, plan, Site::output);
   const SiteRounding output = plan.at(Site::output), output_for_delta = plan.at(Site::output_for_delta);
-  const bool saves_output = plan.saves_output, wide = plan.wide;
+  const bool saves_output = plan.saves_output, wide = plan.wide_output;
   const RowWriter writer(p, p.o, b, h, row, sight.rows, p.T);
 #pragma unroll
   for (int i = 0; i < 2; ++i)

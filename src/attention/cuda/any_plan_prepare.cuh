@@ -64,7 +64,7 @@ static __global__ void prepare_operand(const __grid_constant__ Problem p,
     if (d < p.D && row < (of_keys ? keys_of(p, b) : rows_of(p, b))) {
       value = source_value(p, x, b, head, row, d);
       const uint64_t tensor_row = (static_cast<uint64_t>(b) * x.heads + head) * x.rows + row;
-      if (x.site == Site::k && plan.stabiliser == Stabiliser::centre_keys)
+      if (x.site == Site::k && plan.centres_keys)
         value = __fsub_rn(value, p.mean_key[(b * p.G + head) * p.D + d]);
       value = round_one<true>(value, plan.at(x.site), stream_key(p, plan, x.site), tensor_row * p.D + d);
     }

@@ -10,13 +10,13 @@
 
 #include "attention/cuda/device_rounding.cuh"
 #include "attention/precision_plan.h"
+#include "attention/row_shift.h"
 #include "gpu/cuda/async_copy.cuh"
 #include "gpu/cuda/mma.cuh"
 
 namespace evenkeel::any_plan {
 
-inline constexpr float kNone = -std::numeric_limits<float>::infinity();  // as RowShift::kNone
-inline constexpr float kLog2 = 0.693147180559945309417232f;
+inline constexpr float kNone = RowShift::kNone;
 
 // Keys a tile of the forward pass: where pv and row_sum are rounded. The backward pass rounds nothing between
 // tiles, and its smaller step leaves registers for the gradients.
@@ -36,11 +36,11 @@ enum class Variant : uint8_t {
 struct DevicePlan {
   DeviceRounding site[kSiteCount];
   uint64_t seed;
-  float keel, beta, cap, tie_tolerance;
-  Stabiliser stabiliser;
+  float keel;
+  ShiftParameters shift;
   Variant forward, backward;  // backward's is the whole group's: its heads share dK and dV
-  bool zero_sum, consistent, wide, power_shift, max_first, shadow;  // as HeadPlan
-  bool saves_output;                                                // o_for_delta is not what `o` holds
+  bool sums_rounded, max_first, wide_output, shadow, probs_delta, centres_keys;  // as HeadPlan
+  bool saves_output;  // o_for_delta is not what `o` holds
   // Parts of the operands; of k and v: those of the copy this head reads.
   uint8_t parts_q, parts_k, parts_v, parts_grad, parts_probs, parts_probs_bwd, parts_dscores;
 

@@ -683,9 +683,9 @@ size_t lay_out(const CudaAttention& problem, void* workspace, Backward& p, float
   p.turn = parts.take<int>(heads * p.row_tiles * 2);
   p.facts.shift = parts.take<float>(heads * p.padded_rows);
   p.facts.delta = parts.take<float>(heads * p.padded_rows);
-  const Stabiliser stabiliser = problem.plans[0].stabiliser;
-  p.facts.inverse = parts.take<float>(stabiliser == Stabiliser::consistent ? heads * p.padded_rows : 0);
-  exact_delta = parts.take<float>(stabiliser == Stabiliser::zero_sum ? heads * problem.T : 0);
+  const StabiliserRules& rules = rules_of(problem.plans[0].stabiliser);
+  p.facts.inverse = parts.take<float>(rules.sum == SumRule::rounded_probs ? heads * p.padded_rows : 0);
+  exact_delta = parts.take<float>(rules.delta == DeltaRule::probs ? heads * problem.T : 0);
   p.dq_sum = parts.take<float>(heads * p.padded_rows * kernel_size(problem.D));
   return parts.bytes;
 }
@@ -756,11 +756,12 @@ void hopper_backward(const CudaAttention& problem, const CudaInputs& in, const D
   copy_strides(p.dq_stride, out.dq);
   copy_strides(p.dk_stride, out.dk);
   copy_strides(p.dv_stride, out.dv);
-  if (plan.stabiliser == Stabiliser::zero_sum) {
+  const StabiliserRules& rules = rules_of(plan.stabiliser);
+  if (rules.delta == DeltaRule::probs) {
     exact_delta(problem, in, grad_output, saved.lse, delta, stream);
     p.exact_delta = delta;
   }
-  const bool consistent = plan.stabiliser == Stabiliser::consistent;
+  const bool consistent = rules.sum == SumRule::rounded_probs;
   if (kernel_size(problem.D) == 64)
     (consistent ? launch<64, true> : launch<64, false>)(problem, in, grad_output, p, stream);
   else

@@ -739,10 +739,10 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForwar
 template <int kHeadSize>
 void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,
             const ForwardArguments& a, void* workspace, cudaStream_t stream) {
-  switch (problem.plans[0].stabiliser) {
-    case Stabiliser::consistent:
+  switch (rules_of(problem.plans[0].stabiliser).shift) {
+    case ShiftRule::power_of_two:
       return launch<kHeadSize, Shift::consistent>(problem, in, out, a, workspace, stream);
-    case Stabiliser::paper_capped:
+    case ShiftRule::paper_capped:
       return launch<kHeadSize, Shift::paper_capped>(problem, in, out, a, workspace, stream);
     default:
       return launch<kHeadSize, Shift::plain>(problem, in, out, a, workspace, stream);
@@ -769,11 +769,12 @@ void hopper_forward(const CudaAttention& problem, const CudaInputs& in, const Cu
   a.scale = problem.scale;
   a.scale_log2 = problem.scale * kLog2E;
   // A shift may stay behind the row's largest score for a while: P is then at most 2^8, and O need not be
-  // scaled for each new maximum (5 % of the time). For consistent that is a power of two, which changes no
-  // rounding. none keeps the exact maximum: with a shift that lags, scores that tie with the maximum would no
-  // longer have P = 1, and the failure that none is there to show would be hidden.
-  a.slack = plan.stabiliser == Stabiliser::none || plan.stabiliser == Stabiliser::paper_capped ? 0.0f : 8.0f;
-  a.dither = plan.stabiliser == Stabiliser::dither;
+  // scaled for each new maximum (5 % of the time). Of a shift by powers of two that changes no rounding. row_max stays
+  // exact: with a shift that lags, scores that tie with the maximum would no longer have P = 1, and the failure that
+  // the stabiliser `none` is there to show would be hidden.
+  const ShiftRule shift = rules_of(plan.stabiliser).shift;
+  a.slack = may_lag(shift) ? 8.0f : 0.0f;
+  a.dither = shift == ShiftRule::dither;
   a.random = {plan.seed, problem.step, problem.layer * 64 + 63};
   a.device_step = problem.device_step;
   a.beta = plan.beta, a.cap = plan.cap, a.tie_tolerance = plan.tie_tolerance;

@@ -1,4 +1,6 @@
 #include "attention/cuda/hopper_host.h"
+
+#include "attention/head_plan.h"
 #include "gpu/device.h"
 
 namespace evenkeel::hopper {
@@ -17,17 +19,16 @@ CUtensorMap key_map(const CudaAttention& p, const DeviceTensor& tensor, int box_
 int multiprocessors() { return cuda_device().multiprocessors; }
 
 Saved saved_layout(const CudaAttention& p, void* saved) {
-  const Stabiliser s = p.plans[0].stabiliser;
-  const bool consistent = s == Stabiliser::consistent, wide = consistent || s == Stabiliser::wide_output;
+  const HeadPlan plan(p.plans[0]);
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
   auto* const base = static_cast<uint8_t*>(saved);
   Saved out;
   // Nothing lies between the pieces: D is a multiple of 8, so each starts where its elements may.
-  if (wide) {
+  if (plan.wide_output) {
     out.residue = reinterpret_cast<int8_t*>(base);
     out.bytes += rows * static_cast<size_t>(p.D);
   }
-  if (consistent) {
+  if (plan.sums_rounded) {
     out.row_max = reinterpret_cast<float*>(base + out.bytes);
     out.bytes += rows * sizeof(float);
     out.row_sum = reinterpret_cast<float*>(base + out.bytes);

@@ -14,9 +14,9 @@ int multiprocessors();
 
 // What forward leaves for backward in `saved`, one behind the other. Null where the stabiliser needs none.
 struct Saved {
-  int8_t* residue = nullptr;  // (B, H, T, D): wide_output, consistent
-  float *row_max = nullptr,   // (B, H, T): consistent: M, a whole number (m = M log 2)
-      *row_sum = nullptr;     // (B, H, T): consistent: the sum of the rounded probabilities
+  int8_t* residue = nullptr;  // (B, H, T, D): wide outputs
+  float *row_max = nullptr,  // (B, H, T), where l sums rounded probabilities: M, a whole number (m = M log 2)
+      *row_sum = nullptr;    // (B, H, T): that sum
   size_t bytes = 0;
 };
 Saved saved_layout(const CudaAttention& problem, void* saved);
