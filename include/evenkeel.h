@@ -57,7 +57,7 @@ typedef struct evenkeel_attention {
   /* "flash2,stabiliser=consistent"; scopes choose heads and layers: "bf16_all; layer 1 head 3,7: output_for_delta=fp32" */
   const char* plan;
   /* --- the rest may be left to its default */
-  float scale;   /* 0 (default): 1 / sqrt(D) */
+  float scale;   /* 0 (default) stands for 1 / sqrt(D): a scale of 0 itself cannot be asked for */
   float softcap; /* 0 (default): off */
   int32_t causal;
   int64_t window_left, window_right; /* row i sees [i - left, i + right]; below 0 (default): unbounded */
@@ -85,8 +85,8 @@ typedef struct evenkeel_attention {
 typedef struct evenkeel_forward {
   uint64_t struct_size;
   evenkeel_tensor q, k, v;
-  evenkeel_tensor o;
-  float* lse; /* L = log sum exp, -inf for a row that sees no key */
+  evenkeel_tensor o; /* tensors that are written have no stride of 0 on an axis of more than one entry */
+  float* lse;        /* L = log sum exp, -inf for a row that sees no key */
   void*
       saved; /* evenkeel_sizes.saved bytes, aligned to 256: for backward; opaque (wide_output: O's missing bits) */
   void* workspace; /* evenkeel_sizes.workspace bytes, aligned to 256: free for other use after the pass */
@@ -121,9 +121,19 @@ EVENKEEL_API const char* evenkeel_last_error(void);
 EVENKEEL_API void evenkeel_attention_defaults(evenkeel_attention* attention, size_t size);
 
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
-/* Which kernel runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
+/* Which family of kernels runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
 EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,
                                                const char** why);
+/* The limits of one family of kernels; a problem beyond those of every family of its device is refused. */
+typedef struct evenkeel_kernel_family {
+  uint64_t struct_size;
+  const char* name;                /* "hopper"; static */
+  int32_t device;                  /* evenkeel_device */
+  uint32_t types;                  /* bit n: takes evenkeel_type n */
+  int64_t largest_head, head_step; /* head sizes are multiples of head_step up to largest_head; 0: any */
+} evenkeel_kernel_family;
+/* The index-th family, the fastest first. EVENKEEL_BAD_ARGUMENT beyond the last. */
+EVENKEEL_API int32_t evenkeel_attention_family(int32_t index, evenkeel_kernel_family* family);
 /* `stream` is a cudaStream_t; NULL for the CPU, where the call returns when the work is done. */
 EVENKEEL_API int32_t evenkeel_attention_forward(const evenkeel_attention* attention,
                                                 const evenkeel_forward* pass, void* stream);

@@ -3,15 +3,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "attention/attention.h"
-#include "attention/attention_cuda.h"
+#include "attention/kernel_families.h"
 #include "base/error.h"
-#include "base/threads.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/probes.h"
-#include "numerics/cpu.h"
 
 namespace {
 
@@ -88,215 +87,59 @@ std::vector<PrecisionPlan> plans_of(const evenkeel_attention& a) {
   const auto layer = static_cast<int>(a.layer);
   if (!scoped.is_scoped()) return {scoped.at(layer, 0)};
   require(a.H >= 1 && a.H <= 1 << 20, "expected H from 1 to 2^20 with a scoped plan, got {}", a.H);
+  // How many layers there are the caller alone knows.
+  scoped.check_scopes(/*layers=*/INT64_MAX, a.H);
   std::vector<PrecisionPlan> plans;
   for (int head = 0; head < a.H; ++head) plans.push_back(scoped.at(layer, head));
   return plans;
 }
 
-// --- GPU
-
-DeviceTensor device_tensor(const evenkeel_tensor& t) {
-  DeviceTensor tensor{t.data, {}};
-  std::copy_n(t.stride, 4, tensor.stride.begin());
-  return tensor;
+DeviceTensor tensor(const evenkeel_tensor& t) {
+  DeviceTensor result{t.data, {}};
+  std::copy_n(t.stride, 4, result.stride.begin());
+  return result;
 }
 
-CudaAttention cuda_problem(const evenkeel_attention& a) {
-  require(a.type != EVENKEEL_FP64,
-          "the GPU: expected type EVENKEEL_BF16 or EVENKEEL_FP32, got EVENKEEL_FP64");
-  CudaAttention p;
-  p.B = a.B;
-  p.H = a.H;
-  p.G = a.G;
-  p.T = a.T;
-  p.N = a.N;
-  p.D = a.D;
-  p.type = a.type == EVENKEEL_BF16 ? TensorType::bf16 : TensorType::fp32;
+AttentionProblem problem_of(const evenkeel_attention& a) {
+  const auto of_sequences = [&](const int32_t* numbers) {
+    return numbers ? std::span(numbers, static_cast<size_t>(std::max<int64_t>(a.B, 0)))
+                   : std::span<const int32_t>();
+  };
+  AttentionProblem p;
+  p.B = a.B, p.H = a.H, p.G = a.G, p.T = a.T, p.N = a.N, p.D = a.D;
+  p.type = static_cast<TensorType>(a.type);
   p.plans = plans_of(a);
   p.scale = a.scale;
   p.softcap = a.softcap;
-  p.causal = a.causal != 0;
-  p.window_left = a.window_left;
-  p.window_right = a.window_right;
-  p.query_lengths = a.query_lengths;
-  p.key_lengths = a.key_lengths;
-  p.query_offsets = a.query_offsets;
-  p.key_offsets = a.key_offsets;
-  p.query_rows = a.query_rows;
-  p.key_rows = a.key_rows;
-  p.visible = device_tensor(a.visible);
+  p.mask.causal = a.causal != 0;
+  p.mask.window_left = a.window_left;
+  p.mask.window_right = a.window_right;
+  p.mask.query_lengths = of_sequences(a.query_lengths);
+  p.mask.key_lengths = of_sequences(a.key_lengths);
+  p.mask.query_offsets = of_sequences(a.query_offsets);
+  p.mask.key_offsets = of_sequences(a.key_offsets);
+  p.mask.query_rows = a.query_rows;
+  p.mask.key_rows = a.key_rows;
+  if (a.visible.data) {
+    p.mask.visible = {static_cast<const uint8_t*>(a.visible.data), {a.B, a.H, a.T, a.N}, {}};
+    std::copy_n(a.visible.stride, 4, p.mask.visible.stride.begin());
+  }
   p.tile_keys = a.tile_keys;
   p.step = a.step;
   p.layer = a.layer;
   p.device_step = a.device_step;
+  p.with_facts = a.with_facts != 0;
   p.aligned = a.aligned != 0;
+  p.allow_nonfinite = true;  // nothing is looked at beforehand, as on the GPU
   return p;
 }
+static_assert(static_cast<int>(TensorType::bf16) == EVENKEEL_BF16 &&
+              static_cast<int>(TensorType::fp32) == EVENKEEL_FP32 &&
+              static_cast<int>(TensorType::fp64) == EVENKEEL_FP64);
 
-// --- CPU
-
-bool rounds_nothing(const PrecisionPlan& plan) {
-  return plan.stabiliser == Stabiliser::none && std::all_of(plan.rounding.begin(), plan.rounding.end(),
-                                                            [](const Rounding& r) { return is_identity(r); });
-}
-
-// A CPU request in attention.h's words. The lengths are owned here: config.mask looks at them.
-struct CpuRequest {
-  explicit CpuRequest(const evenkeel_attention& a) : shape(a) {
-    require(a.type != EVENKEEL_BF16,
-            "the CPU: expected type EVENKEEL_FP32 or EVENKEEL_FP64, got EVENKEEL_BF16");
-    require(!a.query_offsets && !a.key_offsets,
-            "the CPU: expected padded sequences, got packed ones (query_offsets or key_offsets)");
-    require(!a.device_step, "the CPU: expected the step in `step`, got device_step");
-    const std::pair<const char*, int64_t> sizes[] = {{"B", a.B}, {"H", a.H}, {"G", a.G},
-                                                     {"T", a.T}, {"N", a.N}, {"D", a.D}};
-    int64_t elements = 1;
-    for (const auto& [name, size] : sizes)
-      require(size >= 1 && size <= INT32_MAX, "the CPU: expected {} from 1 to 2^31 - 1, got {}", name, size);
-    for (int64_t size : {a.B, a.H, std::max(a.T, a.N), a.D})
-      require(!__builtin_mul_overflow(elements, size, &elements) && elements < int64_t{1} << 48,
-              "the CPU: expected fewer than 2^48 elements a tensor");
-    config.plans = plans_of(a);
-    for (const PrecisionPlan& plan : config.plans)
-      require(!is_definition() || rounds_nothing(plan),
-              "the CPU: expected a plan that rounds nothing with FP64 tensors, such as \"fp32\", got \"{}\"",
-              to_string(plan));
-    config.scale = a.scale;
-    config.softcap = a.softcap;
-    config.tile_keys = a.tile_keys;
-    config.step = a.step;
-    config.layer = a.layer;
-    config.allow_nonfinite = true;  // as on the GPU, which does not look
-    config.mask.causal = a.causal != 0;
-    config.mask.window_left = a.window_left;
-    config.mask.window_right = a.window_right;
-    if (a.query_lengths) query_lengths.assign(a.query_lengths, a.query_lengths + a.B);
-    if (a.key_lengths) key_lengths.assign(a.key_lengths, a.key_lengths + a.B);
-    config.mask.query_lengths = query_lengths;
-    config.mask.key_lengths = key_lengths;
-    if (a.visible.data) config.mask.visible = view<const uint8_t>("visible", a.visible, {a.B, a.H, a.T, a.N});
-  }
-  CpuRequest(const CpuRequest&) = delete;
-  CpuRequest& operator=(const CpuRequest&) = delete;
-
-  template <class T>
-  View<T> view(const char* name, const evenkeel_tensor& t, const std::array<int64_t, 4>& sizes) const {
-    require(t.data != nullptr, "the CPU: expected a tensor {}, got NULL", name);
-    View<T> result{static_cast<T*>(t.data), sizes, {}};
-    std::copy_n(t.stride, 4, result.stride.begin());
-    return result;
-  }
-  template <class T>
-  View<T> query(const char* name, const evenkeel_tensor& t) const {
-    return view<T>(name, t, {shape.B, shape.H, shape.T, shape.D});
-  }
-  template <class T>
-  View<T> key(const char* name, const evenkeel_tensor& t) const {
-    return view<T>(name, t, {shape.B, shape.G, shape.N, shape.D});
-  }
-  template <class T>
-  View<T> rows(T* data) const {
-    return data ? contiguous_view(data, {shape.B, shape.H, shape.T, 1}) : View<T>{};
-  }
-  size_t row_count() const { return static_cast<size_t>(shape.B * shape.H * shape.T); }
-  bool is_definition() const { return shape.type == EVENKEEL_FP64; }
-  template <class Real>
-  AttentionInputsOf<Real> inputs(const evenkeel_tensor& q, const evenkeel_tensor& k,
-                                 const evenkeel_tensor& v) const {
-    return {query<const Real>("q", q), key<const Real>("k", k), key<const Real>("v", v)};
-  }
-
-  // `saved` is o_for_delta (B, H, T, D), row_max and row_sum (B, H, T).
-  size_t saved_bytes() const {
-    return is_definition() ? 0 : row_count() * static_cast<size_t>(shape.D + 2) * sizeof(float);
-  }
-  AttentionForward forward(const evenkeel_tensor& o, float* lse, void* saved) const {
-    require(lse != nullptr, "the CPU: expected lse, got NULL");
-    require(saved != nullptr, "the CPU: expected saved of {} bytes, got NULL", saved_bytes());
-    require(reinterpret_cast<uintptr_t>(saved) % alignof(float) == 0, "the CPU: expected saved aligned to {}",
-            alignof(float));
-    auto* floats = static_cast<float*>(saved);
-    const size_t features = row_count() * static_cast<size_t>(shape.D);
-    AttentionForward out{};
-    out.o = query<float>("o", o);
-    out.lse = rows(lse);
-    out.o_for_delta = contiguous_view(floats, {shape.B, shape.H, shape.T, shape.D});
-    out.row_max = rows(floats + features);
-    out.row_sum = rows(floats + features + row_count());
-    return out;
-  }
-
-  const evenkeel_attention& shape;
-  AttentionConfig config;
-  std::vector<int64_t> query_lengths, key_lengths;
-};
-
-void copy(const Tensor<double>& from, View<double> to) {
-  const auto [B, H, rows, D] = to.shape;
-  for (int64_t b = 0; b < B; ++b)
-    for (int64_t h = 0; h < H; ++h)
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t d = 0; d < D; ++d) *to.at(b, h, i, d) = *from.view().at(b, h, i, d);
-}
-void narrow(const std::vector<double>& from, float* to) {
-  std::transform(from.begin(), from.end(), to, [](double x) { return static_cast<float>(x); });
-}
-
-// FP64: the definition. Nothing is saved; backward computes everything again.
-void forward_definition(const CpuRequest& request, const evenkeel_forward& pass) {
-  require(pass.lse != nullptr, "the CPU: expected lse, got NULL");
-  require(pass.ties == nullptr, "the CPU: expected no ties with FP64 tensors");
-  const View<double> o = request.query<double>("o", pass.o);
-  const AttentionReference exact =
-      attention_reference(request.config, request.inputs<double>(pass.q, pass.k, pass.v));
-  copy(exact.o, o);
-  narrow(exact.lse.values(), pass.lse);
-}
-
-void backward_definition(const CpuRequest& request, const evenkeel_backward& pass) {
-  require(!pass.residual && !pass.residual_floor,
-          "the CPU: expected no residual and no residual_floor with FP64 tensors");
-  const View<double> dq = request.query<double>("dq", pass.dq), dk = request.key<double>("dk", pass.dk),
-                     dv = request.key<double>("dv", pass.dv);
-  const AttentionReference exact =
-      attention_reference(request.config, request.inputs<double>(pass.q, pass.k, pass.v),
-                          request.query<const double>("grad_output", pass.grad_output));
-  copy(exact.dq, dq);
-  copy(exact.dk, dk);
-  copy(exact.dv, dv);
-  if (pass.delta) narrow(exact.delta.values(), pass.delta);
-}
-
-void forward_cpu(const evenkeel_attention& a, const evenkeel_forward& pass, void* stream) {
-  require(stream == nullptr, "the CPU: expected no stream, got one");
-  const CpuRequest request(a);
-  if (request.is_definition()) return forward_definition(request, pass);
-  AttentionForward out = request.forward(pass.o, pass.lse, pass.saved);
-  out.ties = request.rows(pass.ties);
-  attention_forward(request.config, request.inputs<float>(pass.q, pass.k, pass.v), out);
-}
-
-void backward_cpu(const evenkeel_attention& a, const evenkeel_backward& pass, void* stream) {
-  require(stream == nullptr, "the CPU: expected no stream, got one");
-  require(pass.delta_error == nullptr, "the CPU: expected no delta_error, which only the GPU gives");
-  const CpuRequest request(a);
-  if (request.is_definition()) return backward_definition(request, pass);
-  AttentionBackward out{};
-  out.dq = request.query<float>("dq", pass.dq);
-  out.dk = request.key<float>("dk", pass.dk);
-  out.dv = request.key<float>("dv", pass.dv);
-  out.delta = request.rows(pass.delta);
-  // The CPU's residuals are FP64.
-  std::vector<double> residual(pass.residual ? request.row_count() : 0),
-      floor(pass.residual_floor ? request.row_count() : 0);
-  if (pass.residual) out.residual = request.rows(residual.data());
-  if (pass.residual_floor) out.residual_floor = request.rows(floor.data());
-  attention_backward(request.config, request.inputs<float>(pass.q, pass.k, pass.v),
-                     request.query<const float>("grad_output", pass.grad_output),
-                     request.forward(pass.o, const_cast<float*>(pass.lse), const_cast<void*>(pass.saved)),
-                     out);
-  narrow(residual, pass.residual);
-  narrow(floor, pass.residual_floor);
+AttentionCall call_of(const evenkeel_attention& a) {
+  const AttentionProblem problem = problem_of(a);
+  return a.device == EVENKEEL_CPU ? resolve(problem, Cpu{}) : resolve(problem, cuda_device());
 }
 
 // --- Conform
@@ -310,25 +153,25 @@ const ConformCase& family_named(const char* name) {
 }
 
 // The caller's function as conform's kernel.
-void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionConfig& config,
+void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionProblem& problem,
                  const AttentionInputs& in, View<const float> grad_output, AttentionBuffers& out) {
-  const AttentionShape shape(config, in);
+  const AttentionProblem whole = problem_of(problem, in);
   std::vector<uint8_t> visible;
-  if (const View<const uint8_t>& mask = config.mask.visible; mask.present())
-    for (int64_t h = 0; h < shape.H; ++h)
-      for (int64_t i = 0; i < shape.T; ++i)
-        for (int64_t j = 0; j < shape.N; ++j) visible.push_back(*mask.at(0, h, i, j) != 0);
+  if (const View<const uint8_t>& mask = problem.mask.visible; mask.present())
+    for (int64_t h = 0; h < whole.H; ++h)
+      for (int64_t i = 0; i < whole.T; ++i)
+        for (int64_t j = 0; j < whole.N; ++j) visible.push_back(*mask.at(0, h, i, j) != 0);
   evenkeel_conform_problem p{};
   p.struct_size = sizeof p;
-  p.H = shape.H, p.T = shape.T, p.N = shape.N, p.D = shape.D;
-  p.causal = config.mask.causal;
+  p.H = whole.H, p.T = whole.T, p.N = whole.N, p.D = whole.D;
+  p.causal = whole.mask.causal;
   p.visible = visible.empty() ? nullptr : visible.data();
   p.q = in.q.data, p.k = in.k.data, p.v = in.v.data, p.grad_output = grad_output.data;
   p.o = out.o.values().data(), p.dq = out.dq.values().data();
   p.dk = out.dk.values().data(), p.dv = out.dv.values().data();
   const int32_t status = kernel(context, &p);
   require(status == 0, "[conform] the kernel under test returned {}, expected 0", status);
-  read_off_outputs(config, in, grad_output, out);
+  read_off_outputs(problem, in, grad_output, out);
 }
 
 }  // namespace
@@ -349,12 +192,8 @@ int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_s
   return guarded([&] {
     const evenkeel_attention a = adopt(attention);
     require(sizes != nullptr, "expected sizes to write to, got NULL");
-    if (a.device == EVENKEEL_CPU) {
-      *sizes = {CpuRequest(a).saved_bytes(), 0};
-    } else {
-      const CudaSizes found = cuda_attention_sizes(cuda_problem(a), a.with_facts != 0);
-      *sizes = {found.saved, found.workspace};
-    }
+    const PassSizes found = call_of(a).sizes();
+    *sizes = {found.saved, found.workspace};
   });
 }
 
@@ -363,18 +202,28 @@ int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const cha
   return guarded([&] {
     const evenkeel_attention a = adopt(attention);
     require(kernel != nullptr && why != nullptr, "expected kernel and why to write to, got NULL");
-    if (a.device == EVENKEEL_CPU) {
-      kernel_why =
-          fmt::format("device is the CPU: {} kernels, {} threads", name(cpu_target()), thread_count());
-      *kernel = "cpu";
-    } else {
-      const CudaDevice device = cuda_device();
-      require_data(device.present, "no GPU: {}", device.why);
-      const KernelChoice choice = choose_kernel(device, cuda_problem(a), a.with_facts != 0);
-      kernel_why = choice.why;
-      *kernel = name(choice.kernel);
-    }
+    const KernelChoice choice = a.device == EVENKEEL_CPU ? resolve(problem_of(a), Cpu{}).choice()
+                                                         : choose_kernel(problem_of(a), cuda_device());
+    kernel_why = choice.why;
+    *kernel = choice.kernel.data();  // a literal: it ends with a zero
     *why = kernel_why.c_str();
+  });
+}
+
+int32_t evenkeel_attention_family(int32_t index, evenkeel_kernel_family* family) {
+  return guarded([&] {
+    const evenkeel_kernel_family given =
+        adopt("evenkeel_kernel_family", family, evenkeel_kernel_family{}, sizeof(evenkeel_kernel_family));
+    const auto families = kernel_families();
+    require(index >= 0 && static_cast<size_t>(index) < families.size(),
+            "expected the index of a family of kernels, from 0 to {}, got {}", families.size() - 1, index);
+    const KernelFamily& found = families[static_cast<size_t>(index)];
+    *family = {given.struct_size,
+               found.name,
+               found.on_gpu ? EVENKEEL_CUDA : EVENKEEL_CPU,
+               found.limits.types,
+               found.limits.largest_head,
+               found.limits.head_step};
   });
 }
 
@@ -384,10 +233,8 @@ int32_t evenkeel_attention_forward(const evenkeel_attention* attention, const ev
     const evenkeel_attention a = adopt(attention);
     const evenkeel_forward f =
         adopt("evenkeel_forward", pass, evenkeel_forward{}, offsetof(evenkeel_forward, ties));
-    if (a.device == EVENKEEL_CPU) return forward_cpu(a, f, stream);
-    attention_forward_cuda(cuda_problem(a), {device_tensor(f.q), device_tensor(f.k), device_tensor(f.v)},
-                           {device_tensor(f.o), f.lse, f.saved, f.ties}, a.with_facts != 0, f.workspace,
-                           stream);
+    call_of(a).forward({tensor(f.q), tensor(f.k), tensor(f.v)}, {tensor(f.o), f.lse, f.saved, f.ties},
+                       f.workspace, stream);
   });
 }
 
@@ -397,14 +244,11 @@ int32_t evenkeel_attention_backward(const evenkeel_attention* attention, const e
     const evenkeel_attention a = adopt(attention);
     const evenkeel_backward b =
         adopt("evenkeel_backward", pass, evenkeel_backward{}, offsetof(evenkeel_backward, delta));
-    if (a.device == EVENKEEL_CPU) return backward_cpu(a, b, stream);
-    attention_backward_cuda(
-        cuda_problem(a), {device_tensor(b.q), device_tensor(b.k), device_tensor(b.v)},
-        device_tensor(b.grad_output),
-        {device_tensor(b.o), const_cast<float*>(b.lse), const_cast<void*>(b.saved), nullptr},
-        {device_tensor(b.dq), device_tensor(b.dk), device_tensor(b.dv), b.delta, b.residual, b.residual_floor,
-         b.delta_error},
-        a.with_facts != 0, b.workspace, stream);
+    call_of(a).backward(
+        {tensor(b.q), tensor(b.k), tensor(b.v)}, tensor(b.grad_output),
+        {tensor(b.o), const_cast<float*>(b.lse), const_cast<void*>(b.saved), nullptr},
+        {tensor(b.dq), tensor(b.dk), tensor(b.dv), b.delta, b.residual, b.residual_floor, b.delta_error},
+        b.workspace, stream);
   });
 }
 
@@ -430,8 +274,8 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
     std::vector<ConformPlan> plans = {{r.plan, parse_plan(r.plan), {}}};
     conform(
         plans, {family_named(r.family)}, r.rows, r.seed,
-        [&](const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
-            AttentionBuffers& out) { call_kernel(kernel, context, config, in, grad_output, out); },
+        [&](const AttentionProblem& problem, const AttentionInputs& in, View<const float> grad_output,
+            AttentionBuffers& out) { call_kernel(kernel, context, problem, in, grad_output, out); },
         {}, /*constant_feature=*/true);
     const ConformResult& found = plans[0].results[0];
     evenkeel_conform_result told{};

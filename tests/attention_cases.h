@@ -216,10 +216,10 @@ constexpr bool sets_scores(Fill fill) { return fill >= Fill::ties; }
 struct Problem {
   Case shape;
   std::vector<float> q_memory, k_memory, v_memory, grad_memory;  // packed: all three in q_memory
-  std::vector<int64_t> query_lengths, key_lengths;
+  std::vector<int32_t> query_lengths, key_lengths;
   std::vector<uint8_t> visible;
 
-  AttentionConfig config;  // plans empty
+  AttentionProblem config;  // plans empty
   AttentionInputs in;
   View<const float> grad_output;
 
@@ -231,9 +231,9 @@ struct Problem {
   View<float> k() { return writable(in.k); }
   View<float> v() { return writable(in.v); }
   View<float> grad() { return writable(grad_output); }
-  AttentionConfig with(const PrecisionPlan& plan) const { return with(std::vector{plan}); }
-  AttentionConfig with(const std::vector<PrecisionPlan>& plans) const {
-    AttentionConfig result = config;
+  AttentionProblem with(const PrecisionPlan& plan) const { return with(std::vector{plan}); }
+  AttentionProblem with(const std::vector<PrecisionPlan>& plans) const {
+    AttentionProblem result = config;
     result.plans = plans;
     return result;
   }
@@ -335,8 +335,14 @@ inline Problem make_problem(const Case& c, uint64_t seed = 1) {
   if (c.ragged) {
     // All; shorter; more rows than keys; no key; no row.
     for (int64_t b = 0; b < B; ++b) {
-      p.query_lengths.push_back(b % 5 == 4 ? 0 : b % 5 == 1 ? T - T / 3 : b % 5 == 2 ? T - 1 : T);
-      p.key_lengths.push_back(b % 5 == 3 ? 0 : b % 5 == 2 ? N / 4 : b % 5 == 1 ? N - 1 : N);
+      p.query_lengths.push_back(static_cast<int32_t>(b % 5 == 4   ? 0
+                                                     : b % 5 == 1 ? T - T / 3
+                                                     : b % 5 == 2 ? T - 1
+                                                                  : T));
+      p.key_lengths.push_back(static_cast<int32_t>(b % 5 == 3   ? 0
+                                                   : b % 5 == 2 ? N / 4
+                                                   : b % 5 == 1 ? N - 1
+                                                                : N));
     }
     mask.query_lengths = p.query_lengths;
     mask.key_lengths = p.key_lengths;

@@ -68,7 +68,7 @@ AttentionBuffers poisoned_buffers(const AttentionInputs& in, bool with_facts = t
   return buffers;
 }
 
-AttentionBuffers run(const AttentionConfig& config, const Problem& p, SiteObserver* observer = nullptr) {
+AttentionBuffers run(const AttentionProblem& config, const Problem& p, SiteObserver* observer = nullptr) {
   AttentionBuffers buffers = poisoned_buffers(p.in);
   attention_forward(config, p.in, buffers.forward(), observer);
   attention_backward(config, p.in, p.grad_output, buffers.forward(), buffers.backward(), observer);
@@ -153,8 +153,8 @@ struct Bounds {
 //   dP, dS, dQ, dK, dV: likewise, (D, n, rows of the group + 2) u, each with its site's rounding at the end
 //
 // Infinite where a row's sum is not known to one half (coarse formats on large scores): nothing is promised.
-Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
-  const AttentionShape shape(config, p.in);
+Bounds error_bounds(const AttentionProblem& config, const Problem& p) {
+  const AttentionProblem shape = problem_of(config, p.in);
   const std::array<int64_t, 4> per_feature{shape.B, shape.H, shape.T, shape.D},
       per_row{shape.B, shape.H, shape.T, 1}, per_key{shape.B, shape.G, shape.N, shape.D};
   const double a = std::fabs(double{shape.scale}), cap = config.softcap;
@@ -167,7 +167,8 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
 
   // One key/value head is one item, as in the reference.
   parallel_for(shape.B * shape.G, [&](int64_t item, int) {
-    const auto [B, H, G, T, N, D, scale] = shape;
+    const auto [B, H, G, T, N, D] = std::array{shape.B, shape.H, shape.G, shape.T, shape.N, shape.D};
+    const float scale = shape.scale;
     const int64_t b = item / G, g = item % G;
     for (int64_t h = g * (H / G); h < (g + 1) * (H / G); ++h) {
       PrecisionPlan plan = config.plans[config.plans.size() == 1 ? 0 : size_of(h)];
@@ -188,7 +189,7 @@ Bounds error_bounds(const AttentionConfig& config, const Problem& p) {
         return rounding_error(plan.at(site), magnitude);
       };
 
-      const int64_t keys = shape.keys(config.mask, b);
+      const int64_t keys = shape.keys(b);
       std::vector<double> mean(size_of(D));
       if (centred)
         for (int64_t d = 0; d < D; ++d) {
@@ -436,7 +437,7 @@ struct Ratios {
   double largest() const { return std::max({o, lse, delta, dq, dk, dv}); }
 };
 
-Ratios ratios_of(const AttentionConfig& config, const Problem& p, const AttentionBuffers& got,
+Ratios ratios_of(const AttentionProblem& config, const Problem& p, const AttentionBuffers& got,
                  const AttentionReference& exact) {
   const Bounds bounds = error_bounds(config, p);
   Tensor<double> delta = exact.delta;  // with keel's part
@@ -452,7 +453,7 @@ Ratios ratios_of(const AttentionConfig& config, const Problem& p, const Attentio
           worst_ratio(got.dk, exact.dk, bounds.dk),    worst_ratio(got.dv, exact.dv, bounds.dv)};
 }
 
-void expect_within_bounds(const AttentionConfig& config, const Problem& p) {
+void expect_within_bounds(const AttentionProblem& config, const Problem& p) {
   const AttentionBuffers got = run(config, p);
   const Ratios r = ratios_of(config, p, got, attention_reference(config, p.in, p.grad_output));
   EXPECT_LE(r.o, 1) << "o";
@@ -524,7 +525,7 @@ TEST(Attention, BoundsAreNotEmpty) {
   for (const Case& c : kCases) {
     SCOPED_TRACE(c.name);
     const Problem p = make_problem(c);
-    const AttentionConfig config = p.with(PrecisionPlan{});
+    const AttentionProblem config = p.with(PrecisionPlan{});
     const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
     const Bounds bounds = error_bounds(config, p);
     const auto rms = [](const Tensor<double>& t) {
@@ -827,7 +828,9 @@ TEST(AttentionSites, EachFollowsFromTheOnesBefore) {
     plan.at(static_cast<Site>(s)) = Rounding{Format{8, 6 + s % 5}};
   Recorder recorder(p);
   const AttentionBuffers out = run(p.with(plan), p, &recorder);
-  const auto [B, H, G, T, N, D, a] = AttentionShape(p.with(plan), p.in);
+  const AttentionProblem whole = problem_of(p.with(plan), p.in);
+  const auto [B, H, G, T, N, D] = std::array{whole.B, whole.H, whole.G, whole.T, whole.N, whole.D};
+  const float a = whole.scale;
   int64_t exp_off = 0, log_off = 0, wrong[kSiteCount] = {};
   for (int64_t b = 0; b < B; ++b)
     for (int64_t h = 0; h < H; ++h) {
@@ -1042,7 +1045,7 @@ TEST(AttentionSites, ConsistentUsesTheForwardsOwnProbabilities) {
     for (int64_t tile_keys : {0, 16}) {
       SCOPED_TRACE(std::string(text) + ", tile_keys " + std::to_string(tile_keys));
       const Problem p = make_problem(find_case("odd_65"));
-      AttentionConfig config = p.with(plan_of(text, Stabiliser::consistent));
+      AttentionProblem config = p.with(plan_of(text, Stabiliser::consistent));
       config.tile_keys = tile_keys;
       Recorder recorder(p);
       const AttentionBuffers got = run(config, p, &recorder);
@@ -1069,19 +1072,20 @@ TEST(AttentionSites, ConsistentUsesTheForwardsOwnProbabilities) {
 
 TEST(AttentionSites, RandomNumbersAreNamedBySeedStepLayerBatchAndHead) {
   const Problem p = make_problem({{2, 2, 2, 32, 32, 16}, {}, ""});
-  AttentionConfig config = p.with(parse_plan("fp32,output=e5m2/stochastic,output_for_delta=e5m2/stochastic"));
+  AttentionProblem config =
+      p.with(parse_plan("fp32,output=e5m2/stochastic,output_for_delta=e5m2/stochastic"));
   const AttentionBuffers first = run(config, p);
   expect_same_bits(first, run(config, p));
   // The O for delta draws as O does: rounded alike, it is O.
   EXPECT_TRUE(same_bits(first.o.values(), first.o_for_delta.values()));
   const auto differs = [&](auto change) {
-    AttentionConfig other = config;
+    AttentionProblem other = config;
     change(other);
     return !same_bits(first.o.values(), run(other, p).o.values());
   };
-  EXPECT_TRUE(differs([](AttentionConfig& c) { c.plans[0].seed = 1; }));
-  EXPECT_TRUE(differs([](AttentionConfig& c) { c.step = 1; }));
-  EXPECT_TRUE(differs([](AttentionConfig& c) { c.layer = 1; }));
+  EXPECT_TRUE(differs([](AttentionProblem& c) { c.plans[0].seed = 1; }));
+  EXPECT_TRUE(differs([](AttentionProblem& c) { c.step = 1; }));
+  EXPECT_TRUE(differs([](AttentionProblem& c) { c.layer = 1; }));
   // Equal inputs in every batch entry and head: rounded apart.
   Problem q = make_problem({{2, 2, 2, 32, 32, 16}, {}, ""});
   for (auto* memory : {&q.q_memory, &q.k_memory, &q.v_memory}) {
@@ -1154,7 +1158,7 @@ TEST(AttentionBits, TileRowsNeverChangeOne) {
     for (const char* plan : kManyPlans) {
       SCOPED_TRACE(std::string(case_name) + " " + plan);
       const Problem p = make_problem(find_case(case_name));
-      AttentionConfig config = p.with(parse_plan(plan));
+      AttentionProblem config = p.with(parse_plan(plan));
       config.tile_rows = 64;
       const AttentionBuffers first = run(config, p);
       for (int64_t tile_rows : {16, 33, 1, 48, 1000}) {
@@ -1172,7 +1176,7 @@ TEST(AttentionBits, ThreadsNeverChangeOne) {
     for (const char* plan : kManyPlans) {
       SCOPED_TRACE(std::string(case_name) + " " + plan);
       const Problem p = make_problem(find_case(case_name));
-      AttentionConfig config = p.with(parse_plan(plan));
+      AttentionProblem config = p.with(parse_plan(plan));
       config.tile_rows = 16;
       set_thread_count(1);
       const AttentionBuffers first = run(config, p);
@@ -1308,7 +1312,7 @@ TEST(AttentionBits, LengthsEqualRunsOfTheShorterProblem) {
             }
         if (rows == 0 || keys == 0) continue;
         ++compared;
-        AttentionConfig config = p.with(parse_plan(text));
+        AttentionProblem config = p.with(parse_plan(text));
         config.mask.query_lengths = config.mask.key_lengths = {};
         if (config.mask.visible.present()) {
           config.mask.visible.data = config.mask.visible.at(b, 0, 0);
@@ -1368,7 +1372,7 @@ TEST(AttentionRows, ThatSeeNoKeyAreZeroUnderEveryStabiliser) {
         for (double x : got.residual_floor.values()) ASSERT_TRUE(std::isfinite(x));
         // A single hidden problem: nothing is visible at all.
         const uint8_t hidden = 0;
-        AttentionConfig config = p.with(plan);
+        AttentionProblem config = p.with(plan);
         config.mask.visible = {&hidden, {p.shape.B, p.shape.H, p.shape.T, p.shape.N}, {0, 0, 0, 0}};
         const AttentionBuffers nothing = run(config, p);
         for (const auto* t : {&nothing.o, &nothing.delta, &nothing.dq, &nothing.dk, &nothing.dv})
@@ -1386,7 +1390,7 @@ TEST(AttentionRows, CountTheirTiesOverAllTilesAndOverVisibleKeysAlone) {
         SCOPED_TRACE(std::string(case_name) + " " + text + ", tile_keys " + std::to_string(tile_keys));
         const Problem p = make_problem(find_case(case_name));
         const PrecisionPlan plan = parse_plan(text);
-        AttentionConfig config = p.with(plan);
+        AttentionProblem config = p.with(plan);
         config.tile_keys = tile_keys;
         Recorder recorder(p);
         const AttentionBuffers got = run(config, p, &recorder);
@@ -1414,7 +1418,7 @@ TEST(AttentionRows, WithLargeScoresStayFiniteUnderEveryStabiliserButPaper) {
         for (int64_t tile_keys : {0, 16}) {
           if (stabiliser == Stabiliser::paper) continue;
           const Problem p = make_problem(find_case(case_name));
-          AttentionConfig config = p.with(plan_of(text, stabiliser));
+          AttentionProblem config = p.with(plan_of(text, stabiliser));
           config.tile_keys = tile_keys;
           SCOPED_TRACE(std::string(case_name) + " " + to_string(config.plans[0]));
           const AttentionBuffers got = run(config, p);
@@ -1444,7 +1448,7 @@ TEST(AttentionRows, PaperUnderflowsOnLargeScoresAndPaperCappedDoesNot) {
   hundred.tile_keys = 0;
   const Problem q = make_problem(hundred);
   for (Stabiliser stabiliser : {Stabiliser::paper, Stabiliser::paper_capped}) {
-    const AttentionConfig config = q.with(plan_of("fp32", stabiliser));
+    const AttentionProblem config = q.with(plan_of("fp32", stabiliser));
     const Ratios r = ratios_of(config, q, run(config, q), attention_reference(config, q.in, q.grad_output));
     EXPECT_EQ(r.o > 1, stabiliser == Stabiliser::paper);
   }
@@ -1454,7 +1458,7 @@ TEST(AttentionRows, PaperUnderflowsOnLargeScoresAndPaperCappedDoesNot) {
 struct LargestProbs {
   std::vector<float> whole_row, last_tile;
 };
-LargestProbs largest_probs(const Problem& p, const AttentionConfig& config, int64_t h,
+LargestProbs largest_probs(const Problem& p, const AttentionProblem& config, int64_t h,
                            AttentionBuffers* out = nullptr) {
   Recorder recorder(p);
   AttentionBuffers got = run(config, p, &recorder);
@@ -1607,8 +1611,8 @@ TEST(AttentionResidual, IsTheSumOfTheScoreGradientsThatAreUsed) {
          {"flash2", "bf16_all", "fp32", "bf16_all,dscores=e5m2", "flash2,stabiliser=zero_sum"}) {
       SCOPED_TRACE(std::string(case_name) + " " + text);
       const Problem p = make_problem(find_case(case_name));
-      const AttentionConfig config = p.with(parse_plan(text));
-      const double a = AttentionShape(config, p.in).scale;
+      const AttentionProblem config = p.with(parse_plan(text));
+      const double a = problem_of(config, p.in).scale;
       Recorder recorder(p);
       const AttentionBuffers got = run(config, p, &recorder);
       for (int64_t b = 0; b < p.shape.B; ++b)
@@ -1634,7 +1638,7 @@ TEST(AttentionResidual, IsTheSumOfTheScoreGradientsThatAreUsed) {
 // themselves, at most (2 n + 8) u sum P (|dP| + |delta|). Keel's own part is taken out.
 double residual_over_noise(const PrecisionPlan& plan, const Problem& p) {
   Recorder recorder(p);
-  const AttentionConfig config = p.with(plan);
+  const AttentionProblem config = p.with(plan);
   const AttentionBuffers got = run(config, p, &recorder);
   double worst = 0;
   for (int64_t b = 0; b < p.shape.B; ++b)
@@ -1691,16 +1695,16 @@ TEST(AttentionResidual, OfFlash2IsBiasedByTiesATailAndOneSignAndZeroSumAndConsis
 // --- Planted faults: the criteria above can fail -------------------------------------------------
 
 // How far a run is out of the bounds of what it should have been.
-double ratio_of(const AttentionConfig& ran, const AttentionConfig& meant, const Problem& p) {
+double ratio_of(const AttentionProblem& ran, const AttentionProblem& meant, const Problem& p) {
   return ratios_of(meant, p, run(ran, p), attention_reference(meant, p.in, p.grad_output)).largest();
 }
 
 TEST(PlantedFault, TheBoundsFindWrongMathematics) {
   const Problem p =
       make_problem({{1, 4, 2, 40, 40, 32}, {.causal = true, .softcap = 4, .tile_keys = 16}, ""});
-  AttentionConfig meant = p.with(parse_plan("fp32,keel=1e-4"));
+  AttentionProblem meant = p.with(parse_plan("fp32,keel=1e-4"));
   EXPECT_LE(ratio_of(meant, meant, p), 1);
-  AttentionConfig ran = meant;
+  AttentionProblem ran = meant;
   ran.plans[0].keel = -1e-4f;
   EXPECT_GT(ratio_of(ran, meant, p), 1) << "keel's sign";
   ran = meant;
@@ -1711,7 +1715,7 @@ TEST(PlantedFault, TheBoundsFindWrongMathematics) {
   ran.softcap = 4.001f;
   EXPECT_GT(ratio_of(ran, meant, p), 1) << "softcap";
   ran = meant;
-  ran.scale = std::nextafter(AttentionShape(meant, p.in).scale * 1.0001f, 1.0f);
+  ran.scale = std::nextafter(problem_of(meant, p.in).scale * 1.0001f, 1.0f);
   EXPECT_GT(ratio_of(ran, meant, p), 1) << "scale";
 }
 
@@ -1763,7 +1767,7 @@ std::string message_of(const std::function<void()>& body) {
 TEST(AttentionInputsThatAreNotNumbers, AreAnErrorThatSaysWhere) {
   for (float value : {kNan, kInfinity, -kInfinity}) {
     Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
-    const AttentionConfig config = p.with(PrecisionPlan{});
+    const AttentionProblem config = p.with(PrecisionPlan{});
     const struct {
       const char* name;
       float* at;
@@ -1796,7 +1800,7 @@ TEST(AttentionInputsThatAreNotNumbers, PoisonTheirOwnRowAloneWhereAllowed) {
     for (Stabiliser stabiliser : kStabilisers) {
       SCOPED_TRACE(std::string(text) + " " + std::string(name(stabiliser)));
       Problem p = make_problem({{2, 2, 2, 40, 40, 16}, {.causal = true, .tile_keys = 16}, ""});
-      AttentionConfig config = p.with(plan_of(text, stabiliser));
+      AttentionProblem config = p.with(plan_of(text, stabiliser));
       config.allow_nonfinite = true;
       const AttentionBuffers clean = run(config, p);
       *p.q().at(1, 0, 21, 3) = kNan;
@@ -1832,7 +1836,7 @@ TEST(AttentionOutputs, AreAllWritten) {
 
 TEST(AttentionOutputs, NotAskedForAreNotNeeded) {
   const Problem p = make_problem(find_case("grouped"));
-  const AttentionConfig config = p.with(parse_plan("bf16_all,stabiliser=zero_sum"));
+  const AttentionProblem config = p.with(parse_plan("bf16_all,stabiliser=zero_sum"));
   const AttentionBuffers full = run(config, p);
   AttentionBuffers bare = poisoned_buffers(p.in, /*with_facts=*/false);
   attention_forward(config, p.in, bare.forward());
@@ -1844,7 +1848,7 @@ TEST(AttentionOutputs, NotAskedForAreNotNeeded) {
 
 TEST(AttentionOutputs, OfAnotherShapeAreAnError) {
   const Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
-  const AttentionConfig config = p.with(PrecisionPlan{});
+  const AttentionProblem config = p.with(PrecisionPlan{});
   AttentionBuffers buffers(p.in, true);
   const auto forward_with = [&](auto change) {
     AttentionForward out = buffers.forward();

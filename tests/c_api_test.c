@@ -373,6 +373,38 @@ static void test_struct_sizes(Problem* p) {
   EXPECT_FAILS(backward(p), EVENKEEL_BAD_ARGUMENT, "evenkeel_backward.struct_size");
 }
 
+/* What is read may be broadcast, and an axis of one entry may have any stride. */
+static void test_strides_of_zero(Problem* p) {
+  make(p);
+  p->forward.q.stride[0] = p->forward.k.stride[1] = p->forward.v.stride[2] = 0;
+  EXPECT(forward(p) == EVENKEEL_OK);
+  make(p);
+  p->attention.B = 1;
+  p->forward.o.stride[0] = 0;
+  EXPECT(forward(p) == EVENKEEL_OK);
+}
+
+/* Every family, and its limits. */
+static void test_families(void) {
+  evenkeel_kernel_family family;
+  int32_t index, on_cpu = 0, on_gpu = 0;
+  memset(&family, 0, sizeof family);
+  family.struct_size = sizeof family;
+  for (index = 0; evenkeel_attention_family(index, &family) == EVENKEEL_OK; ++index) {
+    EXPECT(family.struct_size == sizeof family && strlen(family.name) > 0 && family.types != 0);
+    EXPECT(family.head_step >= 1 && family.largest_head >= 0);
+    if (family.device == EVENKEEL_CPU) ++on_cpu;
+    if (family.device == EVENKEEL_CUDA) ++on_gpu;
+    EXPECT((family.types >> EVENKEEL_FP64 & 1) == (family.device == EVENKEEL_CPU));
+  }
+  EXPECT(on_cpu == 1 && on_gpu == 2);
+  EXPECT_FAILS(evenkeel_attention_family(index, &family), EVENKEEL_BAD_ARGUMENT, "index");
+  EXPECT_FAILS(evenkeel_attention_family(-1, &family), EVENKEEL_BAD_ARGUMENT, "index");
+  EXPECT_FAILS(evenkeel_attention_family(0, NULL), EVENKEEL_BAD_ARGUMENT, "NULL");
+  family.struct_size = 0;
+  EXPECT_FAILS(evenkeel_attention_family(0, &family), EVENKEEL_BAD_ARGUMENT, "struct_size");
+}
+
 static void test_errors(Problem* p) {
   const char *kernel = NULL, *why = NULL;
   evenkeel_sizes sizes = {0, 0};
@@ -394,7 +426,7 @@ static void test_errors(Problem* p) {
   WITH((void)0, evenkeel_attention_backward(&p->attention, &p->backward, p), "stream");
   WITH(p->attention.device = 7, forward(p), "device");
   WITH(p->attention.type = 7, forward(p), "type");
-  WITH(p->attention.type = EVENKEEL_BF16, forward(p), "EVENKEEL_FP32");
+  WITH(p->attention.type = EVENKEEL_BF16, forward(p), "bf16 tensors (fp32, fp64 are taken)");
   WITH(p->attention.plan = NULL, forward(p), "plan");
   WITH(p->attention.plan = "bf17", forward(p), "bf17");
   WITH(p->attention.B = 0, forward(p), "B from 1");
@@ -405,7 +437,12 @@ static void test_errors(Problem* p) {
   WITH(p->attention.scale = NAN, forward(p), "scale");
   WITH(p->attention.softcap = -1, forward(p), "softcap");
   WITH(p->attention.tile_keys = -1, forward(p), "tile_keys");
-  WITH(p->attention.query_offsets = zeros, forward(p), "packed");
+  WITH(p->attention.query_offsets = p->attention.query_lengths = zeros;
+       p->attention.query_rows = 9, forward(p), "packed");
+  WITH(p->attention.softcap = 5;
+       p->attention.plan = "fp32,stabiliser=centre_keys", forward(p), "centre_keys");
+  WITH(p->attention.plan = "fp32; head 99: stabiliser=zero_sum", forward(p), "head 99");
+  WITH(p->attention.plan = "fp32; head 4: stabiliser=zero_sum", forward(p), "from 0 to 3");
   WITH(p->attention.device_step = (const uint32_t*)zeros, forward(p), "device_step");
   WITH(p->attention.query_lengths = too_long, forward(p), "query_lengths[0]");
   WITH(p->forward.q.data = NULL, forward(p), "tensor q");
@@ -415,6 +452,15 @@ static void test_errors(Problem* p) {
   WITH(p->forward.lse = NULL, forward(p), "lse");
   WITH(p->forward.saved = NULL, forward(p), "saved");
   WITH(p->forward.saved = (char*)p->saved + 1, forward(p), "saved");
+  WITH(p->forward.lse = (float*)((char*)p->lse + 2), forward(p), "lse at a multiple");
+  WITH(p->forward.ties = (int32_t*)((char*)p->ties + 1), forward(p), "ties at a multiple");
+  WITH(p->forward.q.data = (char*)p->q + 1, forward(p), "q at a multiple");
+  WITH(p->forward.o.stride[0] = 0, forward(p), "o, which is written");
+  WITH(p->forward.o.stride[3] = 0, forward(p), "o, which is written");
+  WITH(p->backward.dq.stride[1] = 0, backward(p), "dq, which is written");
+  WITH(p->backward.dk.stride[2] = 0, backward(p), "dk, which is written");
+  WITH(p->backward.dv.stride[3] = 0, backward(p), "dv, which is written");
+  WITH(p->backward.delta = (float*)((char*)p->delta + 1), backward(p), "delta at a multiple");
   WITH(p->backward.grad_output.data = NULL, backward(p), "grad_output");
   WITH(p->backward.dq.data = NULL, backward(p), "tensor dq");
   WITH(p->backward.dk.data = NULL, backward(p), "tensor dk");
@@ -450,6 +496,8 @@ int main(void) {
   test_facts_and_lengths(p);
   test_struct_sizes(p);
   test_errors(p);
+  test_strides_of_zero(p);
+  test_families();
   test_definition(p);
   test_conform();
   test_probe();

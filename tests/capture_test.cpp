@@ -114,8 +114,9 @@ TEST_F(CaptureTest, is_what_attention_read_in_the_model) {
         ASSERT_EQ(c.q.shape(), (std::array<int64_t, 4>{5, 2, 12, 8}));
         // Attention again on what was captured: O, L, the residual and W_Q's gradient are the model's.
         AttentionBuffers again(c.inputs(), true);
-        attention_forward(c.attention_config(), c.inputs(), again.forward());
-        attention_backward(c.attention_config(), c.inputs(), c.d_o.view(), again.forward(), again.backward());
+        attention_forward(c.attention_problem(), c.inputs(), again.forward());
+        attention_backward(c.attention_problem(), c.inputs(), c.d_o.view(), again.forward(),
+                           again.backward());
         EXPECT_TRUE(same_bits(again.o, model->captured(l).o));
         EXPECT_TRUE(same_bits(again.lse, model->captured(l).lse));
         for (int64_t h = 0; h < 2; ++h) {

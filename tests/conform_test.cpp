@@ -74,7 +74,7 @@ TEST(Conform, CatchesPlantedBias) {
 
 TEST(Conform, CatchesAKernelThatIsNotFinite) {
   std::vector<ConformPlan> plans = {{"fp32", parse_plan("fp32"), {}}};
-  const ConformKernel broken = [](const AttentionConfig& config, const AttentionInputs& in,
+  const ConformKernel broken = [](const AttentionProblem& config, const AttentionInputs& in,
                                   View<const float> d_o, AttentionBuffers& buffers) {
     conform_cpu_kernel(config, in, d_o, buffers);
     buffers.dk.values()[0] = NAN;

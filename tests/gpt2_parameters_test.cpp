@@ -204,7 +204,7 @@ TEST(Gpt2, bad_requests_change_nothing) {
   const auto other = make_gpt2_cpu(capped, 1);
   EXPECT_NE(message_of([&] {
               other->set_plan(ScopedPlan::parse("fp32; layer 1 head 0: stabiliser=centre_keys"));
-            }).find("layer 1 head 0"),
+            }).find("layer 1: [attention] centre_keys cannot go with softcap"),
             std::string::npos);
   EXPECT_EQ(other->plan(1, 0).stabiliser, Stabiliser::none);
 }

@@ -1,9 +1,10 @@
-// Which GPU kernel is chosen, on devices made up here, and the check of a GPU request. No GPU is needed.
+// Which family of kernels is chosen, on devices made up here, and the check of a pass. No GPU is needed.
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "attention/cuda_request.h"
+#include "attention/kernel_families.h"
+#include "base/error.h"
 
 namespace evenkeel {
 namespace {
@@ -18,13 +19,14 @@ CudaDevice device(int major, int minor) {
 }
 const CudaDevice kHopper = device(9, 0);
 
-CudaAttention problem(const char* plan = "flash2,stabiliser=consistent") {
-  CudaAttention p;
+AttentionProblem problem(const char* plan = "flash2,stabiliser=consistent") {
+  AttentionProblem p;
   p.B = 2;
   p.H = 4;
   p.G = 2;
   p.T = p.N = 128;
   p.D = 64;
+  p.type = TensorType::bf16;
   p.plans = {parse_plan(plan)};
   return p;
 }
@@ -33,14 +35,14 @@ TEST(KernelChoice, hopper_takes_flash2_with_the_fast_stabilisers) {
   for (const char* stabiliser : {"none", "paper_capped", "dither", "wide_output", "consistent", "zero_sum"})
     for (const char* more : {"", ",keel=1e-3", ",beta=4,cap=12,seed=7"}) {
       const std::string plan = std::string("flash2,stabiliser=") + stabiliser + more;
-      const KernelChoice choice = choose_kernel(kHopper, problem(plan.c_str()), false);
-      EXPECT_EQ(choice.kernel, AttentionKernel::hopper) << plan << ": " << choice.why;
+      const KernelChoice choice = choose_kernel(problem(plan.c_str()), kHopper);
+      EXPECT_EQ(choice.kernel, "hopper") << plan << ": " << choice.why;
       EXPECT_NE(choice.why.find(stabiliser), std::string::npos) << choice.why;
     }
   for (int64_t D : {8, 40, 64, 96, 128}) {
-    CudaAttention p = problem();
+    AttentionProblem p = problem();
     p.D = D;
-    EXPECT_EQ(choose_kernel(kHopper, p, false).kernel, AttentionKernel::hopper) << D;
+    EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper") << D;
   }
 }
 
@@ -49,40 +51,34 @@ TEST(KernelChoice, the_wide_output_is_16_bits_and_said_so) {
                            "flash2,stabiliser=consistent,output_for_delta=fp32",
                            "flash2,stabiliser=wide_output,output_for_delta=e8m15",
                            "flash2,stabiliser=consistent,output_for_delta=e8m15/stochastic"}) {
-    const KernelChoice choice = choose_kernel(kHopper, problem(plan), false);
-    EXPECT_EQ(choice.kernel, AttentionKernel::hopper) << plan;
+    const KernelChoice choice = choose_kernel(problem(plan), kHopper);
+    EXPECT_EQ(choice.kernel, "hopper") << plan;
     EXPECT_NE(choice.why.find("16 significand bits"), std::string::npos) << choice.why;
   }
   // Without one of the two, O for delta is what the plan says, and the kernel has no other.
-  EXPECT_EQ(choose_kernel(kHopper, problem("flash2,output_for_delta=fp32"), false).kernel,
-            AttentionKernel::any_plan);
-  EXPECT_EQ(
-      choose_kernel(kHopper, problem("flash2,stabiliser=consistent,output_for_delta=e8m9"), false).kernel,
-      AttentionKernel::any_plan);
+  EXPECT_EQ(choose_kernel(problem("flash2,output_for_delta=fp32"), kHopper).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem("flash2,stabiliser=consistent,output_for_delta=e8m9"), kHopper).kernel,
+            "any_plan");
 }
 
 TEST(KernelChoice, plans_of_all_heads_alike_are_one_plan) {
-  CudaAttention p = problem();
+  AttentionProblem p = problem();
   p.plans = std::vector(4, p.plans[0]);
-  EXPECT_EQ(choose_kernel(kHopper, p, false).kernel, AttentionKernel::hopper);
-  EXPECT_EQ(complete(p).plans.size(), 1u);
+  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper");
   p.plans[2].keel = 1e-3f;
-  EXPECT_EQ(choose_kernel(kHopper, p, false).kernel, AttentionKernel::any_plan);
-  EXPECT_EQ(complete(p).plans.size(), 4u);
+  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "any_plan");
 }
 
 // One thing after another that the fast kernels do not take, and the word for it.
 TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
-  const auto expect = [](const CudaAttention& p, const char* word, const CudaDevice& on = kHopper,
-                         bool facts = false) {
-    const KernelChoice choice = choose_kernel(on, p, facts);
-    EXPECT_EQ(choice.kernel, AttentionKernel::any_plan) << word;
+  const auto expect = [](const AttentionProblem& p, const char* word, const CudaDevice& on = kHopper) {
+    const KernelChoice choice = choose_kernel(p, on);
+    EXPECT_EQ(choice.kernel, "any_plan") << word;
     EXPECT_NE(choice.why.find(word), std::string::npos) << choice.why;
   };
   expect(problem(), "8.0", device(8, 0));
   expect(problem(), "8.9", device(8, 9));
   expect(problem(), "10.0", device(10, 0));
-  expect(problem(), "outputs", kHopper, /*facts=*/true);
   expect(problem("fp32"), "probs=fp32");
   expect(problem("bf16_all"), "scores=bf16");
   expect(problem("flash2,row_sum=bf16"), "row_sum=bf16");
@@ -92,20 +88,27 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   expect(problem("flash2,stabiliser=stochastic_output"), "stochastic_output");
   expect(problem("flash2,stabiliser=centre_keys"), "centre_keys");
   const auto changed = [](auto change) {
-    CudaAttention p = problem();
+    AttentionProblem p = problem();
     change(p);
     return p;
   };
   expect(changed([](auto& p) { p.type = TensorType::fp32; }), "fp32");
   expect(changed([](auto& p) { p.scale = -1; }), "negative scale");
-  expect(changed([](auto& p) { p.D = 136; }), "136");
   expect(changed([](auto& p) { p.D = 65; }), "65");
   expect(changed([](auto& p) { p.softcap = 30; }), "softcap");
-  expect(changed([](auto& p) { p.window_left = 5; }), "window");
-  expect(changed([](auto& p) { p.window_right = 0; }), "window");
-  expect(changed([](auto& p) { p.visible.data = &p; }), "mask");
+  expect(changed([](auto& p) { p.mask.window_left = 5; }), "window");
+  expect(changed([](auto& p) { p.mask.window_right = 0; }), "window");
+  expect(changed([](auto& p) {
+           p.mask.visible = {reinterpret_cast<const uint8_t*>(&p), {2, 4, 128, 128}, {}};
+         }),
+         "mask");
   expect(changed([](auto& p) { p.aligned = false; }), "aligned");
-  expect(changed([](auto& p) { p.plans.clear(); }), "without a plan");
+  expect(changed([](auto& p) { p.with_facts = true; }), "outputs");
+  expect(changed([](auto& p) {
+           p.plans.resize(4, p.plans[0]);
+           p.plans[1].seed = 7;
+         }),
+         "differ between heads");
 }
 
 TEST(KernelChoice, alignment) {
@@ -124,7 +127,7 @@ TEST(KernelChoice, alignment) {
   EXPECT_TRUE(is_aligned(at(256, {1, 1, 64, 1}), {1, 1, 128, 64}));  // one batch, one head: strides not used
 }
 
-// What complete and the checks of a pass refuse, and the word for it.
+// What is refused, and the word for it.
 template <class Body>
 void expect_refused(const char* word, Body body) {
   try {
@@ -135,85 +138,132 @@ void expect_refused(const char* word, Body body) {
   }
 }
 
-TEST(CudaRequest, is_completed) {
-  const CudaAttention p = complete(problem());
-  EXPECT_EQ(p.scale, 0.125f);
-  CudaAttention given = problem();
-  given.scale = 0.5f;
-  EXPECT_EQ(complete(given).scale, 0.5f);
-  EXPECT_EQ(p.fact_sequences, p.B);
-  given.fact_sequences = 1;
-  EXPECT_EQ(complete(given).fact_sequences, 1);
-}
-
-TEST(CudaRequest, refuses_what_the_definition_does_not_allow) {
-  static const int32_t number = 0;
+// What no family of the device takes.
+TEST(KernelChoice, nobody_takes_what_is_beyond_every_limit) {
   const auto refuse = [](const char* word, auto change) {
-    CudaAttention p = problem();
+    AttentionProblem p = problem();
     change(p);
-    expect_refused(word, [&] { complete(p); });
+    expect_refused(word, [&] { choose_kernel(p, kHopper); });
   };
-  refuse("B from 1", [](auto& p) { p.B = 0; });
-  refuse("N from 1", [](auto& p) { p.N = int64_t{1} << 31; });
-  refuse("head size", [](auto& p) { p.D = 129; });
-  refuse("groups", [](auto& p) { p.G = 3; });
-  refuse("1 plan or one for each", [](auto& p) { p.plans = std::vector(3, p.plans[0]); });
-  refuse("1 plan or one for each", [](auto& p) { p.plans.clear(); });
-  refuse("scale", [](auto& p) { p.scale = NAN; });
-  refuse("softcap", [](auto& p) { p.softcap = -1; });
+  refuse("head size 136 (any up to 128 is taken)", [](auto& p) { p.D = 136; });
+  refuse("head size 129", [](auto& p) { p.D = 129; });
+  refuse("fp64 tensors (bf16, fp32 are taken)", [](auto& p) {
+    p.type = TensorType::fp64;
+    p.plans = {parse_plan("fp32")};
+  });
   refuse("tile_keys", [](auto& p) { p.tile_keys = 32; });
-  refuse("fact_sequences", [](auto& p) { p.fact_sequences = p.B + 1; });
-  refuse("fact_sequences", [](auto& p) { p.fact_sequences = -1; });
-  refuse("query_lengths", [](auto& p) { p.query_offsets = &number; });
-  refuse("key_lengths", [](auto& p) { p.key_offsets = &number; });
-  refuse("query_rows", [](auto& p) { p.query_offsets = p.query_lengths = &number; });
-  refuse("key_rows", [](auto& p) { p.key_offsets = p.key_lengths = &number; });
+  refuse("first sequence", [](auto& p) { p.first_sequence = 1; });
+  static const int32_t numbers[2] = {0, 0};
+  static const uint32_t step = 0;
+  const auto refuse_on_cpu = [](const char* word, auto change) {
+    AttentionProblem p = problem();
+    p.type = TensorType::fp32;
+    change(p);
+    expect_refused(word, [&] { resolve(p, Cpu{}); });
+  };
+  refuse_on_cpu("bf16 tensors (fp32, fp64 are taken)", [](auto& p) { p.type = TensorType::bf16; });
+  refuse_on_cpu("device_step", [](auto& p) { p.device_step = &step; });
+  refuse_on_cpu("packed sequences", [](auto& p) {
+    p.mask.query_offsets = p.mask.query_lengths = numbers;
+    p.mask.query_rows = 9;
+  });
 }
 
-TEST(CudaRequest, refuses_tensors_that_do_not_fit) {
+TEST(KernelChoice, absent_and_old_devices_are_no_fault_of_the_problem) {
+  EXPECT_THROW(choose_kernel(problem(), CudaDevice{}), DataError);
+  EXPECT_THROW(choose_kernel(problem(), device(7, 5)), DataError);
+}
+
+// One place has each limit: what the families take is what their rows say.
+TEST(KernelFamilies, limits_are_kept) {
+  for (const KernelFamily& family : kernel_families()) {
+    EXPECT_EQ(&kernel_family(family.name), &family);
+    AttentionProblem p = problem("fp32");
+    if (family.plan_not_taken) p = problem("flash2");
+    p.D = family.limits.head_step;
+    for (size_t n = 0; n < kTensorTypeNames.size(); ++n) {
+      p.type = static_cast<TensorType>(n);
+      EXPECT_EQ(not_taken(family, p, kHopper).empty(), family.limits.has(p.type)) << family.name << n;
+    }
+    p.type = family.on_gpu ? TensorType::bf16 : TensorType::fp32;
+    for (int64_t D = 1; D <= 300; ++D) {
+      p.D = D;
+      const bool taken = D % family.limits.head_step == 0 &&
+                         (family.limits.largest_head == 0 || D <= family.limits.largest_head);
+      EXPECT_EQ(not_taken(family, p, kHopper).empty(), taken) << family.name << D;
+    }
+  }
+  EXPECT_THROW(kernel_family("no such"), std::invalid_argument);
+}
+
+TEST(AttentionCall, on_the_cpu_is_resolved_and_says_why) {
+  AttentionProblem p = problem();
+  p.type = TensorType::fp32;
+  AttentionCall call = resolve(p, Cpu{});
+  EXPECT_EQ(call.choice().kernel, "cpu");
+  EXPECT_NE(call.choice().why.find("threads"), std::string::npos);
+  EXPECT_EQ(call.sizes().saved, 2u * 4 * 128 * (64 + 2) * sizeof(float));
+  EXPECT_EQ(call.sizes().workspace, 0u);
+  EXPECT_TRUE(call.could_give_facts());
+  EXPECT_EQ(call.problem().scale, 0.125f);
+  call.set_step(7);
+  EXPECT_EQ(call.problem().step, 7u);
+  EXPECT_EQ(AttentionCall(kernel_family("cpu"), p).choice().kernel, "cpu");
+  p.type = TensorType::bf16;
+  expect_refused("the CPU kernels do not take bf16", [&] { AttentionCall(kernel_family("cpu"), p); });
+}
+
+TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   alignas(256) static char memory[512];
-  const CudaAttention p = complete(problem());
-  const CudaSizes sizes{1024, 1024};
+  const AttentionProblem p = complete(problem());
+  const PassSizes sizes{1024, 1024};
   const DeviceTensor query{memory, {32768, 8192, 64, 1}}, key{memory, {16384, 8192, 64, 1}};
-  const CudaInputs in{query, key, key};
-  CudaForward out{query, reinterpret_cast<float*>(memory), memory, nullptr};
-  const auto hopper = AttentionKernel::hopper, any_plan = AttentionKernel::any_plan;
-  check_forward(p, hopper, sizes, in, out, false, memory);
-  const auto forward = [&](const char* word, auto change, AttentionKernel kernel = AttentionKernel::hopper) {
-    CudaInputs i = in;
-    CudaForward o = out;
+  const PassInputs in{query, key, key};
+  ForwardPass out{query, reinterpret_cast<float*>(memory), memory, nullptr};
+  AttentionProblem with_facts = p;
+  with_facts.with_facts = true;
+  const KernelFamily &hopper = kernel_family("hopper"), &any_plan = kernel_family("any_plan"),
+                     &cpu = kernel_family("cpu");
+  check_forward(p, hopper, sizes, in, out, memory, nullptr);
+  const auto forward = [&](const char* word, auto change,
+                           const KernelFamily& family = kernel_family("hopper")) {
+    PassInputs i = in;
+    ForwardPass o = out;
     const void* workspace = memory;
-    bool facts = false;
-    change(i, o, workspace, facts);
-    expect_refused(word, [&] { check_forward(p, kernel, sizes, i, o, facts, workspace); });
+    change(i, o, workspace);
+    expect_refused(word, [&] { check_forward(p, family, sizes, i, o, workspace, nullptr); });
   };
-  forward("tensor q", [](auto& i, auto&, auto&, auto&) { i.q.data = nullptr; });
-  forward("tensor v", [](auto& i, auto&, auto&, auto&) { i.v.data = nullptr; });
+  forward("tensor q", [](auto& i, auto&, auto&) { i.q.data = nullptr; });
+  forward("tensor v", [](auto& i, auto&, auto&) { i.v.data = nullptr; });
   forward(
-      "element's 2 bytes", [](auto& i, auto&, auto&, auto&) { i.k.data = memory + 1; }, any_plan);
-  forward("multiple of 16", [](auto& i, auto&, auto&, auto&) { i.k.data = memory + 2; });
-  forward("multiples of 8", [](auto& i, auto&, auto&, auto&) { i.k.stride[2] = 65; });
+      "element's 2 bytes", [](auto& i, auto&, auto&) { i.k.data = memory + 1; }, any_plan);
+  forward("multiple of 16", [](auto& i, auto&, auto&) { i.k.data = memory + 2; });
+  forward("multiples of 8", [](auto& i, auto&, auto&) { i.k.stride[2] = 65; });
   forward(
-      "stride of 0", [](auto&, auto& o, auto&, auto&) { o.o.stride[2] = 0; }, any_plan);
-  forward("lse", [](auto&, auto& o, auto&, auto&) { o.lse = nullptr; });
-  forward("saved", [](auto&, auto& o, auto&, auto&) { o.saved = nullptr; });
-  forward("saved at a multiple of 256", [](auto&, auto& o, auto&, auto&) { o.saved = memory + 16; });
-  forward("workspace", [](auto&, auto&, auto& w, auto&) { w = nullptr; });
-  forward("with_facts", [](auto&, auto& o, auto&, auto&) { o.ties = reinterpret_cast<int32_t*>(memory); });
+      "stride of 0", [](auto&, auto& o, auto&) { o.o.stride[2] = 0; }, any_plan);
+  forward(
+      "stride of 0", [](auto&, auto& o, auto&) { o.o.stride[1] = 0; }, cpu);
+  forward("lse at a multiple", [](auto&, auto& o, auto&) { o.lse = reinterpret_cast<float*>(memory + 2); });
+  forward("lse", [](auto&, auto& o, auto&) { o.lse = nullptr; });
+  forward("saved", [](auto&, auto& o, auto&) { o.saved = nullptr; });
+  forward("saved at a multiple of 256", [](auto&, auto& o, auto&) { o.saved = memory + 16; });
+  forward("workspace", [](auto&, auto&, auto& w) { w = nullptr; });
+  forward("with_facts", [](auto&, auto& o, auto&) { o.ties = reinterpret_cast<int32_t*>(memory); });
   // What only the fast kernels need is not asked of the others: any strides of inputs.
-  CudaInputs odd = in;
+  PassInputs odd = in;
   odd.k.data = memory + 2;
   odd.k.stride = {0, 0, 65, 3};
-  check_forward(p, any_plan, sizes, odd, out, false, memory);
+  check_forward(p, any_plan, sizes, odd, out, memory, nullptr);
+  expect_refused("stream", [&] { check_forward(p, cpu, sizes, in, out, memory, memory); });
 
-  const CudaBackward back{query, key, key};
-  check_backward(p, hopper, sizes, in, query, out, back, false, memory);
+  const BackwardPass back{query, key, key};
+  check_backward(p, hopper, sizes, in, query, out, back, memory, nullptr);
   const auto backward = [&](const char* word, auto change) {
     DeviceTensor grad = query;
-    CudaForward saved = out;
-    CudaBackward b = back;
+    ForwardPass saved = out;
+    BackwardPass b = back;
     change(grad, saved, b);
-    expect_refused(word, [&] { check_backward(p, hopper, sizes, in, grad, saved, b, false, memory); });
+    expect_refused(word, [&] { check_backward(p, hopper, sizes, in, grad, saved, b, memory, nullptr); });
   };
   backward("grad_output", [](auto& g, auto&, auto&) { g.data = nullptr; });
   backward("tensor o", [](auto&, auto& s, auto&) { s.o.data = nullptr; });
@@ -226,23 +276,34 @@ TEST(CudaRequest, refuses_tensors_that_do_not_fit) {
 
   // Facts alone: without dk and dv, not without one of them.
   backward("dk", [](auto&, auto&, auto& b) { b.dk = b.dv = {}; });
-  CudaBackward facts_alone = back;
+  BackwardPass facts_alone = back;
   facts_alone.dk = facts_alone.dv = {};
-  check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory);
+  check_backward(with_facts, any_plan, sizes, in, query, out, facts_alone, memory, nullptr);
   facts_alone.dk = back.dk;
-  expect_refused("dv",
-                 [&] { check_backward(p, any_plan, sizes, in, query, out, facts_alone, true, memory); });
+  expect_refused("dv", [&] {
+    check_backward(with_facts, any_plan, sizes, in, query, out, facts_alone, memory, nullptr);
+  });
+}
 
-  // Packed: a batch stride of 0 is asked for, and is no mistake in what is written.
-  static const int32_t number = 0;
-  CudaAttention packed = problem();
-  packed.query_offsets = packed.query_lengths = packed.key_offsets = packed.key_lengths = &number;
-  packed.query_rows = packed.key_rows = 200;
+// Packed: a batch stride of 0 is asked for, and is no mistake in what is written.
+TEST(PassCheck, packed_tensors_have_a_batch_stride_of_0) {
+  alignas(256) static char memory[512];
+  const PassSizes sizes{1024, 1024};
+  const DeviceTensor query{memory, {32768, 8192, 64, 1}}, key{memory, {16384, 8192, 64, 1}};
+  const PassInputs in{query, key, key};
+  ForwardPass out{query, reinterpret_cast<float*>(memory), memory, nullptr};
+  const KernelFamily& hopper = kernel_family("hopper");
+  static const int32_t numbers[2] = {0, 0};
+  AttentionProblem packed = problem();
+  packed.mask.query_offsets = packed.mask.query_lengths = packed.mask.key_offsets = packed.mask.key_lengths =
+      numbers;
+  packed.mask.query_rows = packed.mask.key_rows = 200;
   packed = complete(packed);
-  expect_refused("batch stride of 0", [&] { check_forward(packed, hopper, sizes, in, out, false, memory); });
-  CudaInputs flat = in;
+  expect_refused("batch stride of 0",
+                 [&] { check_forward(packed, hopper, sizes, in, out, memory, nullptr); });
+  PassInputs flat = in;
   flat.q.stride[0] = flat.k.stride[0] = flat.v.stride[0] = out.o.stride[0] = 0;
-  check_forward(packed, hopper, sizes, flat, out, false, memory);
+  check_forward(packed, hopper, sizes, flat, out, memory, nullptr);
 }
 
 // A build without CUDA, or a machine without a driver, says so and does not crash.
@@ -252,7 +313,7 @@ TEST(CudaDevice, is_there_or_says_why_not) {
     EXPECT_GE(found.major, 1);
   } else {
     EXPECT_FALSE(found.why.empty());
-    EXPECT_THROW(cuda_attention_sizes(problem(), false), std::runtime_error);
+    EXPECT_THROW(resolve(problem(), found), DataError);
   }
 }
 

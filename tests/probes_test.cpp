@@ -25,8 +25,8 @@ HeadProbe slow_probe(const Capture& c, int64_t h) {
                 D = c.q.shape()[3], C = c.x.shape()[3], g = h / (H / G);
   const double a = c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
   AttentionBuffers ran(c.inputs(), true);
-  attention_forward(c.attention_config(), c.inputs(), ran.forward());
-  attention_backward(c.attention_config(), c.inputs(), c.d_o.view(), ran.forward(), ran.backward());
+  attention_forward(c.attention_problem(), c.inputs(), ran.forward());
+  attention_backward(c.attention_problem(), c.inputs(), c.d_o.view(), ran.forward(), ran.backward());
 
   std::map<std::string, Doubles> rows;
   std::vector<Doubles> matrices;  // M_t, (D C) each

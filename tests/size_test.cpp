@@ -41,7 +41,6 @@ const std::set<std::string> kKnown = {
     "src/cli/train.cpp: train",
     "src/diagnosis/verdict.cpp: judge",
     "tests/attention_cases.h: make_problem",
-    "tests/attention_reference_test.cpp: AttentionShape.EveryBadRequestIsAnErrorThatSaysWhatWasExpected",
     "tests/attention_test.cpp",
     "tests/attention_test.cpp: AttentionSites.EachFollowsFromTheOnesBefore",
     "tests/attention_test.cpp: error_bounds",

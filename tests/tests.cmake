@@ -50,6 +50,11 @@ if(TARGET rounding_test)
   endif()
 endif()
 
+# Compares the words of the library with those of the C interface.
+if(TARGET attention_problem_test)
+  target_link_libraries(attention_problem_test PRIVATE evenkeel_shared)
+endif()
+
 # The C interface, as a C program meets it: nothing but the header and the shared library.
 enable_language(C)
 add_executable(c_api_test tests/c_api_test.c)

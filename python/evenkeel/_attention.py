@@ -1,11 +1,11 @@
 """evenkeel.attention, and FlashAttention's signature over it."""
 import torch
 
-from . import _ops, _watch_calls
+from . import _library, _ops, _watch_calls
 
 DEFAULT_PLANS = {torch.bfloat16: "flash2,stabiliser=wide_output", torch.float32: "fp32", torch.float64: "fp32"}
 DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.bfloat16, torch.float32, torch.float64)}
-LARGEST_CUDA_HEAD = 128
+LARGEST_HEADS = _library.largest_heads()  # asked once, here: code that torch compiles cannot ask the library
 
 
 def whole_plan(dtype, plan, stabiliser):
@@ -68,8 +68,8 @@ def unsuited(q, k, v):
                             f"found {tuple(k.shape)}")
     if H % k.shape[1] != 0:
         return ValueError, f"expected query heads in whole groups for {k.shape[1]} key heads, found {H} query heads"
-    if device == "cuda" and D > LARGEST_CUDA_HEAD:
-        return ValueError, f"expected a head size from 1 to {LARGEST_CUDA_HEAD} on a GPU, found {D}"
+    if device in LARGEST_HEADS and D > LARGEST_HEADS[device]:
+        return ValueError, f"expected a head size from 1 to {LARGEST_HEADS[device]} on a GPU, found {D}"
     return None
 
 
@@ -93,6 +93,15 @@ def require(fault, function):
         raise kind(f"{function}: {words}")
 
 
+def scale_of(scale, function):
+    """As the library takes it, where 0 stands for the default, 1 / sqrt(head size)."""
+    if scale is None:
+        return 0.0
+    if scale == 0:
+        raise ValueError(f"{function}: expected a scale other than 0, or None for 1 / sqrt(head size), found {scale}")
+    return float(scale)
+
+
 def compiling():
     compiler = getattr(torch, "compiler", None)
     return compiler is not None and hasattr(compiler, "is_compiling") and compiler.is_compiling()
@@ -113,7 +122,7 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         require(unsuited_mask(visible, shape, q.device), function)
         visible = visible.to(torch.uint8).expand(shape)
-    options = (whole_plan(q.dtype, plan, stabiliser), bool(causal), float(scale or 0.0), float(softcap or 0.0),
+    options = (whole_plan(q.dtype, plan, stabiliser), bool(causal), scale_of(scale, function), float(softcap or 0.0),
                int(window[0]), int(window[1]), int(step), int(layer))
     call = lambda: _ops.forward_op(q, k, v, visible, device_step, *options)
     if compiling():
@@ -180,11 +189,12 @@ def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser
         attn_mask = attn_mask.to(torch.uint8).expand(shape)
     with torch.no_grad():
         return _ops.facts(q, k, v, grad_output, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal),
-                          float(scale or 0.0), float(softcap or 0.0), -1, -1, int(step), int(layer))
+                          scale_of(scale, name), float(softcap or 0.0), -1, -1, int(step), int(layer))
 
 
 def kernel_choice(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, layer=0):
     """Which kernel runs ("hopper", "any_plan" or "cpu"), and why."""
-    require(unsuited(q, k, v), "evenkeel.kernel_choice")
-    return _ops.kernel(q, k, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), float(scale or 0.0),
+    name = "evenkeel.kernel_choice"
+    require(unsuited(q, k, v), name)
+    return _ops.kernel(q, k, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), scale_of(scale, name),
                        float(softcap or 0.0), -1, -1, 0, int(layer))

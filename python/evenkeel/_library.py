@@ -53,6 +53,11 @@ class Sizes(ctypes.Structure):
     _fields_ = [("saved", ctypes.c_uint64), ("workspace", ctypes.c_uint64)]
 
 
+class KernelFamily(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint64), ("name", ctypes.c_char_p), ("device", ctypes.c_int32),
+                ("types", ctypes.c_uint32), ("largest_head", ctypes.c_int64), ("head_step", ctypes.c_int64)]
+
+
 class ConformProblem(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint64), *[(size, ctypes.c_int64) for size in "HTND"], ("causal", ctypes.c_int32),
@@ -111,6 +116,7 @@ def library():
             ("attention_defaults", None, [pointer, ctypes.c_size_t]),
             ("attention_sizes", number, [pointer, pointer]),
             ("attention_kernel", number, [pointer, ctypes.POINTER(text), ctypes.POINTER(text)]),
+            ("attention_family", number, [number, pointer]),
             ("attention_forward", number, [pointer] * 3),
             ("attention_backward", number, [pointer] * 3),
             ("conform_family", text, [number, ctypes.POINTER(text), ctypes.POINTER(number)]),
@@ -120,6 +126,27 @@ def library():
         call = getattr(c, "evenkeel_" + name)
         call.restype, call.argtypes = result, arguments
     return c
+
+
+def kernel_families():
+    """The families of kernels with their limits, as the library has them: a list of KernelFamily."""
+    families = []
+    while True:
+        family = KernelFamily(struct_size=ctypes.sizeof(KernelFamily))
+        if library().evenkeel_attention_family(len(families), ctypes.byref(family)) != 0:
+            return families
+        families.append(family)
+
+
+def largest_heads():
+    """The largest head size that some family takes, by device type. A device that takes any is not in it; without a
+    library nothing is: the first call says that it is missing."""
+    try:
+        families = kernel_families()
+    except EvenkeelError:
+        return {}
+    sizes = {name: [f.largest_head for f in families if f.device == device] for name, device in (("cpu", CPU), ("cuda", CUDA))}
+    return {name: max(found) for name, found in sizes.items() if 0 not in found}
 
 
 def library_version():

@@ -15,16 +15,9 @@
 namespace evenkeel {
 namespace {
 
-std::vector<HeadPlan> resolve_plans(const AttentionConfig& config, const AttentionShape& shape) {
+std::vector<HeadPlan> resolve_plans(const AttentionProblem& problem) {
   std::vector<HeadPlan> plans;
-  for (int64_t h = 0; h < shape.H; ++h) {
-    plans.emplace_back(config.plans[config.plans.size() == 1 ? 0 : static_cast<size_t>(h)]);
-    require(!(config.softcap > 0 && plans.back().centres_keys),
-            "[attention] centre_keys cannot go with softcap: a soft-capped softmax sees a constant added to "
-            "a row; "
-            "got softcap {} on head {}",
-            config.softcap, h);
-  }
+  for (int64_t h = 0; h < problem.H; ++h) plans.emplace_back(problem.plan(h));
   return plans;
 }
 
@@ -54,14 +47,13 @@ void check_finite(const char* name, const View<const float>& x, int64_t B, auto 
   });
 }
 
-void check_finite_inputs(const AttentionConfig& config, const AttentionShape& shape,
-                         const AttentionInputs& in) {
-  if (config.allow_nonfinite) return;
-  const auto rows = [&](int64_t b) { return shape.rows(config.mask, b); };
-  const auto keys = [&](int64_t b) { return shape.keys(config.mask, b); };
-  check_finite("q", in.q, shape.B, rows);
-  check_finite("k", in.k, shape.B, keys);
-  check_finite("v", in.v, shape.B, keys);
+void check_finite_inputs(const AttentionProblem& p, const AttentionInputs& in) {
+  if (p.allow_nonfinite) return;
+  const auto rows = [&](int64_t b) { return p.rows(b); };
+  const auto keys = [&](int64_t b) { return p.keys(b); };
+  check_finite("q", in.q, p.B, rows);
+  check_finite("k", in.k, p.B, keys);
+  check_finite("v", in.v, p.B, keys);
 }
 
 template <class T>
@@ -100,19 +92,19 @@ class Tiles {
 // body(b, h, first row, worker) for every tile of rows that exists. Last rows first: under a causal mask they
 // have the most keys, and the longest work should not start last.
 void for_each_row_tile(const Call& call, const std::function<void(int64_t, int64_t, int64_t, int)>& body) {
-  const AttentionShape& shape = call.shape;
-  const int64_t step = call.tile_rows(), tiles = (shape.T + step - 1) / step;
-  parallel_for(shape.B * shape.H * tiles, [&](int64_t item, int worker) {
-    const int64_t row = (tiles - 1 - item / (shape.B * shape.H)) * step, head = item % (shape.B * shape.H);
-    const int64_t b = head / shape.H;
-    if (row < shape.rows(call.config.mask, b)) body(b, head % shape.H, row, worker);
+  const AttentionProblem& p = call.problem;
+  const int64_t step = call.tile_rows(), tiles = (p.T + step - 1) / step;
+  parallel_for(p.B * p.H * tiles, [&](int64_t item, int worker) {
+    const int64_t row = (tiles - 1 - item / (p.B * p.H)) * step, head = item % (p.B * p.H);
+    const int64_t b = head / p.H;
+    if (row < p.rows(b)) body(b, head % p.H, row, worker);
   });
 }
 
 // Rounds dK or dV of keys [key, key + keys) of one kv head and puts them in their place.
 void write_key_gradient(const Call& call, Site site, const View<float>& to, int64_t b, int64_t g, int64_t key,
                         int64_t keys, float* sums) {
-  const int64_t D = call.shape.D, stride = call.operands.stride(), group = call.shape.H / call.shape.G;
+  const int64_t D = call.problem.D, stride = call.operands.stride(), group = call.problem.H / call.problem.G;
   // Heads of a group share dK and dV: their first head's plan rounds them.
   const PrecisionPlan& plan = call.plans[static_cast<size_t>(g * group)].plan;
   std::vector<float> exact;
@@ -120,10 +112,11 @@ void write_key_gradient(const Call& call, Site site, const View<float>& to, int6
   for (int64_t j = 0; j < keys; ++j) {
     float* row = sums + j * stride;
     if (!is_identity(plan.at(site)))
-      round_array(plan.at(site), row, row, static_cast<size_t>(D),
-                  stream_key(call.config, plan, static_cast<uint32_t>(site)),
-                  static_cast<uint64_t>(
-                      (((call.config.first_sequence + b) * call.shape.G + g) * call.shape.N + key + j) * D));
+      round_array(
+          plan.at(site), row, row, static_cast<size_t>(D),
+          stream_key(call.problem, plan, static_cast<uint32_t>(site)),
+          static_cast<uint64_t>(
+              (((call.problem.first_sequence + b) * call.problem.G + g) * call.problem.N + key + j) * D));
     for (int64_t d = 0; d < D; ++d) *to.at(b, g, key + j, d) = row[d];
   }
   if (call.observer)
@@ -132,28 +125,28 @@ void write_key_gradient(const Call& call, Site site, const View<float>& to, int6
 
 }  // namespace
 
-void attention_forward(const AttentionConfig& config, const AttentionInputs& in, const AttentionForward& out,
+void attention_forward(const AttentionProblem& asked, const AttentionInputs& in, const AttentionForward& out,
                        SiteObserver* observer) {
-  const AttentionShape shape(config, in);
-  const std::array<int64_t, 4> whole{shape.B, shape.H, shape.T, shape.D},
-      per_row{shape.B, shape.H, shape.T, 1};
+  const AttentionProblem problem = problem_of(asked, in);
+  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
+      per_row{problem.B, problem.H, problem.T, 1};
   check_view("o", out.o, whole);
   check_view("o_for_delta", out.o_for_delta, whole);
   check_view("lse", out.lse, per_row);
   check_view("row_max", out.row_max, per_row);
   check_view("row_sum", out.row_sum, per_row);
   check_view("ties", out.ties, per_row, /*optional=*/true);
-  check_finite_inputs(config, shape, in);
+  check_finite_inputs(problem, in);
 
-  const std::vector<HeadPlan> plans = resolve_plans(config, shape);
-  const Operands operands(config, shape, plans, in, observer);
-  const Call call{config, shape, plans, in, operands, observer};
+  const std::vector<HeadPlan> plans = resolve_plans(problem);
+  const Operands operands(problem, plans, in, observer);
+  const Call call{problem, plans, in, operands, observer};
   Tiles tiles(call);
   for_each_row_tile(
       call, [&](int64_t b, int64_t h, int64_t row, int worker) { tiles.of(worker).forward(b, h, row, out); });
-  for (int64_t b = 0; b < shape.B; ++b)
-    for (int64_t h = 0; h < shape.H; ++h) {
-      const int64_t rows = shape.rows(config.mask, b);
+  for (int64_t b = 0; b < problem.B; ++b)
+    for (int64_t h = 0; h < problem.H; ++h) {
+      const int64_t rows = problem.rows(b);
       fill_rows(out.o, b, h, rows, 0.0f);
       fill_rows(out.o_for_delta, b, h, rows, 0.0f);
       fill_rows(out.lse, b, h, rows, RowShift::kNone);
@@ -163,12 +156,12 @@ void attention_forward(const AttentionConfig& config, const AttentionInputs& in,
     }
 }
 
-void attention_backward(const AttentionConfig& config, const AttentionInputs& in,
+void attention_backward(const AttentionProblem& asked, const AttentionInputs& in,
                         View<const float> grad_output, const AttentionForward& saved,
                         const AttentionBackward& out, SiteObserver* observer) {
-  const AttentionShape shape(config, in);
-  const std::array<int64_t, 4> whole{shape.B, shape.H, shape.T, shape.D},
-      per_row{shape.B, shape.H, shape.T, 1}, per_key{shape.B, shape.G, shape.N, shape.D};
+  const AttentionProblem problem = problem_of(asked, in);
+  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
+      per_row{problem.B, problem.H, problem.T, 1}, per_key{problem.B, problem.G, problem.N, problem.D};
   check_view("grad_output", grad_output, whole);
   check_view("o_for_delta", saved.o_for_delta, whole);
   check_view("lse", saved.lse, per_row);
@@ -180,29 +173,29 @@ void attention_backward(const AttentionConfig& config, const AttentionInputs& in
   check_view("delta", out.delta, per_row, true);
   check_view("residual", out.residual, per_row, true);
   check_view("residual_floor", out.residual_floor, per_row, true);
-  check_finite_inputs(config, shape, in);
-  if (!config.allow_nonfinite)
-    check_finite("grad_output", grad_output, shape.B, [&](int64_t b) { return shape.rows(config.mask, b); });
+  check_finite_inputs(problem, in);
+  if (!problem.allow_nonfinite)
+    check_finite("grad_output", grad_output, problem.B, [&](int64_t b) { return problem.rows(b); });
 
-  const std::vector<HeadPlan> plans = resolve_plans(config, shape);
-  const Operands operands(config, shape, plans, in, nullptr);  // the observer saw k and v in the forward pass
-  const Call call{config, shape, plans, in, operands, observer};
+  const std::vector<HeadPlan> plans = resolve_plans(problem);
+  const Operands operands(problem, plans, in, nullptr);  // the observer saw k and v in the forward pass
+  const Call call{problem, plans, in, operands, observer};
   Tiles tiles(call);
-  const int64_t group = shape.H / shape.G, step_rows = call.tile_rows(), step_keys = call.tile_keys();
+  const int64_t group = problem.H / problem.G, step_rows = call.tile_rows(), step_keys = call.tile_keys();
   const size_t stride = static_cast<size_t>(operands.stride());
 
-  const bool by_heads = observer || shape.B * shape.G >= thread_count();
-  std::vector<float> shared_delta(by_heads ? 0 : static_cast<size_t>(shape.B * shape.H * shape.T));
+  const bool by_heads = observer || problem.B * problem.G >= thread_count();
+  std::vector<float> shared_delta(by_heads ? 0 : static_cast<size_t>(problem.B * problem.H * problem.T));
   float* const shared = by_heads ? nullptr : shared_delta.data();
   // The contributions of all rows and heads to keys [first, last) of kv head g, rows ascending, and, if
   // asked, dQ.
   const auto keys_of_head = [&](int64_t b, int64_t g, int64_t first, int64_t last, bool write_rows,
                                 int worker) {
-    const int64_t keys = std::min(last, shape.keys(config.mask, b)) - first;
+    const int64_t keys = std::min(last, problem.keys(b)) - first;
     if (keys < 0) return;
     std::vector<float> dk(static_cast<size_t>(keys) * stride), dv(static_cast<size_t>(keys) * stride);
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
-      for (int64_t row = 0; row < shape.rows(config.mask, b); row += step_rows)
+      for (int64_t row = 0; row < problem.rows(b); row += step_rows)
         tiles.of(worker).backward(
             b, h, row,
             {grad_output, saved, out, write_rows, shared, dk.data(), dv.data(), first, first + keys});
@@ -214,28 +207,29 @@ void attention_backward(const AttentionConfig& config, const AttentionInputs& in
   // (five products). Else rows and keys are shared out apart, and each finds them for itself (seven). Same
   // sums, same order. An observer is called for one row from one thread at a time, so it has the first way.
   if (by_heads) {
-    parallel_for(shape.B * shape.G, [&](int64_t item, int worker) {
-      keys_of_head(item / shape.G, item % shape.G, 0, shape.N, /*write_rows=*/true, worker);
+    parallel_for(problem.B * problem.G, [&](int64_t item, int worker) {
+      keys_of_head(item / problem.G, item % problem.G, 0, problem.N, /*write_rows=*/true, worker);
     });
   } else {
     for_each_row_tile(call, [&](int64_t b, int64_t h, int64_t row, int worker) {
       tiles.of(worker).backward(b, h, row, {grad_output, saved, out, true, shared});
     });
-    const int64_t parts = (shape.N + step_keys - 1) / step_keys;
-    parallel_for(shape.B * shape.G * parts, [&](int64_t item, int worker) {
+    const int64_t parts = (problem.N + step_keys - 1) / step_keys;
+    parallel_for(problem.B * problem.G * parts, [&](int64_t item, int worker) {
       const int64_t head = item / parts, first = item % parts * step_keys;
-      keys_of_head(head / shape.G, head % shape.G, first, first + step_keys, /*write_rows=*/false, worker);
+      keys_of_head(head / problem.G, head % problem.G, first, first + step_keys, /*write_rows=*/false,
+                   worker);
     });
   }
-  for (int64_t b = 0; b < shape.B; ++b) {
-    const int64_t rows = shape.rows(config.mask, b), keys = shape.keys(config.mask, b);
-    for (int64_t h = 0; h < shape.H; ++h) {
+  for (int64_t b = 0; b < problem.B; ++b) {
+    const int64_t rows = problem.rows(b), keys = problem.keys(b);
+    for (int64_t h = 0; h < problem.H; ++h) {
       fill_rows(out.dq, b, h, rows, 0.0f);
       fill_rows(out.delta, b, h, rows, 0.0f);
       fill_rows(out.residual, b, h, rows, 0.0);
       fill_rows(out.residual_floor, b, h, rows, 0.0);
     }
-    for (int64_t g = 0; g < shape.G; ++g) {
+    for (int64_t g = 0; g < problem.G; ++g) {
       fill_rows(out.dk, b, g, keys, 0.0f);
       fill_rows(out.dv, b, g, keys, 0.0f);
     }

@@ -1,5 +1,5 @@
-// Attention on a GPU in a build without CUDA: says so. cmake/cuda.cmake chooses between this and cuda/.
-#include "attention/attention_cuda.h"
+// The GPU's families of kernels in a build without CUDA: they say so. cmake/cuda.cmake chooses between this and cuda/.
+#include "attention/family_calls.h"
 #include "base/error.h"
 
 namespace evenkeel {
@@ -9,13 +9,22 @@ namespace {
 
 }  // namespace
 
-CudaSizes cuda_attention_sizes(const CudaAttention&, bool) { refuse(); }
-KernelChoice attention_forward_cuda(const CudaAttention&, const CudaInputs&, const CudaForward&, bool, void*,
-                                    void*) {
+std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem&) { refuse(); }
+void hopper_forward(const AttentionProblem&, const FamilyPlan&, const PassInputs&, const ForwardPass&, void*,
+                    void*) {
   refuse();
 }
-KernelChoice attention_backward_cuda(const CudaAttention&, const CudaInputs&, const DeviceTensor&,
-                                     const CudaForward&, const CudaBackward&, bool, void*, void*) {
+void hopper_backward(const AttentionProblem&, const FamilyPlan&, const PassInputs&, const DeviceTensor&,
+                     const ForwardPass&, const BackwardPass&, void*, void*) {
+  refuse();
+}
+std::shared_ptr<const FamilyPlan> any_plan_prepare(const AttentionProblem&) { refuse(); }
+void any_plan_forward(const AttentionProblem&, const FamilyPlan&, const PassInputs&, const ForwardPass&,
+                      void*, void*) {
+  refuse();
+}
+void any_plan_backward(const AttentionProblem&, const FamilyPlan&, const PassInputs&, const DeviceTensor&,
+                       const ForwardPass&, const BackwardPass&, void*, void*) {
   refuse();
 }
 

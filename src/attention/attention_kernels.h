@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+#include "numerics/cpu.h"
+
 namespace evenkeel {
 
 struct AttentionKernels {
@@ -49,14 +51,6 @@ inline constexpr int64_t kColumnStep = 16;
 
 const AttentionKernels& attention_kernels();  // of this machine's CPU target
 
-namespace baseline {
-extern const AttentionKernels kAttentionKernels;
-}
-namespace avx2 {
-extern const AttentionKernels kAttentionKernels;
-}
-namespace avx512 {
-extern const AttentionKernels kAttentionKernels;
-}
+EVENKEEL_DECLARE_BY_TARGET(const AttentionKernels, kAttentionKernels);
 
 }  // namespace evenkeel

@@ -11,18 +11,17 @@ namespace evenkeel {
 namespace {
 
 template <class Real>
-struct Problem {
-  const AttentionConfig& config;
+struct Task {
+  AttentionProblem problem;  // complete
   const AttentionInputsOf<Real>& in;
   View<const Real> grad_output;  // (B, H, T, D), or none
-  AttentionShape shape;
 };
 
 template <class Real>
-bool is_visible(const Problem<Real>& p, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const AttentionMask& mask = p.config.mask;
-  const auto [first, last] = p.shape.key_range(mask, b, i);
-  return j >= first && j < last && (!mask.visible.present() || *mask.visible.at(b, h, i, j) != 0);
+bool is_visible(const Task<Real>& task, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const View<const uint8_t>& visible = task.problem.mask.visible;
+  const auto [first, last] = task.problem.key_range(b, i);
+  return j >= first && j < last && (!visible.present() || *visible.at(b, h, i, j) != 0);
 }
 
 template <class Real>
@@ -36,17 +35,17 @@ double dot(int64_t D, View<const Real> x, int64_t x_head, int64_t x_row, View<co
 
 // One row of one head. Adds to dk and dv.
 template <class Real>
-void reference_row(const Problem<Real>& p, int64_t b, int64_t h, int64_t i, AttentionReference& out) {
-  const View<const Real>& grad_output = p.grad_output;
-  const auto& [B, H, G, T, N, D, scale] = p.shape;
-  const int64_t g = h / (H / G);
-  const double a = scale, c = p.config.softcap;
+void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, AttentionReference& out) {
+  const View<const Real>& grad_output = task.grad_output;
+  const AttentionProblem& p = task.problem;
+  const int64_t N = p.N, D = p.D, g = h / (p.H / p.G);
+  const double a = p.scale, c = p.softcap;
 
   double m = -std::numeric_limits<double>::infinity();
   std::vector<double> S(N, m), slope(N, 1.0);  // slope: of the soft cap at S
   for (int64_t j = 0; j < N; ++j) {
-    if (!is_visible(p, b, h, i, j)) continue;
-    S[j] = a * dot(D, p.in.q, h, i, p.in.k, g, j, b);
+    if (!is_visible(task, b, h, i, j)) continue;
+    S[j] = a * dot(D, task.in.q, h, i, task.in.k, g, j, b);
     if (c > 0) {
       const double t = std::tanh(S[j] / c);
       S[j] = c * t;
@@ -65,33 +64,33 @@ void reference_row(const Problem<Real>& p, int64_t b, int64_t h, int64_t i, Atte
   for (int64_t j = 0; j < N; ++j) P[j] = std::exp(S[j] - m) / l;
   for (int64_t j = 0; j < N; ++j)
     if (P[j] != 0)
-      for (int64_t d = 0; d < D; ++d) O[d] += P[j] * double{*p.in.v.at(b, g, j, d)};
+      for (int64_t d = 0; d < D; ++d) O[d] += P[j] * double{*task.in.v.at(b, g, j, d)};
   for (int64_t d = 0; d < D; ++d) *out.o.view().at(b, h, i, d) = O[d];
   if (!grad_output.present()) return;
 
   double delta = 0;
   for (int64_t d = 0; d < D; ++d) delta += double{*grad_output.at(b, h, i, d)} * O[d];
   *out.delta.view().at(b, h, i) = delta;
-  const auto& plans = p.config.plans;
-  const double z = plans[plans.size() == 1 ? 0 : h].keel;
+  const double z = p.plan(h).keel;
   for (int64_t j = 0; j < N; ++j) {
     if (P[j] == 0) continue;
-    const double dP = dot(D, grad_output, h, i, p.in.v, g, j, b);
+    const double dP = dot(D, grad_output, h, i, task.in.v, g, j, b);
     const double dS = a * slope[j] * (P[j] * (dP - delta) + 2 * z * L * P[j]);
     for (int64_t d = 0; d < D; ++d) {
       *out.dv.view().at(b, g, j, d) += P[j] * double{*grad_output.at(b, h, i, d)};
-      *out.dq.view().at(b, h, i, d) += dS * double{*p.in.k.at(b, g, j, d)};
-      *out.dk.view().at(b, g, j, d) += dS * double{*p.in.q.at(b, h, i, d)};
+      *out.dq.view().at(b, h, i, d) += dS * double{*task.in.k.at(b, g, j, d)};
+      *out.dk.view().at(b, g, j, d) += dS * double{*task.in.q.at(b, h, i, d)};
     }
   }
 }
 
 template <class Real>
-AttentionReference reference(const AttentionConfig& config, const AttentionInputsOf<Real>& in,
+AttentionReference reference(const AttentionProblem& asked, const AttentionInputsOf<Real>& in,
                              View<const Real> grad_output) {
-  const Problem<Real> p{config, in, grad_output, AttentionShape(config, in)};
-  const auto& [B, H, G, T, N, D, scale] = p.shape;
-  const std::array<int64_t, 4> per_feature{B, H, T, D}, per_key{B, G, N, D}, per_row{B, H, T, 1};
+  const Task<Real> task{problem_of(asked, in), in, grad_output};
+  const AttentionProblem& p = task.problem;
+  const std::array<int64_t, 4> per_feature{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D},
+      per_row{p.B, p.H, p.T, 1};
 
   AttentionReference out;
   out.o = Tensor<double>(per_feature);
@@ -99,30 +98,30 @@ AttentionReference reference(const AttentionConfig& config, const AttentionInput
   for (double& L : out.lse.values()) L = -std::numeric_limits<double>::infinity();
   if (grad_output.present()) {
     require(grad_output.shape == per_feature,
-            "[attention] expected grad_output of q's shape ({}, {}, {}, {}), got ({}, {}, {}, {})", B, H, T,
-            D, grad_output.shape[0], grad_output.shape[1], grad_output.shape[2], grad_output.shape[3]);
+            "[attention] expected grad_output of q's shape ({}, {}, {}, {}), got ({}, {}, {}, {})", p.B, p.H,
+            p.T, p.D, grad_output.shape[0], grad_output.shape[1], grad_output.shape[2], grad_output.shape[3]);
     out.dq = Tensor<double>(per_feature);
     out.dk = out.dv = Tensor<double>(per_key);
     out.delta = Tensor<double>(per_row);
   }
   // One key/value head with its query heads is one item: no two items add to the same dk and dv.
-  parallel_for(B * G, [&](int64_t item, int) {
-    const int64_t b = item / p.shape.G, g = item % p.shape.G, group = p.shape.H / p.shape.G;
+  parallel_for(p.B * p.G, [&](int64_t item, int) {
+    const int64_t b = item / p.G, g = item % p.G, group = p.H / p.G;
     for (int64_t h = g * group; h < (g + 1) * group; ++h)
-      for (int64_t i = 0; i < p.shape.rows(config.mask, b); ++i) reference_row(p, b, h, i, out);
+      for (int64_t i = 0; i < p.rows(b); ++i) reference_row(task, b, h, i, out);
   });
   return out;
 }
 
 }  // namespace
 
-AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputs& in,
+AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputs& in,
                                        View<const float> grad_output) {
-  return reference(config, in, grad_output);
+  return reference(problem, in, grad_output);
 }
-AttentionReference attention_reference(const AttentionConfig& config, const AttentionInputsOf<double>& in,
+AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputsOf<double>& in,
                                        View<const double> grad_output) {
-  return reference(config, in, grad_output);
+  return reference(problem, in, grad_output);
 }
 
 }  // namespace evenkeel

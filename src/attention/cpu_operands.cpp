@@ -8,19 +8,7 @@
 
 namespace evenkeel {
 
-const AttentionKernels& attention_kernels() {
-#if defined(__x86_64__)
-  switch (cpu_target()) {
-    case CpuTarget::avx512:
-      return avx512::kAttentionKernels;
-    case CpuTarget::avx2:
-      return avx2::kAttentionKernels;
-    case CpuTarget::baseline:
-      break;
-  }
-#endif
-  return baseline::kAttentionKernels;
-}
+const AttentionKernels& attention_kernels() { return EVENKEEL_OF_TARGET(cpu_target(), kAttentionKernels); }
 
 void copy_strided(float* target, const float* source, int64_t stride, int64_t count) {
   if (stride == 1) {
@@ -44,12 +32,14 @@ void centre(float* x, int64_t keys, int64_t D, int64_t stride, float* mean) {
 
 }  // namespace
 
-Operands::Operands(const AttentionConfig& config, const AttentionShape& shape,
-                   const std::vector<HeadPlan>& plans, const AttentionInputs& in, SiteObserver* observer)
-    : keys_(shape.N), stride_(round_up(shape.D, kColumnStep)), copy_of_head_(static_cast<size_t>(shape.H)) {
-  const int64_t group = shape.H / shape.G;
+Operands::Operands(const AttentionProblem& problem, const std::vector<HeadPlan>& plans,
+                   const AttentionInputs& in, SiteObserver* observer)
+    : keys_(problem.N),
+      stride_(round_up(problem.D, kColumnStep)),
+      copy_of_head_(static_cast<size_t>(problem.H)) {
+  const int64_t group = problem.H / problem.G;
   std::vector<int64_t> owner;  // of each copy: the first head that reads it
-  for (int64_t h = 0; h < shape.H; ++h) {
+  for (int64_t h = 0; h < problem.H; ++h) {
     size_t copy = 0;
     while (copy < owner.size() &&
            !(owner[copy] / group == h / group &&
@@ -59,13 +49,13 @@ Operands::Operands(const AttentionConfig& config, const AttentionShape& shape,
     copy_of_head_[static_cast<size_t>(h)] = static_cast<int64_t>(copy);
   }
   copies_ = static_cast<int64_t>(owner.size());
-  k_.resize(static_cast<size_t>(shape.B * copies_ * keys_ * stride_));
+  k_.resize(static_cast<size_t>(problem.B * copies_ * keys_ * stride_));
   v_.resize(k_.size());
-  mean_.resize(static_cast<size_t>(shape.B * copies_ * stride_));
+  mean_.resize(static_cast<size_t>(problem.B * copies_ * stride_));
 
-  parallel_for(shape.B * copies_, [&](int64_t item, int) {
+  parallel_for(problem.B * copies_, [&](int64_t item, int) {
     const int64_t b = item / copies_, h = owner[static_cast<size_t>(item % copies_)];
-    const int64_t g = h / group, keys = shape.keys(config.mask, b), D = shape.D;
+    const int64_t g = h / group, keys = problem.keys(b), D = problem.D;
     const HeadPlan& head = plans[static_cast<size_t>(h)];
     const PrecisionPlan& plan = head.plan;
     for (Site site : {Site::k, Site::v}) {
@@ -80,8 +70,8 @@ Operands::Operands(const AttentionConfig& config, const AttentionShape& shape,
       if (observer) exact.assign(x, x + keys * stride_);
       for (int64_t j = 0; j < keys; ++j)
         round_array(rounding, x + j * stride_, x + j * stride_, static_cast<size_t>(D),
-                    stream_key(config, plan, static_cast<uint32_t>(site)),
-                    static_cast<uint64_t>((((config.first_sequence + b) * shape.G + g) * keys_ + j) * D));
+                    stream_key(problem, plan, static_cast<uint32_t>(site)),
+                    static_cast<uint64_t>((((problem.first_sequence + b) * problem.G + g) * keys_ + j) * D));
       if (observer) observer->observe({site, b, h, 0, 0, keys, D, stride_, 1, exact.data(), x});
     }
   });

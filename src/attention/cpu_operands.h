@@ -18,16 +18,16 @@ void copy_strided(float* target, const float* source, int64_t stride, int64_t co
 // The stream of random numbers of a site (or of the rows' shifts) in this layer and step.
 inline constexpr uint32_t kShiftStream = 63;
 static_assert(kSiteCount <= static_cast<int>(kShiftStream));
-inline RandomKey stream_key(const AttentionConfig& config, const PrecisionPlan& plan, uint32_t stream) {
-  return {plan.seed, config.step, config.layer * 64 + stream};
+inline RandomKey stream_key(const AttentionProblem& problem, const PrecisionPlan& plan, uint32_t stream) {
+  return {plan.seed, problem.step, problem.layer * 64 + stream};
 }
 
 // k and v of every sequence and head: packed, keys centred where asked, rounded at their sites. Heads of one
 // group share a copy unless their plans differ in it. Memory: O(B G N D).
 class Operands {
  public:
-  Operands(const AttentionConfig& config, const AttentionShape& shape, const std::vector<HeadPlan>& plans,
-           const AttentionInputs& in, SiteObserver* observer);
+  Operands(const AttentionProblem& problem, const std::vector<HeadPlan>& plans, const AttentionInputs& in,
+           SiteObserver* observer);
 
   int64_t stride() const { return stride_; }  // D padded to kColumnStep, with zeros
   const float* k(int64_t b, int64_t h, int64_t key) const {
@@ -54,8 +54,7 @@ class Operands {
 
 // What every tile of one call shares.
 struct Call {
-  const AttentionConfig& config;
-  const AttentionShape& shape;
+  const AttentionProblem& problem;     // complete
   const std::vector<HeadPlan>& plans;  // (H)
   const AttentionInputs& in;
   const Operands& operands;
@@ -65,8 +64,10 @@ struct Call {
   // Whole vectors, and whole blocks of a tensor core, which adds over rows in dK and dV.
   static constexpr int64_t kRowStep = 32;
   static_assert(kRowStep % kColumnStep == 0 && kRowStep % kMaxBlockTerms == 0);
-  int64_t tile_rows() const { return round_up(std::min(config.tile_rows, shape.T), kRowStep); }
-  int64_t tile_keys() const { return config.tile_keys == 0 ? shape.N : std::min(config.tile_keys, shape.N); }
+  int64_t tile_rows() const { return round_up(std::min(problem.tile_rows, problem.T), kRowStep); }
+  int64_t tile_keys() const {
+    return problem.tile_keys == 0 ? problem.N : std::min(problem.tile_keys, problem.N);
+  }
 };
 
 }  // namespace evenkeel

@@ -13,11 +13,6 @@
 
 #include "attention/stabiliser.h"
 
-#if defined(__CUDACC__)
-#define EVENKEEL_HOST_DEVICE __host__ __device__
-#else
-#define EVENKEEL_HOST_DEVICE
-#endif
 #if defined(__CUDA_ARCH__)
 #define EVENKEEL_ON(device, host) (device)
 #else
@@ -113,4 +108,3 @@ struct RowShift {
 }  // namespace evenkeel
 
 #undef EVENKEEL_ON
-#undef EVENKEEL_HOST_DEVICE

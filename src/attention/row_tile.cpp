@@ -12,7 +12,7 @@ RowTile::RowTile(const Call& call)
     : call_(call),
       kernels_(call.kernels),
       observer_(call.observer),
-      D_(call.shape.D),
+      D_(call.problem.D),
       width_(call.tile_rows()),
       depth_(call.operands.stride()) {
   const size_t rows = at(width_);
@@ -29,11 +29,11 @@ void RowTile::start(int64_t b, int64_t h, int64_t first_row) {
   h_ = h;
   row_ = first_row;
   head_ = &call_.plans[at(h)];
-  rows_ = std::min(width_, call_.shape.rows(call_.config.mask, b) - first_row);
+  rows_ = std::min(width_, call_.problem.rows(b) - first_row);
   columns_ = round_up(rows_, kColumnStep);
   for (int64_t i = 0; i < columns_; ++i) {
     const auto [first, last] =
-        i < rows_ ? call_.shape.key_range(call_.config.mask, b, row_ + i) : std::pair<int64_t, int64_t>{0, 0};
+        i < rows_ ? call_.problem.key_range(b, row_ + i) : std::pair<int64_t, int64_t>{0, 0};
     first_key_[at(i)] = first;
     last_key_[at(i)] = last;
   }
@@ -51,8 +51,8 @@ void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
     if (observer_) exact_ = rows;
     for (int64_t i = 0; i < rows_; ++i)
       round_array(rounding, &rows[at(i * depth_)], &rows[at(i * depth_)], at(D_),
-                  stream_key(call_.config, plan(), static_cast<uint32_t>(site)),
-                  static_cast<uint64_t>((random_head() * call_.shape.T + row_ + i) * D_));
+                  stream_key(call_.problem, plan(), static_cast<uint32_t>(site)),
+                  static_cast<uint64_t>((random_head() * call_.problem.T + row_ + i) * D_));
     if (observer_)
       observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
   }
@@ -100,10 +100,10 @@ void RowTile::round_only(Site site, float* block, int64_t lines, int64_t first_l
   // T is padded to the random numbers' group, so that tiles of 64 rows start at a group. The O that delta uses draws
   // as O does: rounded alike, they are the same numbers.
   const Site stream = site == Site::output_for_delta ? Site::output : site;
-  const int64_t pitch = round_up(call_.shape.T, static_cast<int64_t>(kRandomGroup));
+  const int64_t pitch = round_up(call_.problem.T, static_cast<int64_t>(kRandomGroup));
   for (int64_t line = 0; line < lines; ++line)
     round_array(rounding, block + line * width_, block + line * width_, at(columns_),
-                stream_key(call_.config, plan(), static_cast<uint32_t>(stream)),
+                stream_key(call_.problem, plan(), static_cast<uint32_t>(stream)),
                 static_cast<uint64_t>((random_head() * all_lines + first_line + line) * pitch + row_));
 }
 
@@ -133,15 +133,15 @@ void RowTile::multiply(Site operand, int64_t rows, int64_t columns, int64_t dept
 
 void RowTile::score_tile(int64_t key, int64_t keys) {
   multiply(Site::k, keys, columns_, D_, call_.operands.k(b_, h_, key), depth_, 1, qt_.data(), width_,
-           tile_.data(), width_, /*accumulate=*/false, call_.shape.scale);
-  if (const float cap = call_.config.softcap; cap > 0)
+           tile_.data(), width_, /*accumulate=*/false, call_.problem.scale);
+  if (const float cap = call_.problem.softcap; cap > 0)
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
         float& s = tile_[at(j * width_ + i)];
         s = cap * std::tanh(s / cap);
       }
   if (observer_) exact_.assign(tile_.begin(), tile_.begin() + keys * width_);
-  round_only(Site::scores, tile_.data(), keys, key, call_.shape.N);
+  round_only(Site::scores, tile_.data(), keys, key, call_.problem.N);
   mask_tile(tile_.data(), key, keys);
   if (observer_) {
     mask_tile(exact_.data(), key, keys);
@@ -159,7 +159,7 @@ void RowTile::mask_tile(float* scores, int64_t key, int64_t keys) const {
         float& s = scores[j * width_ + i];
         s = seen ? s : RowShift::kNone;
       }
-  if (const auto& visible = call_.config.mask.visible; visible.present())
+  if (const auto& visible = call_.problem.mask.visible; visible.present())
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = 0; i < rows_; ++i)
         if (*visible.at(b_, h_, row_ + i, key + j) == 0) scores[j * width_ + i] = RowShift::kNone;

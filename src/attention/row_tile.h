@@ -33,9 +33,9 @@ class RowTile {
  private:
   static size_t at(int64_t i) { return static_cast<size_t>(i); }
   const PrecisionPlan& plan() const { return head_->plan; }
-  int64_t head_index() const { return b_ * call_.shape.H + h_; }
+  int64_t head_index() const { return b_ * call_.problem.H + h_; }
   // The same among all sequences of the step: names random numbers.
-  int64_t random_head() const { return head_index() + call_.config.first_sequence * call_.shape.H; }
+  int64_t random_head() const { return head_index() + call_.problem.first_sequence * call_.problem.H; }
 
   // --- shared
   void start(int64_t b, int64_t h, int64_t first_row);

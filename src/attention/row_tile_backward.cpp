@@ -35,7 +35,7 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
       const bool rounded = observer_ || !is_identity(plan().at(Site::probs_bwd));
       if (rounded) {
         std::copy_n(tile_.begin(), keys * width_, operand_.begin());
-        round_lines(Site::probs_bwd, operand_.data(), keys, key, call_.shape.N, key);
+        round_lines(Site::probs_bwd, operand_.data(), keys, key, call_.problem.N, key);
       }
       multiply(Site::probs_bwd, keys, depth_, rows_, rounded ? operand_.data() : tile_.data(), width_, 1,
                do_.data(), depth_, task.dv + (key - task.first_key) * depth_, depth_, true);
@@ -76,11 +76,11 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
   key_ = key;
   SiteObserver* const observer = std::exchange(observer_, nullptr);
   score_tile(key, keys);
-  if (call_.config.softcap > 0) {
+  if (call_.problem.softcap > 0) {
     // d(c tanh(s / c)) / ds = 1 - tanh^2, from the capped score; masked entries are multiplied by P = 0.
     softcap_.resize(at(call_.tile_keys() * width_));
     for (int64_t n = 0; n < keys * width_; ++n) {
-      const float t = tile_[at(n)] == RowShift::kNone ? 0.0f : tile_[at(n)] / call_.config.softcap;
+      const float t = tile_[at(n)] == RowShift::kNone ? 0.0f : tile_[at(n)] / call_.problem.softcap;
       softcap_[at(n)] = 1.0f - t * t;
     }
   }
@@ -93,7 +93,7 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
       round_shifted(keys);
       kernels_.exp_shifted(tile_.data(), keys, columns_, width_, zeros_.data(), unused_.data());
     }
-    round_lines(Site::probs, tile_.data(), keys, key, call_.shape.N, key);
+    round_lines(Site::probs, tile_.data(), keys, key, call_.problem.N, key);
     kernels_.divide_columns(tile_.data(), tile_.data(), keys, columns_, width_, sum_.data());
   } else {
     kernels_.exp_shifted(tile_.data(), keys, columns_, width_, lse_.data(), unused_.data());
@@ -101,12 +101,13 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
   observer_ = observer;
   multiply(Site::v, keys, columns_, D_, call_.operands.v(b_, h_, key), depth_, 1, dot_.data(), width_,
            dp_.data(), width_, /*accumulate=*/false);
-  round_lines(Site::dprobs, dp_.data(), keys, key, call_.shape.N, key);
+  round_lines(Site::dprobs, dp_.data(), keys, key, call_.problem.N, key);
 }
 
 void RowTile::find_delta(const BackwardTask& task) {
   delta_.assign(at(width_), 0.0f);
-  float* const shared = task.shared_delta ? task.shared_delta + head_index() * call_.shape.T + row_ : nullptr;
+  float* const shared =
+      task.shared_delta ? task.shared_delta + head_index() * call_.problem.T + row_ : nullptr;
   if (shared && !task.write_rows) {
     std::copy_n(shared, rows_, delta_.begin());
     return;
@@ -142,7 +143,7 @@ void RowTile::add_keel_of_mean_key(const AttentionForward& saved) {
   for (int64_t i = 0; i < rows_; ++i) {
     const float lse = *saved.lse.at(b_, h_, row_ + i);
     if (lse == RowShift::kNone) continue;
-    const float sum = call_.shape.scale * 2 * plan().keel * lse;
+    const float sum = call_.problem.scale * 2 * plan().keel * lse;
     for (int64_t d = 0; d < D_; ++d) dqt_[at(d * width_ + i)] += sum * mean_key[d];
   }
 }
@@ -150,20 +151,21 @@ void RowTile::add_keel_of_mean_key(const AttentionForward& saved) {
 // dp_ = dS = a P (dP - delta), through softcap, rounded. With softcap the residual is taken before its derivative, whose
 // slopes would hide it; else from what dQ and dK receive.
 void RowTile::score_gradients(int64_t key, int64_t keys, bool facts) {
-  kernels_.score_gradient(tile_.data(), dp_.data(), keys, columns_, width_, delta_.data(), call_.shape.scale);
-  if (call_.config.softcap > 0) {
+  kernels_.score_gradient(tile_.data(), dp_.data(), keys, columns_, width_, delta_.data(),
+                          call_.problem.scale);
+  if (call_.problem.softcap > 0) {
     if (facts) measure_residual(keys, kFp32);
     for (int64_t n = 0; n < keys * width_; ++n) dp_[at(n)] *= softcap_[at(n)];
     facts = false;
   }
-  round_lines(Site::dscores, dp_.data(), keys, key, call_.shape.N, key);
+  round_lines(Site::dscores, dp_.data(), keys, key, call_.problem.N, key);
   if (facts) measure_residual(keys, plan().at(Site::dscores).format);
 }
 
 // Adds dp_ to the rows' residuals, and the variance of one rounding to the format to their floors, which takes most of
 // the time and is left out where nobody asks.
 void RowTile::measure_residual(int64_t keys, Format format) {
-  const double inverse_scale = 1.0 / call_.shape.scale;
+  const double inverse_scale = 1.0 / call_.problem.scale;
   for (int64_t j = 0; j < keys; ++j)
     for (int64_t i = 0; i < rows_; ++i) {
       const int64_t n = j * width_ + i;

@@ -15,8 +15,8 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
   units_.assign(rows, 0.5f);
   if (draws_number(head_->shift.rule))
     for (int64_t i = 0; i < rows_; ++i)
-      units_[at(i)] = random_unit(stream_key(call_.config, plan(), kShiftStream),
-                                  static_cast<uint64_t>(random_head() * call_.shape.T + row_ + i));
+      units_[at(i)] = random_unit(stream_key(call_.problem, plan(), kShiftStream),
+                                  static_cast<uint64_t>(random_head() * call_.problem.T + row_ + i));
   sum_.assign(rows, 0.0f);
   wide_sum_.assign(rows, 0.0f);
   m_.assign(rows, 0.0f);
@@ -27,7 +27,7 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
   tile_sum_.assign(rows, 0.0f);
   if (head_->max_first) find_maxima();
 
-  const int64_t tiles = (call_.shape.N + call_.tile_keys() - 1) / call_.tile_keys();
+  const int64_t tiles = (call_.problem.N + call_.tile_keys() - 1) / call_.tile_keys();
   for_each_key_tile([&](int64_t key, int64_t keys) {
     const int64_t tile = key / call_.tile_keys();
     key_ = key;
@@ -103,7 +103,7 @@ void RowTile::probabilities(int64_t keys) {
     round_shifted(keys);
     kernels_.exp_shifted(p, keys, columns_, width_, zeros_.data(), tile_sum_.data());
   }
-  round_lines(Site::probs, p, keys, key_, call_.shape.N, key_);
+  round_lines(Site::probs, p, keys, key_, call_.problem.N, key_);
   if (head_->sums_rounded) {  // l is the sum of the probabilities that are used
     std::fill_n(tile_sum_.begin(), columns_, 0.0f);
     kernels_.column_sum(p, keys, columns_, width_, tile_sum_.data());
@@ -119,7 +119,7 @@ void RowTile::round_shifted(int64_t keys) {
   const Rounding& rounding = plan().at(Site::shifted);
   const bool keeps_infinity = rounding.format.has_infinity && !rounding.saturate;
   if (observer_ || !keeps_infinity) exact_.assign(tile_.begin(), tile_.begin() + keys * width_);
-  round_only(Site::shifted, tile_.data(), keys, key_, call_.shape.N);
+  round_only(Site::shifted, tile_.data(), keys, key_, call_.problem.N);
   if (!keeps_infinity)
     for (int64_t n = 0; n < keys * width_; ++n)
       if (exact_[at(n)] == RowShift::kNone) tile_[at(n)] = RowShift::kNone;
@@ -154,7 +154,7 @@ void RowTile::write_forward(const AttentionForward& out) {
       if (head_->centres_keys) {
         double dot = 0;
         for (int64_t d = 0; d < D_; ++d) dot += static_cast<double>(q_[at(i * depth_ + d)]) * mean_key[d];
-        lse += static_cast<float>(call_.shape.scale * dot);
+        lse += static_cast<float>(call_.problem.scale * dot);
       }
     }
     *out.lse.at(b_, h_, row_ + i) = lse;

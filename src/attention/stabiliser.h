@@ -8,6 +8,12 @@
 #include <cstdint>
 #include <string_view>
 
+#if defined(__CUDACC__)
+#define EVENKEEL_HOST_DEVICE __host__ __device__
+#else
+#define EVENKEEL_HOST_DEVICE
+#endif
+
 namespace evenkeel {
 
 // m, which is subtracted from a row's scores (row_shift.h has the arithmetic).
@@ -99,13 +105,13 @@ static_assert(
 
 // Does the rule count scores that tie with the maximum? Does it draw a random number for each row? May a kernel let m
 // stay behind the row's maximum for a while?
-constexpr bool counts_ties(ShiftRule rule) {
+EVENKEEL_HOST_DEVICE constexpr bool counts_ties(ShiftRule rule) {
   return rule == ShiftRule::paper || rule == ShiftRule::paper_capped;
 }
-constexpr bool draws_number(ShiftRule rule) {
+EVENKEEL_HOST_DEVICE constexpr bool draws_number(ShiftRule rule) {
   return rule == ShiftRule::dither || rule == ShiftRule::paper_capped;
 }
-constexpr bool may_lag(ShiftRule rule) {
+EVENKEEL_HOST_DEVICE constexpr bool may_lag(ShiftRule rule) {
   return rule == ShiftRule::lagging_max || rule == ShiftRule::dither || rule == ShiftRule::power_of_two;
 }
 

@@ -186,7 +186,7 @@ int bench_attention(bool check, bool json) {
   std::vector<std::pair<int64_t, int64_t>> memory;  // (T, KiB beyond what was there)
   for (int64_t T : {4096, 16384}) {
     const Problem p = make_problem(1, T, 64);
-    AttentionConfig config;
+    AttentionProblem config;
     config.plans = {parse_plan("bf16_all")};
     config.mask.causal = true;
     AttentionBuffers buffers(p.inputs(), false);
@@ -201,7 +201,7 @@ int bench_attention(bool check, bool json) {
   std::vector<Entry> entries;
   for (const char* plan : {"fp32", "flash2", "bf16_all", "bf16_all,stabiliser=consistent",
                            "bf16_all,stabiliser=zero_sum", "fp8"}) {
-    AttentionConfig config;
+    AttentionProblem config;
     config.plans = {parse_plan(plan)};
     config.mask.causal = true;
     entries.push_back({plan,

@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_call.h"
 #include "base/error.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
@@ -225,15 +225,8 @@ Timings timings_of(const Json& answer) {
 // q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D).
 class OnDevice {
  public:
-  OnDevice(const Row& row, const Contestant& c) : facts_(c.facts) {
-    problem_.B = row.B;
-    problem_.H = problem_.G = row.H;
-    problem_.T = problem_.N = row.T;
-    problem_.D = row.D;
-    problem_.causal = true;
-    problem_.plans = {parse_plan(c.plan)};
-    choice = choose_kernel(cuda_device(), problem_, facts_);
-    const CudaSizes sizes = cuda_attention_sizes(problem_, facts_);
+  OnDevice(const Row& row, const Contestant& c) : call_(resolve(problem_of(row, c), cuda_device())) {
+    const PassSizes& sizes = call_.sizes();
     const auto elements = static_cast<size_t>(row.B * row.H * row.T * row.D),
                rows = elements / static_cast<size_t>(row.D);
     // Uniform with variance 1; a block that repeats at no multiple of a head is as good as fresh numbers here.
@@ -254,28 +247,38 @@ class OnDevice {
     workspace_ = DeviceMemory(sizes.workspace);
     stride_ = {row.H * row.T * row.D, row.T * row.D, row.D, 1};
   }
-  void forward(void* stream) const {
-    attention_forward_cuda(problem_, inputs(), results(), facts_, workspace_.data(), stream);
-  }
+  void forward(void* stream) const { call_.forward(inputs(), results(), workspace_.data(), stream); }
   void backward(void* stream) const {
-    CudaBackward out{tensor(5), tensor(6), tensor(7)};
-    if (facts_) {
+    BackwardPass out{tensor(5), tensor(6), tensor(7)};
+    if (has_facts()) {
       out.residual = rows_[2].as<float>();
       out.delta_error = rows_[3].as<float>();
     }
-    attention_backward_cuda(problem_, inputs(), tensor(3), results(), out, facts_, workspace_.data(), stream);
+    call_.backward(inputs(), tensor(3), results(), out, workspace_.data(), stream);
   }
-  KernelChoice choice;
+  const KernelChoice& choice() const { return call_.choice(); }
 
  private:
+  static AttentionProblem problem_of(const Row& row, const Contestant& c) {
+    AttentionProblem p;
+    p.B = row.B;
+    p.H = p.G = row.H;
+    p.T = p.N = row.T;
+    p.D = row.D;
+    p.type = TensorType::bf16;
+    p.mask.causal = true;
+    p.plans = {parse_plan(c.plan)};
+    p.with_facts = c.facts;
+    return p;
+  }
+  bool has_facts() const { return call_.problem().with_facts; }
   DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), stride_}; }
-  CudaInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
-  CudaForward results() const {
-    return {tensor(4), rows_[0].as<float>(), saved_.data(), facts_ ? rows_[1].as<int32_t>() : nullptr};
+  PassInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
+  ForwardPass results() const {
+    return {tensor(4), rows_[0].as<float>(), saved_.data(), has_facts() ? rows_[1].as<int32_t>() : nullptr};
   }
 
-  CudaAttention problem_;
-  bool facts_;
+  AttentionCall call_;
   static constexpr size_t kInputs = 4;
   std::array<DeviceMemory, 8> tensors_;  // q, k, v, dO, o, dq, dk, dv
   std::array<DeviceMemory, 4> rows_;     // lse, ties, residual, delta_error
@@ -295,8 +298,8 @@ Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
       timing.name = c.name;
       try {
         running.push_back(std::make_unique<OnDevice>(*group.row, c));
-        timing.kernel = name(running.back()->choice.kernel);
-        timing.why = running.back()->choice.why;
+        timing.kernel = running.back()->choice().kernel;
+        timing.why = running.back()->choice().why;
         running.back()->forward(nullptr);
         running.back()->backward(nullptr);
         device_wait();

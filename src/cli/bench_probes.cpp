@@ -7,12 +7,12 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "attention/attention_cuda.h"
 #include "base/error.h"
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/bench.h"
 #include "diagnosis/probe_recorder.h"
+#include "gpu/device.h"
 #include "numerics/random.h"
 #include "training/backend.h"
 #include "training/trainer.h"

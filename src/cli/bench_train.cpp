@@ -10,12 +10,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "attention/attention_cuda.h"
 #include "base/error.h"
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
+#include "gpu/device.h"
 #include "numerics/cpu.h"
 #include "numerics/random.h"
 #include "training/trainer.h"

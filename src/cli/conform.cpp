@@ -5,12 +5,12 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "attention/attention_cuda.h"
 #include "base/error.h"
 #include "base/progress.h"
 #include "cli/options.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/conform_gpu.h"
+#include "gpu/device.h"
 
 namespace evenkeel::cli {
 namespace {

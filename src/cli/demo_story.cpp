@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/attention_cuda.h"
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/demo.h"
@@ -12,6 +11,7 @@
 #include "diagnosis/conform.h"
 #include "diagnosis/conform_gpu.h"
 #include "diagnosis/drift.h"
+#include "gpu/device.h"
 #include "numerics/explain.h"
 
 namespace evenkeel::cli {

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "attention/attention_cuda.h"
+#include "attention/kernel_families.h"
 #include "base/threads.h"
 #include "cli/options.h"
 #include "numerics/cpu.h"
@@ -26,17 +26,37 @@ struct PlanChoice {
 // What runs on the GPU for bf16 tensors of head size 64.
 std::vector<PlanChoice> gpu_choices(const CudaDevice& device) {
   std::vector<PlanChoice> choices;
-  if (!device.present) return choices;
+  if (!device.present || device.major < kLeastCudaMajor) return choices;
   for (const char* plan : kPlans) {
-    CudaAttention problem;
+    AttentionProblem problem;
     problem.B = problem.H = problem.G = 1;
     problem.T = problem.N = 1024;
     problem.D = 64;
-    problem.causal = true;
+    problem.type = TensorType::bf16;
+    problem.mask.causal = true;
     problem.plans = {parse_plan(plan)};
-    choices.push_back({plan, choose_kernel(device, problem, /*with_facts=*/false)});
+    choices.push_back({plan, choose_kernel(problem, device)});
   }
   return choices;
+}
+
+std::string head_sizes(const FamilyLimits& limits) {
+  if (limits.largest_head == 0) return "any";
+  return limits.head_step == 1
+             ? fmt::format("up to {}", limits.largest_head)
+             : fmt::format("multiples of {} up to {}", limits.head_step, limits.largest_head);
+}
+
+// The families of attention kernels in this library, and their limits.
+Json families_as_json() {
+  Json list = Json::array();
+  for (const KernelFamily& family : kernel_families())
+    list.push_back({{"name", family.name},
+                    {"device", family.on_gpu ? "gpu" : "cpu"},
+                    {"types", types_taken(family.limits)},
+                    {"head_step", family.limits.head_step},
+                    {"largest_head", family.limits.largest_head}});
+  return list;
 }
 
 }  // namespace
@@ -65,12 +85,13 @@ int run_info(int argc, char** argv) {
       gpu["why"] = device.why;
     }
     for (const auto& [plan, choice] : choices)
-      gpu["kernels"].push_back({{"plan", plan}, {"kernel", name(choice.kernel)}, {"why", choice.why}});
+      gpu["kernels"].push_back({{"plan", plan}, {"kernel", choice.kernel}, {"why", choice.why}});
     const Json out = {{"version", EVENKEEL_VERSION},
                       {"threads", thread_count()},
                       {"kernels", target},
                       {"why", why},
                       {"gpu", gpu},
+                      {"attention_families", families_as_json()},
                       {"training", {{"backend", name(training.backend)}, {"why", training.why}}}};
     fmt::print("{}\n", out.dump(2));
     return 0;
@@ -82,8 +103,10 @@ int run_info(int argc, char** argv) {
                device.multiprocessors);
   else
     fmt::print("GPU        none: {}\n", device.why);
-  for (const auto& [plan, choice] : choices)
-    fmt::print("  {:<30} {}: {}\n", plan, name(choice.kernel), choice.why);
+  for (const auto& [plan, choice] : choices) fmt::print("  {:<30} {}: {}\n", plan, choice.kernel, choice.why);
+  for (const KernelFamily& family : kernel_families())
+    fmt::print("attention  {:<9} {}, {}, head sizes {}\n", family.name, family.on_gpu ? "GPU" : "CPU",
+               types_taken(family.limits), head_sizes(family.limits));
   fmt::print("training   {}: {}\n", name(training.backend), training.why);
   return 0;
 }

@@ -157,8 +157,8 @@ AttentionInputs Capture::inputs() const {
   return {std::as_const(q).view(), std::as_const(k).view(), std::as_const(v).view()};
 }
 
-AttentionConfig Capture::attention_config() const {
-  AttentionConfig config;
+AttentionProblem Capture::attention_problem() const {
+  AttentionProblem config;
   config.plans = plans;
   config.scale = scale;
   config.softcap = softcap;
@@ -293,9 +293,11 @@ Capture read_capture(const Safetensors& file, const std::string& name) {
   require_data(std::isfinite(c.scale) && c.scale >= 0 && std::isfinite(c.softcap) && c.softcap >= 0,
                "{}: expected a finite scale and softcap of 0 or more, found {} and {}", name, c.scale,
                c.softcap);
-  for (const PrecisionPlan& plan : c.plans)
-    require_data(!(c.softcap > 0 && plan.stabiliser == Stabiliser::centre_keys),
-                 "{}: centre_keys cannot go with softcap, found both", name);
+  try {
+    problem_of(c.attention_problem(), c.inputs());
+  } catch (const std::invalid_argument& error) {
+    throw DataError(fmt::format("{}: {}", name, error.what()));
+  }
   return c;
 }
 

@@ -35,7 +35,7 @@ struct Capture {
 
   AttentionInputs inputs() const;
   // With the plans as they are: random numbers of stochastic sites are those of the run where all heads are there.
-  AttentionConfig attention_config() const;
+  AttentionProblem attention_problem() const;
   int64_t group_of(int64_t head) const {
     return head / (q.shape()[1] / k.shape()[1]);
   }  // among G; head among H

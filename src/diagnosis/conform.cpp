@@ -366,7 +366,7 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
       // The same inputs for every plan, other ones in every chunk.
       const uint64_t chunk_seed = seed * 1'000'003 + static_cast<uint64_t>(chunk);
       ConformInputs inputs(c, chunks.heads, chunk_seed, constant_feature);
-      AttentionConfig config;
+      AttentionProblem config;
       config.plans = {PrecisionPlan{}};
       config.mask = inputs.mask();
       config.tile_keys = c.tile_keys;
@@ -389,9 +389,9 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
   }
 }
 
-void read_off_outputs(const AttentionConfig& given, const AttentionInputs& in, View<const float> grad_output,
+void read_off_outputs(const AttentionProblem& given, const AttentionInputs& in, View<const float> grad_output,
                       AttentionBuffers& out) {
-  const AttentionShape shape(given, in);
+  const AttentionProblem shape = problem_of(given, in);
   for (int64_t b = 0; b < shape.B; ++b)
     for (int64_t g = 0; g < shape.G; ++g)
       for (int64_t j = 0; j < shape.N; ++j)
@@ -399,7 +399,7 @@ void read_off_outputs(const AttentionConfig& given, const AttentionInputs& in, V
                 "[conform] expected keys whose last feature is {}, got {}", kKeyConstant,
                 *in.k.at(b, g, j, shape.D - 1));
   // delta as exact arithmetic has it, and what rounding dS must leave: from the CPU, which rounds nothing else here.
-  AttentionConfig config = given;
+  AttentionProblem config = given;
   PrecisionPlan plan;
   plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
   plan.stabiliser = Stabiliser::zero_sum;
@@ -423,7 +423,7 @@ void read_off_outputs(const AttentionConfig& given, const AttentionInputs& in, V
       }
 }
 
-void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,
+void conform_cpu_kernel(const AttentionProblem& config, const AttentionInputs& in,
                         View<const float> grad_output, AttentionBuffers& buffers) {
   attention_forward(config, in, buffers.forward());
   attention_backward(config, in, grad_output, buffers.forward(), buffers.backward());

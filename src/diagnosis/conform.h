@@ -46,7 +46,7 @@ struct ConformInputs {
 inline constexpr float kKeyConstant = 0.5f;
 
 // A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config.
-using ConformKernel = std::function<void(const AttentionConfig&, const AttentionInputs&,
+using ConformKernel = std::function<void(const AttentionProblem&, const AttentionInputs&,
                                          View<const float> grad_output, AttentionBuffers&)>;
 
 // One plan on one case.
@@ -95,11 +95,11 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 // For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel): the residual, read off dQ at
 // the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.
 // REQUIRES: one plan; inputs with the constant feature.
-void read_off_outputs(const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
-                      AttentionBuffers& out);
+void read_off_outputs(const AttentionProblem& config, const AttentionInputs& in,
+                      View<const float> grad_output, AttentionBuffers& out);
 
 // attention_forward and attention_backward of the CPU.
-void conform_cpu_kernel(const AttentionConfig& config, const AttentionInputs& in,
+void conform_cpu_kernel(const AttentionProblem& config, const AttentionInputs& in,
                         View<const float> grad_output, AttentionBuffers& buffers);
 
 }  // namespace evenkeel

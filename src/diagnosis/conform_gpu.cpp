@@ -66,39 +66,24 @@ TensorType type_for(const PrecisionPlan& plan) {
 }  // namespace
 
 ConformKernel GpuConform::kernel() {
-  return [this](const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+  return [this](const AttentionProblem& config, const AttentionInputs& in, View<const float> grad_output,
                 AttentionBuffers& out) { run(config, in, grad_output, out); };
 }
 
-void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+void GpuConform::run(const AttentionProblem& config, const AttentionInputs& in, View<const float> grad_output,
                      AttentionBuffers& out) {
-  const AttentionShape shape(config, in);
+  AttentionProblem problem = problem_of(config, in);
   const PrecisionPlan& plan = config.plans[0];
   require(config.plans.size() == 1, "conform on the GPU: expected 1 plan, got {}", config.plans.size());
-
-  CudaAttention problem;
-  problem.B = shape.B;
-  problem.H = shape.H;
-  problem.G = shape.G;
-  problem.T = shape.T;
-  problem.N = shape.N;
-  problem.D = shape.D;
   problem.type = type_for(plan);
-  problem.plans = config.plans;
-  problem.scale = shape.scale;
-  problem.causal = config.mask.causal;
-  problem.step = config.step;
-  problem.layer = config.layer;
   problem.tile_keys = config.tile_keys == 0 ? 0 : 64;  // the only tiles the GPU has
   const View<const uint8_t>& visible = config.mask.visible;
-  if (visible.present())
-    problem.visible = {const_cast<uint8_t*>(visible.data), visible.stride};  // for the sizes
-  const CudaSizes sizes = cuda_attention_sizes(problem, /*with_facts=*/false);
+  const PassSizes sizes = resolve(problem, cuda_device()).sizes();
 
   Transfer transfer(memory_, problem.type);
   const size_t queries = transfer.bytes(static_cast<size_t>(in.q.count())),
                keys = transfer.bytes(static_cast<size_t>(in.k.count())),
-               rows = static_cast<size_t>(shape.B * shape.H * shape.T) * sizeof(float);
+               rows = static_cast<size_t>(problem.B * problem.H * problem.T) * sizeof(float);
   void *q, *k, *v, *d_o, *o, *lse, *dq, *dk, *dv, *saved, *workspace, *mask;
   const auto divide = [&](Carver carver) {
     for (void** part : {&q, &d_o, &o, &dq}) *part = carver.take_bytes(queries);
@@ -119,16 +104,17 @@ void GpuConform::run(const AttentionConfig& config, const AttentionInputs& in, V
   transfer.up(grad_output, d_o);
   if (visible.present()) {
     memory_.upload(visible.data, extent(visible), transfer.offset(mask));
-    problem.visible.data = mask;
+    problem.mask.visible.data = static_cast<const uint8_t*>(mask);
   }
   const auto per_query = [&](void* data) { return contiguous(data, in.q.shape); };
   const auto per_key = [&](void* data) { return contiguous(data, in.k.shape); };
-  const CudaInputs inputs{per_query(q), per_key(k), per_key(v)};
-  const CudaForward forward{per_query(o), static_cast<float*>(lse), saved, nullptr};
-  const CudaBackward backward{per_query(dq), per_key(dk), per_key(dv)};
-  const KernelChoice choice = attention_forward_cuda(problem, inputs, forward, false, workspace, nullptr);
-  attention_backward_cuda(problem, inputs, per_query(d_o), forward, backward, false, workspace, nullptr);
-  uses_.insert(fmt::format("{}: {} ({})", to_string(plan), name(choice.kernel), choice.why));
+  const PassInputs inputs{per_query(q), per_key(k), per_key(v)};
+  const ForwardPass forward{per_query(o), static_cast<float*>(lse), saved, nullptr};
+  const BackwardPass backward{per_query(dq), per_key(dk), per_key(dv)};
+  const AttentionCall call = resolve(problem, cuda_device());
+  call.forward(inputs, forward, workspace, nullptr);
+  call.backward(inputs, per_query(d_o), forward, backward, workspace, nullptr);
+  uses_.insert(fmt::format("{}: {} ({})", to_string(plan), call.choice().kernel, call.choice().why));
 
   transfer.down(o, out.o);
   transfer.down(dq, out.dq);

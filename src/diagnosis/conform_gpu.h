@@ -5,7 +5,7 @@
 #include <set>
 #include <string>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_call.h"
 #include "diagnosis/conform.h"
 #include "gpu/device_memory.h"
 
@@ -19,7 +19,7 @@ class GpuConform {
   const std::set<std::string>& uses() const { return uses_; }
 
  private:
-  void run(const AttentionConfig& config, const AttentionInputs& in, View<const float> grad_output,
+  void run(const AttentionProblem& config, const AttentionInputs& in, View<const float> grad_output,
            AttentionBuffers& out);
 
   DeviceMemory memory_;  // grows, and is used again by the next call

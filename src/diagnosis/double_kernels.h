@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "numerics/cpu.h"
+
 namespace evenkeel {
 
 inline constexpr int kDotLanes = 16;
@@ -34,14 +36,6 @@ struct DoubleKernels {
 
 const DoubleKernels& double_kernels();  // of this machine's CPU target
 
-namespace baseline {
-extern const DoubleKernels kDoubleKernels;
-}
-namespace avx2 {
-extern const DoubleKernels kDoubleKernels;
-}
-namespace avx512 {
-extern const DoubleKernels kDoubleKernels;
-}
+EVENKEEL_DECLARE_BY_TARGET(const DoubleKernels, kDoubleKernels);
 
 }  // namespace evenkeel

@@ -86,7 +86,7 @@ std::vector<DriftPoint> run_drift(const PrecisionPlan& plan, const DriftSettings
   RandomStream weights({settings.seed, 0, 0}), tokens({settings.seed, 0, 1});
   Head head(weights);
   const Head teacher(weights);
-  AttentionConfig config, exact;
+  AttentionProblem config, exact;
   config.mask.causal = exact.mask.causal = true;
   config.plans = {plan};
   exact.plans = {PrecisionPlan{}};

@@ -17,9 +17,9 @@ size_t at(int64_t n) { return static_cast<size_t>(n); }
 struct OneHead {
   AttentionInputs in;
   View<const float> d_o;
-  AttentionConfig config;
+  AttentionProblem config;
 
-  OneHead(const Capture& c, int64_t head) : config(c.attention_config()) {
+  OneHead(const Capture& c, int64_t head) : config(c.attention_problem()) {
     const auto pick = [](View<const float> all, int64_t h) {
       all.data = all.at(0, h, 0);
       all.shape[1] = 1;
@@ -84,7 +84,7 @@ std::optional<SumTrace> trace_sum(const OneHead& head, int64_t b, int64_t row, b
   const int64_t keys = causal ? row + 1 : in.k.shape[2];
   in.q.data = in.q.at(0, 0, row), in.q.shape[2] = 1;
   in.k.shape[2] = in.v.shape[2] = keys;
-  AttentionConfig config = head.config;
+  AttentionProblem config = head.config;
   config.tile_keys = 0;
   AttentionBuffers buffers(in, /*with_facts=*/false);
   ProbabilityKeeper keeper(keys);

@@ -77,7 +77,7 @@ struct Head {
         B(c.q.shape()[0]),
         T(c.q.shape()[2]),
         D(c.q.shape()[3]),
-        scale(AttentionShape(c.attention_config(), c.inputs()).scale) {}
+        scale(problem_of(c.attention_problem(), c.inputs()).scale) {}
 
   const float* q(int64_t b, int64_t t) const { return capture.q.view().at(b, h, t); }
   const float* k(int64_t b, int64_t t) const { return capture.k.view().at(b, g, t); }
@@ -375,7 +375,7 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
   }
   require(static_cast<int64_t>(norms.size()) == H, "[probe] expected norms of {} heads, got {}", H,
           norms.size());
-  const AttentionConfig config = capture.attention_config();
+  const AttentionProblem config = capture.attention_problem();
   const AttentionInputs in = capture.inputs();
   const View<const float> d_o = capture.d_o.view();
   AttentionBuffers ran(in, /*with_facts=*/true);

@@ -11,19 +11,7 @@
 
 namespace evenkeel {
 
-const DoubleKernels& double_kernels() {
-#if defined(__x86_64__)
-  switch (cpu_target()) {
-    case CpuTarget::avx512:
-      return avx512::kDoubleKernels;
-    case CpuTarget::avx2:
-      return avx2::kDoubleKernels;
-    case CpuTarget::baseline:
-      break;
-  }
-#endif
-  return baseline::kDoubleKernels;
-}
+const DoubleKernels& double_kernels() { return EVENKEEL_OF_TARGET(cpu_target(), kDoubleKernels); }
 
 namespace {
 

@@ -4,13 +4,16 @@
 
 namespace evenkeel {
 
-CudaDevice require_cuda_device() {
-  constexpr int kLeastMajor = 8;
-  const CudaDevice device = cuda_device();
+void require_usable(const CudaDevice& device) {
   require_data(device.present, "no GPU: {}", device.why);
-  require_data(device.major >= kLeastMajor,
-               "expected a GPU of compute capability {}.0 or newer, found {} ({}.{})", kLeastMajor,
+  require_data(device.major >= kLeastCudaMajor,
+               "expected a GPU of compute capability {}.0 or newer, found {} ({}.{})", kLeastCudaMajor,
                device.name, device.major, device.minor);
+}
+
+CudaDevice require_cuda_device() {
+  CudaDevice device = cuda_device();
+  require_usable(device);
   return device;
 }
 

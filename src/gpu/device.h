@@ -15,7 +15,8 @@ struct CudaDevice {
 };
 CudaDevice cuda_device();  // the calling thread's current device; asks once per device
 
-// The same; DataError where there is none, or its tensor cores have no BF16 (compute capability below 8.0).
-CudaDevice require_cuda_device();
+inline constexpr int kLeastCudaMajor = 8;       // of the compute capability: tensor cores with BF16
+void require_usable(const CudaDevice& device);  // DataError where it is absent or older
+CudaDevice require_cuda_device();               // cuda_device, usable
 
 }  // namespace evenkeel

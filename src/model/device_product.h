@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 
 namespace evenkeel {
 

@@ -284,13 +284,30 @@ void Gpt2::set_plan(const ScopedPlan& plan) {
   std::vector<std::vector<PrecisionPlan>> plans(static_cast<size_t>(config_.layers));
   for (int64_t l = 0; l < config_.layers; ++l)
     for (int64_t h = 0; h < config_.heads; ++h) {
-      const PrecisionPlan head = plan.at(static_cast<int>(l), static_cast<int>(h));
-      require(!(config_.softcap > 0 && head.stabiliser == Stabiliser::centre_keys),
-              "[model] centre_keys cannot go with softcap: got both in layer {} head {}", l, h);
-      plans[static_cast<size_t>(l)].push_back(head);
+      plans[static_cast<size_t>(l)].push_back(plan.at(static_cast<int>(l), static_cast<int>(h)));
     }
-  plans_ = std::move(plans);
+  std::swap(plans_, plans);
+  for (int64_t l = 0; l < config_.layers; ++l) try {
+      check(attention_problem(l, 1, config_.context));
+    } catch (const std::invalid_argument& error) {
+      std::swap(plans_, plans);
+      throw std::invalid_argument(fmt::format("[model] layer {}: {}", l, error.what()));
+    }
   ++plan_version_;
+}
+
+AttentionProblem Gpt2::attention_problem(int64_t layer, int64_t B, int64_t T) const {
+  AttentionProblem p;
+  p.B = B, p.T = p.N = T;
+  p.H = p.G = config_.heads;
+  p.D = config_.head_size();
+  p.type = config_.tensor_type();
+  p.plans = plans_[static_cast<size_t>(layer)];
+  p.softcap = config_.softcap;
+  p.mask.causal = true;
+  p.tile_keys = config_.tile_keys;
+  p.layer = static_cast<uint32_t>(layer);
+  return p;
 }
 
 const PrecisionPlan& Gpt2::plan(int64_t layer, int64_t head) const {

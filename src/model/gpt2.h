@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention/precision_plan.h"
+#include "attention/attention_problem.h"
 #include "base/tensor.h"
 #include "gpu/phase_time.h"
 
@@ -43,6 +43,10 @@ struct Gpt2Config {
   LinearPrecision precision = LinearPrecision::bf16;
 
   int64_t head_size() const { return width / heads; }
+  // Of activations on a GPU; the CPU keeps them in FP32.
+  TensorType tensor_type() const {
+    return precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32;
+  }
   int64_t padded_vocabulary() const;  // a multiple of 64: rows of wte and lm_head in the flat buffer
   friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
 };
@@ -173,6 +177,9 @@ class Gpt2 {
   // gradients alone. std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
+  // What a layer asks of attention for B sequences of T tokens: sizes, type, mask, plans; the call's own step, facts and
+  // scale of keel come on top.
+  AttentionProblem attention_problem(int64_t layer, int64_t B, int64_t T) const;
 
   // Flat buffers of table().size() floats in the backend's own memory (host or device), for its optimiser.
   // Whoever writes to parameters() calls parameters_changed() before the next pass.
@@ -215,9 +222,6 @@ class Gpt2 {
   void check_batch(const Batch& batch, bool with_targets) const;
   // Room in captures_ for what the context asks for; of any content.
   void start_captures(const Batch& batch, const StepContext& context);
-  const std::vector<PrecisionPlan>& plans_of(int64_t layer) const {
-    return plans_[static_cast<size_t>(layer)];
-  }
 
   const Gpt2Config config_;
   const ParameterTable table_;

@@ -101,7 +101,7 @@ class Gpt2Cpu final : public Gpt2 {
   View<T> per_row(std::vector<T>& values) const {
     return contiguous_view(values.data(), {B_, config_.heads, T_, 1});
   }
-  AttentionConfig attention_config(int64_t layer, const StepContext& context, float keel_scale) const;
+  AttentionProblem attention_problem(int64_t layer, const StepContext& context, float keel_scale) const;
   AttentionInputs attention_inputs(LayerMemory& m) const;
   AttentionForward attention_memory(LayerMemory& m, bool ties) const;
   // Sequences of the part at hand whose ties and residuals are wanted: its first so many.
@@ -206,18 +206,14 @@ void Gpt2Cpu::start_part(int64_t B, int64_t T) {
   if (config_.gated_attention) size(N_ * C, dgate_);
 }
 
-AttentionConfig Gpt2Cpu::attention_config(int64_t layer, const StepContext& context, float keel_scale) const {
-  AttentionConfig config;
-  config.plans = plans_of(layer);
-  for (PrecisionPlan& plan : config.plans) plan.keel *= keel_scale;
-  config.softcap = config_.softcap;
-  config.mask.causal = true;
-  config.tile_keys = config_.tile_keys;
-  config.step = context.step;
-  config.first_sequence = context.first_sequence;
-  config.layer = static_cast<uint32_t>(layer);
-  config.allow_nonfinite = true;  // a run that diverges is a finding of those above
-  return config;
+AttentionProblem Gpt2Cpu::attention_problem(int64_t layer, const StepContext& context,
+                                            float keel_scale) const {
+  AttentionProblem problem = Gpt2::attention_problem(layer, B_, T_);
+  for (PrecisionPlan& plan : problem.plans) plan.keel *= keel_scale;
+  problem.step = context.step;
+  problem.first_sequence = context.first_sequence;
+  problem.allow_nonfinite = true;  // a run that diverges is a finding of those above
+  return problem;
 }
 
 AttentionInputs Gpt2Cpu::attention_inputs(LayerMemory& m) const {
@@ -267,7 +263,7 @@ void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
   }
   if (context.tie_facts) m.ties.resize(at(N_ * H));
   with_facts(context, [&](int64_t first, int64_t count, bool facts) {
-    AttentionConfig part = attention_config(l, context, 1);
+    AttentionProblem part = attention_problem(l, context, 1);
     part.first_sequence += first;
     attention_forward(part, sequences_of(attention_inputs(m), first, count),
                       sequences_of(attention_memory(m, facts && context.tie_facts), first, count));
@@ -401,10 +397,10 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
     out.residual = per_row(m.residual);
     out.delta = per_row(m.delta);
   }
-  const AttentionConfig attention = attention_config(l, context, keel_scale);
+  const AttentionProblem attention = attention_problem(l, context, keel_scale);
   if (context.capture_sequences > 0) capture(l, attention.plans);
   with_facts(context, [&](int64_t first, int64_t count, bool facts) {
-    AttentionConfig part = attention;
+    AttentionProblem part = attention;
     part.first_sequence += first;
     AttentionBackward to = sequences_of(out, first, count);
     if (!facts) to.residual = {}, to.delta = {};

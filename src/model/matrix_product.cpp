@@ -10,19 +10,7 @@
 
 namespace evenkeel {
 
-const ModelKernels& model_kernels() {
-#if defined(__x86_64__)
-  switch (cpu_target()) {
-    case CpuTarget::avx512:
-      return avx512::kModelKernels;
-    case CpuTarget::avx2:
-      return avx2::kModelKernels;
-    case CpuTarget::baseline:
-      break;
-  }
-#endif
-  return baseline::kModelKernels;
-}
+const ModelKernels& model_kernels() { return EVENKEEL_OF_TARGET(cpu_target(), kModelKernels); }
 
 namespace {
 

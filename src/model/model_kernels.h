@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "numerics/cpu.h"
+
 namespace evenkeel {
 
 // GPT-2's value, and Hugging Face's.
@@ -59,14 +61,6 @@ struct ModelKernels {
 
 const ModelKernels& model_kernels();  // of this machine's CPU target
 
-namespace baseline {
-extern const ModelKernels kModelKernels;
-}
-namespace avx2 {
-extern const ModelKernels kModelKernels;
-}
-namespace avx512 {
-extern const ModelKernels kModelKernels;
-}
+EVENKEEL_DECLARE_BY_TARGET(const ModelKernels, kModelKernels);
 
 }  // namespace evenkeel

@@ -10,4 +10,29 @@ enum class CpuTarget { baseline, avx2, avx512 };
 CpuTarget cpu_target();
 const char* name(CpuTarget target);
 
+// What is compiled once for each target (sources named *_kernels.cpp) has its own namespace there: baseline, avx2,
+// avx512. EVENKEEL_DECLARE_BY_TARGET(const ModelKernels, kModelKernels) declares a table in each of them, and
+// EVENKEEL_OF_TARGET(cpu_target(), kModelKernels) is the one of a target.
+#define EVENKEEL_DECLARE_BY_TARGET(Type, table) \
+  namespace baseline {                          \
+  extern Type table;                            \
+  }                                             \
+  namespace avx2 {                              \
+  extern Type table;                            \
+  }                                             \
+  namespace avx512 {                            \
+  extern Type table;                            \
+  }                                             \
+  static_assert(true)
+#if defined(__x86_64__)
+#define EVENKEEL_OF_TARGET(target, table) \
+  ::evenkeel::of_target(target, baseline::table, avx2::table, avx512::table)
+#else
+#define EVENKEEL_OF_TARGET(target, table) (static_cast<void>(target), baseline::table)
+#endif
+template <class T>
+T& of_target(CpuTarget target, T& baseline, T& avx2, T& avx512) {
+  return target == CpuTarget::avx512 ? avx512 : target == CpuTarget::avx2 ? avx2 : baseline;
+}
+
 }  // namespace evenkeel

@@ -55,16 +55,7 @@ bool set_parameters(const Rounding& r, RoundParameters& p) {
   return true;
 }
 
-RoundKernel* kernel_of(CpuTarget cpu) {
-#if defined(__x86_64__)
-  if (cpu == CpuTarget::avx512) return avx512::round_kernel;
-  if (cpu == CpuTarget::avx2) return avx2::round_kernel;
-#endif
-  (void)cpu;
-  return baseline::round_kernel;
-}
-
-void round_with(RoundKernel* kernel, const Rounding& r, float* target, const float* source, size_t count,
+void round_with(RoundKernel& kernel, const Rounding& r, float* target, const float* source, size_t count,
                 const RandomKey& key, uint64_t first_element) {
   RoundParameters p;
   if (set_parameters(r, p)) {
@@ -80,13 +71,13 @@ void round_with(RoundKernel* kernel, const Rounding& r, float* target, const flo
 
 void round_array(const Rounding& r, float* target, const float* source, size_t count, const RandomKey& key,
                  uint64_t first_element) {
-  static RoundKernel* const kernel = kernel_of(cpu_target());
+  static RoundKernel& kernel = EVENKEEL_OF_TARGET(cpu_target(), round_kernel);
   round_with(kernel, r, target, source, count, key, first_element);
 }
 
 void round_array_on(CpuTarget cpu, const Rounding& r, float* target, const float* source, size_t count,
                     const RandomKey& key, uint64_t first_element) {
-  round_with(kernel_of(cpu), r, target, source, count, key, first_element);
+  round_with(EVENKEEL_OF_TARGET(cpu, round_kernel), r, target, source, count, key, first_element);
 }
 
 }  // namespace evenkeel

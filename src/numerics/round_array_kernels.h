@@ -35,15 +35,7 @@ struct RoundParameters {
 // target[i] = source[i] rounded, for i < count; the random bits are those of element first_element + i.
 using RoundKernel = void(const RoundParameters& p, float* target, const float* source, size_t count,
                          const RandomKey& key, uint64_t first_element);
-namespace baseline {
-RoundKernel round_kernel;
-}
-namespace avx2 {
-RoundKernel round_kernel;
-}
-namespace avx512 {
-RoundKernel round_kernel;
-}
+EVENKEEL_DECLARE_BY_TARGET(RoundKernel, round_kernel);
 
 // round_array on a given target, for the test that all targets agree. REQUIRES: cpu <= cpu_target().
 void round_array_on(CpuTarget cpu, const Rounding& r, float* target, const float* source, size_t count,

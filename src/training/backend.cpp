@@ -22,11 +22,10 @@ Backend parse_backend(std::string_view text) {
 }
 
 BackendChoice choose_backend(Backend asked, const CudaDevice& device) {
-  constexpr int kLeastMajor = 8;  // the any-plan kernels' compute capability: BF16 tensor cores
   const std::string fault = !device.present ? fmt::format("no GPU: {}", device.why)
-                            : device.major < kLeastMajor
+                            : device.major < kLeastCudaMajor
                                 ? fmt::format("{} has compute capability {}.{}, below {}.0", device.name,
-                                              device.major, device.minor, kLeastMajor)
+                                              device.major, device.minor, kLeastCudaMajor)
                                 : "";
   if (asked == Backend::cpu) return {Backend::cpu, "asked for"};
   if (asked == Backend::cuda) {
@@ -54,20 +53,9 @@ std::string attention_kernels_in_words(Backend backend, const CudaDevice& device
   const Gpt2Config& config = model.config();
   std::map<std::string, std::vector<int64_t>> layers_of;  // by kernel and reason
   for (int64_t layer = 0; layer < config.layers; ++layer) {
-    CudaAttention problem;
-    problem.B = sequences;
-    problem.H = problem.G = config.heads;
-    problem.T = problem.N = config.context;
-    problem.D = config.head_size();
-    problem.type = config.precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32;
-    problem.softcap = config.softcap;
-    problem.causal = true;
-    problem.tile_keys = config.tile_keys;
-    for (int64_t head = 0; head < config.heads; ++head) problem.plans.push_back(model.plan(layer, head));
-    if (std::equal(problem.plans.begin() + 1, problem.plans.end(), problem.plans.begin()))
-      problem.plans.resize(1);
-    const KernelChoice choice = choose_kernel(device, problem, /*with_facts=*/false);
-    layers_of[fmt::format("{} kernels: {}", name(choice.kernel), choice.why)].push_back(layer);
+    const KernelChoice choice =
+        choose_kernel(model.attention_problem(layer, sequences, config.context), device);
+    layers_of[fmt::format("{} kernels: {}", choice.kernel, choice.why)].push_back(layer);
   }
   std::string words;
   for (const auto& [kernel, layers] : layers_of)

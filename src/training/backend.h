@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_call.h"
 #include "model/gpt2.h"
 #include "training/optimizer.h"
 

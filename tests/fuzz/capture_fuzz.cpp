@@ -9,7 +9,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string file(fuzz::text_of(data, size));
   fuzz::accepts([&] {
     const Capture c = read_capture(Safetensors(bytes_of(file), "f"), "f");
-    const AttentionShape shape(c.attention_config(), c.inputs());  // throws where they do not fit
+    const AttentionProblem shape =
+        problem_of(c.attention_problem(), c.inputs());  // throws where they do not fit
     fuzz::must(c.d_o.shape() == c.q.shape(), "dO has the shape of q");
     fuzz::must(c.plans.size() == c.heads.size() && c.heads.size() == static_cast<size_t>(shape.H),
                "a plan a head");

@@ -9,8 +9,9 @@
 #include <cstring>
 #include <memory>
 
-#include "attention/attention_cuda.h"
+#include "attention/kernel_families.h"
 #include "attention_cases.h"
+#include "gpu/cuda/check.h"
 
 namespace evenkeel {
 namespace {
@@ -50,8 +51,6 @@ class DeviceBytes {
   void* data_ = nullptr;
   size_t bytes_;
 };
-
-size_t element_bytes(TensorType type) { return type == TensorType::fp32 ? 4 : 2; }
 
 std::vector<uint8_t> encode(const float* x, size_t count, TensorType type) {
   std::vector<uint8_t> bytes(count * element_bytes(type));
@@ -109,26 +108,19 @@ void make_bf16(cases::Problem& p) {
     for (float& x : *memory) x = to_bf16(x);
 }
 
-CudaAttention cuda_problem(const cases::Problem& p, const AttentionConfig& config, TensorType type) {
-  CudaAttention a;
-  a.B = p.shape.B, a.H = p.shape.H, a.G = p.shape.G, a.T = p.shape.T, a.N = p.shape.N, a.D = p.shape.D;
-  a.fact_sequences = a.B;
+// Lengths and masks are still the host's.
+AttentionProblem cuda_problem(const cases::Problem& p, const AttentionProblem& config, TensorType type) {
+  AttentionProblem a = problem_of(config, p.in);
   a.type = type;
-  a.plans = config.plans;
-  a.scale = AttentionShape(config, p.in).scale;
-  a.softcap = config.softcap;
-  a.causal = config.mask.causal;
-  a.window_left = config.mask.window_left;
-  a.window_right = config.mask.window_right;
-  a.tile_keys = config.tile_keys;
-  a.step = config.step;
-  a.layer = config.layer;
+  a.mask.query_lengths = a.mask.key_lengths = {};
+  a.mask.visible = {};
   return a;
 }
 
-Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const GpuOptions& options = {}) {
+Results run_gpu(const cases::Problem& p, const AttentionProblem& config, const GpuOptions& options = {}) {
   const TensorType type = options.type;
-  CudaAttention a = cuda_problem(p, config, type);
+  AttentionProblem a = cuda_problem(p, config, type);
+  a.with_facts = options.facts;
   if (options.fact_sequences > 0) a.fact_sequences = options.fact_sequences;
   std::vector<std::unique_ptr<DeviceBytes>> memory;
   const auto upload = [&](const View<const float>& view, const std::vector<float>& values) {
@@ -143,20 +135,20 @@ Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const Gp
   const auto owner = [&](const std::vector<float>& own) -> const std::vector<float>& {
     return own.empty() ? p.q_memory : own;  // packed: all three in one
   };
-  const CudaInputs in{upload(p.in.q, p.q_memory), upload(p.in.k, owner(p.k_memory)),
+  const PassInputs in{upload(p.in.q, p.q_memory), upload(p.in.k, owner(p.k_memory)),
                       upload(p.in.v, owner(p.v_memory))};
   const DeviceTensor grad = upload(p.grad_output, p.grad_memory);
-  const auto lengths = [&](const std::vector<int64_t>& from) -> const int32_t* {
-    if (from.empty()) return nullptr;
-    const std::vector<int32_t> narrow(from.begin(), from.end());
-    memory.push_back(std::make_unique<DeviceBytes>(narrow.data(), narrow.size() * 4));
-    return memory.back()->as<int32_t>();
+  const auto lengths = [&](const std::vector<int32_t>& from) -> std::span<const int32_t> {
+    if (from.empty()) return {};
+    memory.push_back(std::make_unique<DeviceBytes>(from.data(), from.size() * 4));
+    return {memory.back()->as<int32_t>(), from.size()};
   };
-  a.query_lengths = lengths(p.query_lengths);
-  a.key_lengths = lengths(p.key_lengths);
+  a.mask.query_lengths = lengths(p.query_lengths);
+  a.mask.key_lengths = lengths(p.key_lengths);
   if (!p.visible.empty()) {
     memory.push_back(std::make_unique<DeviceBytes>(p.visible.data(), p.visible.size()));
-    a.visible = {memory.back()->as<uint8_t>(), config.mask.visible.stride};
+    a.mask.visible = config.mask.visible;
+    a.mask.visible.data = memory.back()->as<uint8_t>();
   }
   if (options.step_in_memory) {
     memory.push_back(std::make_unique<DeviceBytes>(&config.step, sizeof config.step));
@@ -168,17 +160,18 @@ Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const Gp
   DeviceBytes o(rows * D * element_bytes(type)), dq(rows * D * element_bytes(type)),
       dk(keys * D * element_bytes(type)), dv(keys * D * element_bytes(type)), lse(rows * 4), delta(rows * 4),
       residual(rows * 4), residual_floor(rows * 4), delta_error(rows * 4), ties(rows * 4);
-  const CudaSizes sizes = any_plan_sizes(a, options.facts);
+  const AttentionCall call(kernel_family("any_plan"), a);
+  const PassSizes& sizes = call.sizes();
   DeviceBytes saved(sizes.saved), workspace(sizes.workspace);
   const auto contiguous = [](const DeviceBytes& x, int64_t H, int64_t T, int64_t size) {
     return DeviceTensor{x.as<void>(), contiguous_strides({1, H, T, size})};
   };
-  const CudaForward forward{contiguous(o, a.H, a.T, a.D), lse.as<float>(), saved.as<void>(),
+  const ForwardPass forward{contiguous(o, a.H, a.T, a.D), lse.as<float>(), saved.as<void>(),
                             options.facts ? ties.as<int32_t>() : nullptr};
-  any_plan_forward(a, in, forward, workspace.as<void>(), nullptr);
+  call.forward(in, forward, workspace.as<void>(), nullptr);
   check_cuda(cudaMemset(workspace.as<void>(), 0xff, sizes.workspace), "poisoning");  // it is not kept
   if (options.backward) {
-    CudaBackward backward{contiguous(dq, a.H, a.T, a.D), contiguous(dk, a.G, a.N, a.D),
+    BackwardPass backward{contiguous(dq, a.H, a.T, a.D), contiguous(dk, a.G, a.N, a.D),
                           contiguous(dv, a.G, a.N, a.D)};
     if (options.facts) {
       backward.delta = delta.as<float>();
@@ -186,7 +179,7 @@ Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const Gp
       backward.residual_floor = residual_floor.as<float>();
       backward.delta_error = delta_error.as<float>();
     }
-    any_plan_backward(a, in, grad, forward, backward, workspace.as<void>(), nullptr);
+    call.backward(in, grad, forward, backward, workspace.as<void>(), nullptr);
   }
   check_cuda(cudaDeviceSynchronize(), "running the any-plan kernels");
   const auto values = [&](const DeviceBytes& x) { return decode(x.read<uint8_t>(), type); };
@@ -203,9 +196,9 @@ Results run_gpu(const cases::Problem& p, const AttentionConfig& config, const Gp
 }
 
 // The CPU's results, stored as the GPU stores them.
-Results run_cpu(const cases::Problem& p, const AttentionConfig& config, TensorType type) {
+Results run_cpu(const cases::Problem& p, const AttentionProblem& config, TensorType type) {
   AttentionBuffers buffers(p.in, /*with_facts=*/true);
-  AttentionConfig allowed = config;
+  AttentionProblem allowed = config;
   allowed.allow_nonfinite = true;
   attention_forward(allowed, p.in, buffers.forward());
   attention_backward(allowed, p.in, p.grad_output, buffers.forward(), buffers.backward());
@@ -276,7 +269,7 @@ bool within_an_ulp(const std::vector<float>& a, const std::vector<float>& b) {
 // the random bits too. log may differ by an ulp: L is compared so, and that ulp of P vanishes in e4m3.
 struct Exact {
   cases::Problem problem;
-  AttentionConfig config;
+  AttentionProblem config;
 };
 Exact exact_problem(float key, bool causal = false, int64_t T = 48, int64_t N = 128, int64_t G = 2,
                     bool one_tile = false) {
@@ -316,7 +309,7 @@ struct ExactCase {
 
 void expect_same_bits(const Exact& exact, const ExactCase& c) {
   SCOPED_TRACE(c.plan);
-  AttentionConfig config = exact.config;
+  AttentionProblem config = exact.config;
   config.plans = {parse_plan(c.plan)};
   for (TensorType type : {TensorType::bf16, TensorType::fp32}) {
     SCOPED_TRACE(type == TensorType::fp32 ? "fp32" : "bf16");
@@ -357,7 +350,7 @@ TEST_F(AnyPlan, SameBitsAsTheCpuWithEachSiteRoundedInTurn) {
 // Each rounding must show: the CPU's outputs change with every site that the test above rounds.
 TEST_F(AnyPlan, EverySiteShowsInTheExactProblem) {
   const Exact exact = exact_problem(8.5f);
-  AttentionConfig config = exact.config;
+  AttentionProblem config = exact.config;
   config.plans = {parse_plan(kExactBase)};
   const Results plain = run_gpu(exact.problem, config, {.type = TensorType::fp32});
   for (int i = 0; i < kSiteCount; ++i) {
@@ -399,8 +392,8 @@ TEST_F(AnyPlan, SameBitsWithStabilisersMasksAndOneTile) {
 struct Bound {
   std::vector<double> o, lse, dq, dk, dv, delta, residual;
 
-  Bound(const cases::Problem& p, const AttentionConfig& config, bool bf16_store) {
-    const AttentionShape shape(config, p.in);
+  Bound(const cases::Problem& p, const AttentionProblem& config, bool bf16_store) {
+    const AttentionProblem shape = problem_of(config, p.in);
     const int64_t H = shape.H, G = shape.G, T = shape.T, N = shape.N, D = shape.D, group = H / G;
     const double u = 0x1p-23, a = shape.scale, store = bf16_store ? 0x1p-7 : 0;
     o.resize(static_cast<size_t>(shape.B * H * T * D)), dq = o;
@@ -573,7 +566,7 @@ Deviation compare(const std::vector<float>& gpu, const std::vector<float>& cpu,
 
 double g_worst = 0;  // of all bounds, for the record
 
-void expect_within_bound(const cases::Problem& p, const AttentionConfig& config, TensorType type,
+void expect_within_bound(const cases::Problem& p, const AttentionProblem& config, TensorType type,
                          bool with_rms = true) {
   const Results gpu = run_gpu(p, config, {.type = type}), cpu = run_cpu(p, config, type);
   const Bound bound(p, config, type == TensorType::bf16);
@@ -598,8 +591,8 @@ void expect_within_bound(const cases::Problem& p, const AttentionConfig& config,
   EXPECT_LE(residual.worst, 1.0) << "residual: " << first_difference(gpu.residual, cpu.residual);
 }
 
-AttentionConfig at_tile(const cases::Problem& p, const std::string& plan) {
-  AttentionConfig config = p.with(parse_plan(plan));
+AttentionProblem at_tile(const cases::Problem& p, const std::string& plan) {
+  AttentionProblem config = p.with(parse_plan(plan));
   config.tile_keys = p.config.tile_keys == 0 ? 0 : 64;
   return config;
 }
@@ -665,7 +658,7 @@ TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
                                           "flash2,q=e4m3,k=e5m2/stochastic,seed=4"};
   std::vector<PrecisionPlan> plans;
   for (const std::string& text : texts) plans.push_back(parse_plan(text));
-  AttentionConfig config = p.with(plans);
+  AttentionProblem config = p.with(plans);
   config.tile_keys = 64;
   const Results mixed = run_gpu(p, config);
   const int64_t rows = 100 * 64;
@@ -689,7 +682,7 @@ TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
     SCOPED_TRACE(plan);
     cases::Problem p = make_problem({{2, 2, 1, 150, 150, 64}, {.causal = true}, "twice"}, 9);
     make_bf16(p);
-    AttentionConfig config = at_tile(p, plan);
+    AttentionProblem config = at_tile(p, plan);
     config.step = 77;
     const Results once = run_gpu(p, config);
     EXPECT_TRUE(run_gpu(p, config).same_bits(once));
@@ -721,11 +714,10 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
   make_bf16(p);
   for (const char* plan : {"bf16_all", "fp32,k=e5m2/stochastic", "flash2,stabiliser=consistent"}) {
     SCOPED_TRACE(plan);
-    AttentionConfig config = at_tile(p, plan);
+    AttentionProblem config = at_tile(p, plan);
     const Results padded = run_gpu(p, config);
-    CudaAttention a = cuda_problem(p, config, TensorType::bf16);
-    const std::vector<int32_t> rows(p.query_lengths.begin(), p.query_lengths.end()),
-        keys(p.key_lengths.begin(), p.key_lengths.end());
+    AttentionProblem a = cuda_problem(p, config, TensorType::bf16);
+    const std::vector<int32_t>&rows = p.query_lengths, &keys = p.key_lengths;
     std::vector<int32_t> row_starts, key_starts;
     int64_t all_rows = 0, all_keys = 0;
     for (size_t b = 0; b < rows.size(); ++b) {
@@ -750,22 +742,26 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
                v = upload(pack(p.in.v, keys, all_keys)), grad = upload(pack(p.grad_output, rows, all_rows));
     const auto row_lengths = upload(rows), key_lengths = upload(keys), query_offsets = upload(row_starts),
                key_offsets = upload(key_starts);
-    a.query_lengths = row_lengths->as<int32_t>(), a.key_lengths = key_lengths->as<int32_t>();
-    a.query_offsets = query_offsets->as<int32_t>(), a.key_offsets = key_offsets->as<int32_t>();
-    a.query_rows = all_rows, a.key_rows = all_keys;
+    const auto numbers = [](const auto& memory) {
+      return std::span<const int32_t>(memory->template as<int32_t>(), 5);
+    };
+    a.mask.query_lengths = numbers(row_lengths), a.mask.key_lengths = numbers(key_lengths);
+    a.mask.query_offsets = numbers(query_offsets), a.mask.key_offsets = numbers(key_offsets);
+    a.mask.query_rows = all_rows, a.mask.key_rows = all_keys;
     const size_t query_bytes = static_cast<size_t>(all_rows) * 2 * 64 * 2,
                  key_bytes = static_cast<size_t>(all_keys) * 64 * 2;
     DeviceBytes o(query_bytes), dq(query_bytes), dk(key_bytes), dv(key_bytes), lse(5 * 2 * 90 * 4);
-    const CudaSizes sizes = any_plan_sizes(a, false);
+    const AttentionCall call(kernel_family("any_plan"), a);
+    const PassSizes& sizes = call.sizes();
     DeviceBytes saved(sizes.saved), workspace(sizes.workspace);
     const auto tensor = [](const DeviceBytes& x, int64_t heads) {
       return DeviceTensor{x.as<void>(), {0, 64, heads * 64, 1}};
     };
-    const CudaForward forward{tensor(o, 2), lse.as<float>(), saved.as<void>()};
-    const CudaInputs in{tensor(*q, 2), tensor(*k, 1), tensor(*v, 1)};
-    any_plan_forward(a, in, forward, workspace.as<void>(), nullptr);
-    any_plan_backward(a, in, tensor(*grad, 2), forward, {tensor(dq, 2), tensor(dk, 1), tensor(dv, 1)},
-                      workspace.as<void>(), nullptr);
+    const ForwardPass forward{tensor(o, 2), lse.as<float>(), saved.as<void>()};
+    const PassInputs in{tensor(*q, 2), tensor(*k, 1), tensor(*v, 1)};
+    call.forward(in, forward, workspace.as<void>(), nullptr);
+    call.backward(in, tensor(*grad, 2), forward, {tensor(dq, 2), tensor(dk, 1), tensor(dv, 1)},
+                  workspace.as<void>(), nullptr);
     check_cuda(cudaDeviceSynchronize(), "packed sequences");
     const auto expect = [&](const char* what, const DeviceBytes& packed, const std::vector<float>& expected,
                             int64_t heads, const std::vector<int32_t>& lengths, int64_t longest) {
@@ -794,7 +790,7 @@ TEST_F(AnyPlan, FactsAsTheCpuHasThem) {
     SCOPED_TRACE(plan);
     cases::Problem p = make_problem({{1, 2, 2, 128, 128, 64}, {.causal = true}, "facts"}, 6);
     make_bf16(p);
-    const AttentionConfig config = at_tile(p, plan);
+    const AttentionProblem config = at_tile(p, plan);
     const Results gpu = run_gpu(p, config), cpu = run_cpu(p, config, TensorType::bf16);
     double difference = 0, size = 0, floor_difference = 0, floor_size = 0;
     int32_t other_ties = 0;
@@ -837,15 +833,16 @@ TEST_F(AnyPlan, NanAndInfinityComeThroughAndNothingHangs) {
 TEST_F(AnyPlan, CapturedInAGraph) {
   cases::Problem p = make_problem({{1, 2, 2, 70, 70, 64}, {.causal = true}, "graph"}, 8);
   make_bf16(p);
-  const AttentionConfig config = at_tile(p, "bf16_all");
+  const AttentionProblem config = at_tile(p, "bf16_all");
   const Results plain = run_gpu(p, config);
-  CudaAttention a = cuda_problem(p, config, TensorType::bf16);
+  AttentionProblem a = cuda_problem(p, config, TensorType::bf16);
   const auto upload = [](const std::vector<float>& x) {
     const std::vector<uint8_t> bytes = encode(x.data(), x.size(), TensorType::bf16);
     return std::make_unique<DeviceBytes>(bytes.data(), bytes.size());
   };
   const auto q = upload(p.q_memory), k = upload(p.k_memory), v = upload(p.v_memory);
-  const CudaSizes sizes = any_plan_sizes(a, false);
+  const AttentionCall call(kernel_family("any_plan"), a);
+  const PassSizes& sizes = call.sizes();
   DeviceBytes saved(sizes.saved), workspace(sizes.workspace), o(2 * 70 * 64 * 2), lse(2 * 70 * 4);
   const auto tensor = [](const DeviceBytes& x) {
     return DeviceTensor{x.as<void>(), contiguous_strides({1, 2, 70, 64})};
@@ -855,8 +852,8 @@ TEST_F(AnyPlan, CapturedInAGraph) {
   cudaGraphExec_t ready;
   check_cuda(cudaStreamCreate(&stream), "a stream");
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capturing");
-  any_plan_forward(a, {tensor(*q), tensor(*k), tensor(*v)}, {tensor(o), lse.as<float>(), saved.as<void>()},
-                   workspace.as<void>(), stream);
+  call.forward({tensor(*q), tensor(*k), tensor(*v)}, {tensor(o), lse.as<float>(), saved.as<void>()},
+               workspace.as<void>(), stream);
   check_cuda(cudaStreamEndCapture(stream, &graph), "capturing");
   check_cuda(cudaGraphInstantiate(&ready, graph, 0), "a graph");
   check_cuda(cudaGraphLaunch(ready, stream), "a graph");

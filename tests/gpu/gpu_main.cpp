@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-#include "attention/attention_cuda.h"
+#include "gpu/device.h"
 
 namespace {
 

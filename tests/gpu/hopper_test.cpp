@@ -9,7 +9,7 @@
 #include <numeric>
 
 #include "attention/attention.h"
-#include "attention/attention_cuda.h"
+#include "attention/attention_call.h"
 #include "gpu/device_memory.h"
 
 namespace evenkeel {
@@ -86,15 +86,12 @@ struct Host {
   Tensor<float> q, k, v, d_o;
 };
 
-AttentionConfig config_of(const Case& c, const PrecisionPlan& plan, std::vector<int64_t>& query_lengths,
-                          std::vector<int64_t>& key_lengths) {
-  AttentionConfig config;
+AttentionProblem config_of(const Case& c, const PrecisionPlan& plan) {
+  AttentionProblem config;
   config.plans = {plan};
   config.mask.causal = c.causal;
-  query_lengths.assign(c.query_lengths.begin(), c.query_lengths.end());
-  key_lengths.assign(c.key_lengths.begin(), c.key_lengths.end());
-  config.mask.query_lengths = query_lengths;
-  config.mask.key_lengths = key_lengths;
+  config.mask.query_lengths = c.query_lengths;
+  config.mask.key_lengths = c.key_lengths;
   return config;
 }
 
@@ -163,23 +160,24 @@ class Device {
     problem.T = c.T;
     problem.N = c.N;
     problem.D = c.D;
+    problem.type = TensorType::bf16;
     problem.plans = {plan};
-    problem.causal = c.causal;
+    problem.mask.causal = c.causal;
     numbers_ = DeviceMemory(4 * static_cast<size_t>(c.B) * sizeof(int32_t) + 16);
     const auto put = [&](size_t slot, const std::vector<int32_t>& values) {
       const size_t offset = slot * static_cast<size_t>(c.B) * sizeof(int32_t);
       numbers_.upload(values.data(), values.size() * sizeof(int32_t), offset);
-      return reinterpret_cast<const int32_t*>(numbers_.as<char>() + offset);
+      return std::span(reinterpret_cast<const int32_t*>(numbers_.as<char>() + offset), values.size());
     };
-    if (!c.query_lengths.empty()) problem.query_lengths = put(0, c.query_lengths);
-    if (!c.key_lengths.empty()) problem.key_lengths = put(1, c.key_lengths);
+    if (!c.query_lengths.empty()) problem.mask.query_lengths = put(0, c.query_lengths);
+    if (!c.key_lengths.empty()) problem.mask.key_lengths = put(1, c.key_lengths);
     if (c.layout == Layout::sequences) {
-      problem.query_offsets = put(2, offsets_q_);
-      problem.key_offsets = put(3, offsets_k_);
-      problem.query_rows = total(c.query_lengths);
-      problem.key_rows = total(c.key_lengths);
+      problem.mask.query_offsets = put(2, offsets_q_);
+      problem.mask.key_offsets = put(3, offsets_k_);
+      problem.mask.query_rows = total(c.query_lengths);
+      problem.mask.key_rows = total(c.key_lengths);
     }
-    const CudaSizes sizes = cuda_attention_sizes(problem, /*with_facts=*/false);
+    const PassSizes sizes = resolve(problem, cuda_device()).sizes();
     const bool one_qkv = c.layout == Layout::packed_qkv;
     place_q_ = place(c.H, c.T, 0);
     place_k_ = place(c.G, c.N, 1);
@@ -208,15 +206,15 @@ class Device {
   }
 
   KernelChoice launch(void* stream = nullptr) {
-    const CudaInputs in{tensor(q, place_q_), tensor(k, place_k_), tensor(v, place_v_)};
-    const CudaForward forward{tensor(o, place_o_), static_cast<float*>(lse_->data()), saved_->data(),
+    const PassInputs in{tensor(q, place_q_), tensor(k, place_k_), tensor(v, place_v_)};
+    const ForwardPass forward{tensor(o, place_o_), static_cast<float*>(lse_->data()), saved_->data(),
                               nullptr};
-    const KernelChoice choice =
-        attention_forward_cuda(problem, in, forward, false, workspace_->data(), stream);
-    attention_backward_cuda(problem, in, tensor(d_o, place_o_), forward,
-                            {tensor(dq, place_q_), tensor(dk, place_k_), tensor(dv, place_v_)}, false,
-                            workspace_->data(), stream);
-    return choice;
+    const AttentionCall call = resolve(problem, cuda_device());
+    call.forward(in, forward, workspace_->data(), stream);
+    call.backward(in, tensor(d_o, place_o_), forward,
+                  {tensor(dq, place_q_), tensor(dk, place_k_), tensor(dv, place_v_)}, workspace_->data(),
+                  stream);
+    return call.choice();
   }
 
   struct Outputs {
@@ -244,7 +242,7 @@ class Device {
     return out;
   }
 
-  CudaAttention problem;
+  AttentionProblem problem;
 
  private:
   enum Piece { q, k, v, d_o, o, dq, dk, dv, kPieces };
@@ -331,8 +329,8 @@ class Device {
   std::unique_ptr<Guarded> lse_, saved_, workspace_;
 };
 
-bool on_hopper(const CudaAttention& problem) {
-  return choose_kernel(cuda_device(), problem, false).kernel == AttentionKernel::hopper;
+bool on_hopper(const AttentionProblem& problem) {
+  return choose_kernel(problem, cuda_device()).kernel == "hopper";
 }
 
 // --- Errors of one tensor: root mean square, and the mean with its standard error (one sample a row).
@@ -390,11 +388,10 @@ struct Truth {
 // The measure is flash2 on the CPU: FlashAttention-2's arithmetic. Where ties or huge scores make that exact by luck, it
 // is the plan itself on the CPU; and so for consistent's L, which is of the rounded probabilities by definition.
 Truth truth_of(const Case& c, const Host& host, const PrecisionPlan& plan) {
-  std::vector<int64_t> query_lengths, key_lengths;
   PrecisionPlan flash2 = parse_plan("flash2");
   flash2.keel = plan.keel;
   const bool random = c.fill == Fill::normal;
-  AttentionConfig config = config_of(c, random ? flash2 : plan, query_lengths, key_lengths);
+  AttentionProblem config = config_of(c, random ? flash2 : plan);
   Truth truth{attention_reference(config, host.inputs(), host.d_o.view()),
               AttentionBuffers(host.inputs(), false)};
   attention_forward(config, host.inputs(), truth.measure.forward());
@@ -452,20 +449,20 @@ void check(const Case& c, const std::string& plan_text, uint64_t seed = 1) {
   const PrecisionPlan plan = parse_plan(plan_text);
   const Host host(c, seed);
   Device device(c, host, plan);
-  ASSERT_EQ(device.launch().kernel, AttentionKernel::hopper);
+  ASSERT_EQ(device.launch().kernel, "hopper");
   expect_accurate(c, host, truth_of(c, host, plan), device.collect());
 }
 
 class HopperTest : public testing::Test {
  protected:
   void SetUp() override {
-    CudaAttention plain;
+    AttentionProblem plain;
     plain.B = plain.H = plain.G = plain.T = plain.N = 1;
     plain.D = 64;
+    plain.type = TensorType::bf16;
     plain.plans = {parse_plan("flash2")};
     if (!on_hopper(plain))
-      GTEST_SKIP() << "the Hopper kernels do not run here: "
-                   << choose_kernel(cuda_device(), plain, false).why;
+      GTEST_SKIP() << "the Hopper kernels do not run here: " << choose_kernel(plain, cuda_device()).why;
   }
 };
 class HopperSmall : public HopperTest {};

@@ -181,6 +181,7 @@ class Attention(TorchCase):
         self.assert_says(ValueError, run(q, k, v, plan="bf17"), "evenkeel.attention", "bf17", "expected")
         self.assert_says(ValueError, run(q, k, v, stabiliser="magic"), "evenkeel.attention", "magic")
         self.assert_says(ValueError, run(q, k, v, plan="fp32; head 9x: output=bf16"), "evenkeel.attention", "9x")
+        self.assert_says(ValueError, run(q, k, v, scale=0.0), "evenkeel.attention", "scale other than 0", "found 0.0")
         self.assert_says(ValueError, run(q, k, v, scale=float("nan")), "evenkeel.attention", "finite scale", "nan")
         self.assert_says(ValueError, run(q, k, v, softcap=-1.0), "evenkeel.attention", "softcap", "-1")
         self.assert_says(ValueError, run(q.double(), k.double(), v.double(), plan="flash2"), "rounds nothing", "flash2")

@@ -4,7 +4,7 @@
 #include "attention/cuda/any_plan_backward.cuh"
 #include "attention/cuda/any_plan_forward.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
-#include "attention/cuda/kernels.h"
+#include "attention/family_calls.h"
 #include "attention/head_plan.h"
 #include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
@@ -27,8 +27,8 @@ bool keeps_bf16(const Rounding& r) {
 }
 bool is_bf16_number(const Rounding& r) { return parts_of(r) == 1; }
 
-struct Resolved {
-  explicit Resolved(const CudaAttention& problem) {
+struct Resolved : FamilyPlan {
+  explicit Resolved(const AttentionProblem& problem) {
     const bool fp32 = problem.type == TensorType::fp32;
     const auto heads = static_cast<int64_t>(problem.plans.size()), group = problem.H / problem.G;
     for (const PrecisionPlan& plan : problem.plans) {
@@ -59,7 +59,7 @@ struct Resolved {
       d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
       d.parts_dscores = parts_of(at(Site::dscores));
       const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
-      bool quick = !fp32 && problem.softcap == 0 && !problem.visible.present();
+      bool quick = !fp32 && problem.softcap == 0 && !problem.mask.visible.present();
       for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
         quick = quick && kind(site) != RoundKind::any;
       for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
@@ -105,7 +105,7 @@ struct Resolved {
 
 // One behind the other, with nothing between.
 struct Saved {
-  Saved(const CudaAttention& problem, const Resolved& resolved, void* memory) {
+  Saved(const AttentionProblem& problem, const Resolved& resolved, void* memory) {
     const int64_t rows = problem.B * problem.H * problem.T;
     row_values = static_cast<float2*>(memory);
     bytes = static_cast<size_t>(rows) * sizeof(float2);
@@ -119,7 +119,7 @@ struct Saved {
 };
 
 struct Workspace {
-  Workspace(const CudaAttention& problem, const Resolved& resolved, void* memory) {
+  Workspace(const AttentionProblem& problem, const Resolved& resolved, void* memory) {
     Carver carver(memory);
     plans = carver.take<DevicePlan>(static_cast<int64_t>(resolved.rows.size()));
     used_delta = carver.take<float>(problem.B * problem.H * problem.T);
@@ -144,9 +144,12 @@ struct Workspace {
 // One pass: its problem as the kernels see it, its operands prepared.
 class Pass {
  public:
-  Pass(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor* grad_output,
-       const CudaForward& forward, void* memory, cudaStream_t stream)
-      : resolved_(problem), problem_(problem), work_(problem, resolved_, memory), stream_(stream) {
+  Pass(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+       const DeviceTensor* grad_output, const ForwardPass& forward, void* memory, cudaStream_t stream)
+      : resolved_(static_cast<const Resolved&>(plan)),
+        problem_(problem),
+        work_(problem, resolved_, memory),
+        stream_(stream) {
     const Saved saved(problem, resolved_, forward.saved);
     p.B = static_cast<int>(problem.B);
     p.H = static_cast<int>(problem.H);
@@ -160,12 +163,12 @@ class Pass {
     const auto reach = [](int64_t window) {
       return window < 0 ? kUnbounded : static_cast<int>(std::min<int64_t>(window, kUnbounded));
     };
-    p.look_back = reach(problem.window_left);
-    p.look_ahead = problem.causal ? 0 : reach(problem.window_right);
-    p.query_lengths = problem.query_lengths;
-    p.key_lengths = problem.key_lengths;
-    p.visible = static_cast<const uint8_t*>(problem.visible.data);
-    std::copy_n(problem.visible.stride.begin(), 4, p.visible_stride);
+    p.look_back = reach(problem.mask.window_left);
+    p.look_ahead = problem.mask.causal ? 0 : reach(problem.mask.window_right);
+    p.query_lengths = problem.mask.query_lengths.data();
+    p.key_lengths = problem.mask.key_lengths.data();
+    p.visible = problem.mask.visible.data;
+    std::copy_n(problem.mask.visible.stride.begin(), 4, p.visible_stride);
     p.one_tile = problem.tile_keys == 0;
     p.fact_sequences = static_cast<int>(problem.fact_sequences);
     p.step = problem.step;
@@ -177,7 +180,7 @@ class Pass {
     p.most_k = resolved_.most(&DevicePlan::parts_k);
     p.most_v = resolved_.most(&DevicePlan::parts_v);
     p.most_grad = resolved_.most(&DevicePlan::parts_grad);
-    p.o = output(forward.o, problem.query_offsets);
+    p.o = output(forward.o, problem.mask.query_offsets.data());
     p.lse = forward.lse;
     p.row_values = saved.row_values;
     p.o_for_delta = saved.o_for_delta;
@@ -196,10 +199,11 @@ class Pass {
       fill_plans<<<1, kPlansAtOnce, 0, stream_>>>(rows, work_.plans + first, static_cast<int>(count));
       check_launch("filling the table of plans");
     }
-    p.q = operand(Site::q, in.q, problem.query_offsets, work_.q);
-    p.k = operand(Site::k, in.k, problem.key_offsets, work_.k);
-    p.v = operand(Site::v, in.v, problem.key_offsets, work_.v);
-    if (grad_output) p.grad = operand(Site::grad_output, *grad_output, problem.query_offsets, work_.grad);
+    p.q = operand(Site::q, in.q, problem.mask.query_offsets.data(), work_.q);
+    p.k = operand(Site::k, in.k, problem.mask.key_offsets.data(), work_.k);
+    p.v = operand(Site::v, in.v, problem.mask.key_offsets.data(), work_.v);
+    if (grad_output)
+      p.grad = operand(Site::grad_output, *grad_output, problem.mask.query_offsets.data(), work_.grad);
   }
 
   static bool is_wide(const DeviceTensor& x, int64_t D) {
@@ -271,8 +275,8 @@ class Pass {
     return result;
   }
 
-  Resolved resolved_;
-  const CudaAttention& problem_;
+  Resolved resolved_;  // a copy: tensors that are not wide change its variants
+  const AttentionProblem& problem_;
   Workspace work_;
   cudaStream_t stream_;
 };
@@ -320,14 +324,16 @@ void launch_backward(const Pass& pass) {
 
 }  // namespace
 
-CudaSizes any_plan_sizes(const CudaAttention& problem, bool /*with_facts*/) {
-  const Resolved resolved(problem);
-  return {Saved(problem, resolved, nullptr).bytes, Workspace(problem, resolved, nullptr).bytes};
+std::shared_ptr<const FamilyPlan> any_plan_prepare(const AttentionProblem& problem) {
+  auto resolved = std::make_shared<Resolved>(problem);
+  resolved->sizes = {Saved(problem, *resolved, nullptr).bytes, Workspace(problem, *resolved, nullptr).bytes};
+  return resolved;
 }
 
-void any_plan_forward(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,
-                      void* workspace, cudaStream_t stream) {
-  Pass pass(problem, in, nullptr, out, workspace, stream);
+void any_plan_forward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+                      const ForwardPass& out, void* workspace, void* stream_handle) {
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  Pass pass(problem, plan, in, nullptr, out, workspace, stream);
   pass.p.ties = out.ties;
   if (pass.small())
     launch_forward<64>(pass);
@@ -335,13 +341,14 @@ void any_plan_forward(const CudaAttention& problem, const CudaInputs& in, const 
     launch_forward<128>(pass);
 }
 
-void any_plan_backward(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
-                       const CudaForward& saved, const CudaBackward& out, void* workspace,
-                       cudaStream_t stream) {
-  Pass pass(problem, in, &grad_output, saved, workspace, stream);
-  pass.p.dq = pass.output(out.dq, problem.query_offsets);
-  pass.p.dk = pass.output(out.dk, problem.key_offsets);
-  pass.p.dv = pass.output(out.dv, problem.key_offsets);
+void any_plan_backward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+                       const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
+                       void* workspace, void* stream_handle) {
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  Pass pass(problem, plan, in, &grad_output, saved, workspace, stream);
+  pass.p.dq = pass.output(out.dq, problem.mask.query_offsets.data());
+  pass.p.dk = pass.output(out.dk, problem.mask.key_offsets.data());
+  pass.p.dv = pass.output(out.dv, problem.mask.key_offsets.data());
   pass.p.delta = out.delta;
   pass.p.residual = out.residual;
   pass.p.residual_floor = out.residual_floor;

@@ -60,9 +60,9 @@ EK_DEVICE Sequence sequence(const Sequences& all, int b) {
   s.key_batch = all.key_offsets ? 0 : b;
   return s;
 }
-inline Sequences sequences(const CudaAttention& p) {
-  return {p.query_lengths, p.key_lengths,         p.query_offsets,
-          p.key_offsets,   static_cast<int>(p.T), static_cast<int>(p.N)};
+inline Sequences sequences(const AttentionProblem& p) {
+  return {p.mask.query_lengths.data(), p.mask.key_lengths.data(), p.mask.query_offsets.data(),
+          p.mask.key_offsets.data(),   static_cast<int>(p.T),     static_cast<int>(p.N)};
 }
 
 }  // namespace evenkeel::hopper

@@ -672,7 +672,7 @@ struct Workspace {
   }
 };
 
-size_t lay_out(const CudaAttention& problem, void* workspace, Backward& p, float*& exact_delta) {
+size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, float*& exact_delta) {
   const int rows = kernel_size(problem.D) == 64 ? kTileRows<64> : kTileRows<128>;
   const int64_t heads = problem.B * problem.H;
   p.row_tiles = static_cast<int>((problem.T + rows - 1) / rows);
@@ -691,7 +691,7 @@ size_t lay_out(const CudaAttention& problem, void* workspace, Backward& p, float
 }
 
 template <int D, bool kConsistent>
-void launch(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
             const Backward& p, cudaStream_t stream) {
   constexpr int kRows = kTileRows<D>;
   constexpr int kFactRows = 256 / (D / 8);
@@ -717,15 +717,19 @@ void copy_strides(int64_t (&to)[3], const DeviceTensor& tensor) {
 }  // namespace
 }  // namespace hopper
 
-CudaSizes hopper_sizes(const CudaAttention& problem) {
+std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem) {
   hopper::Backward p{};
   float* exact_delta = nullptr;
-  return {hopper::saved_layout(problem, nullptr).bytes, hopper::lay_out(problem, nullptr, p, exact_delta)};
+  auto plan = std::make_shared<FamilyPlan>();
+  plan->sizes = {hopper::saved_layout(problem, nullptr).bytes,
+                 hopper::lay_out(problem, nullptr, p, exact_delta)};
+  return plan;
 }
 
-void hopper_backward(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
-                     const CudaForward& saved, const CudaBackward& out, void* workspace,
-                     cudaStream_t stream) {
+void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const PassInputs& in,
+                     const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
+                     void* workspace, void* stream_handle) {
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   const PrecisionPlan& plan = problem.plans[0];
   const Saved kept = saved_layout(problem, saved.saved);
@@ -738,7 +742,7 @@ void hopper_backward(const CudaAttention& problem, const CudaInputs& in, const D
   p.D = static_cast<int>(problem.D);
   p.scale = problem.scale;
   p.scale_log2 = problem.scale * kLog2E;
-  p.causal = problem.causal;
+  p.causal = problem.mask.causal;
   p.sequences = sequences(problem);
   p.grad_output = static_cast<const __nv_bfloat16*>(grad_output.data);
   p.o = static_cast<const __nv_bfloat16*>(saved.o.data);

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
 }
 
 template <int kHeadSize>
-void launch(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
             DeltaArguments a, cudaStream_t stream) {
   using T = Tiles<kHeadSize>;
   static_assert(T::kSharedBytes <= 227 * 1024);
@@ -187,7 +187,7 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const DeviceTens
 
 }  // namespace
 
-void exact_delta(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+void exact_delta(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                  const float* lse, float* delta, cudaStream_t stream) {
   DeltaArguments a{};
   a.sequences = sequences(problem);
@@ -195,7 +195,7 @@ void exact_delta(const CudaAttention& problem, const CudaInputs& in, const Devic
   a.delta = delta;
   a.H = static_cast<int>(problem.H);
   a.heads_per_group = static_cast<int>(problem.H / problem.G);
-  a.causal = problem.causal;
+  a.causal = problem.mask.causal;
   a.scale_log2 = problem.scale * kLog2E;
   a.heads = static_cast<int>(problem.B * problem.H);
   constexpr int64_t kCacheBytes = 32 << 20;

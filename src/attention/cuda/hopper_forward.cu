@@ -716,7 +716,7 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
 }
 
 template <int kHeadSize, Shift kShift>
-void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out, ForwardArguments a,
+void launch(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out, ForwardArguments a,
             void* workspace, cudaStream_t stream) {
   using T = Tiles<kHeadSize>;
   static_assert(T::kSharedBytes <= 227 * 1024);
@@ -737,7 +737,7 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForwar
 }
 
 template <int kHeadSize>
-void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,
+void launch(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
             const ForwardArguments& a, void* workspace, cudaStream_t stream) {
   switch (rules_of(problem.plans[0].stabiliser).shift) {
     case ShiftRule::power_of_two:
@@ -752,8 +752,9 @@ void launch(const CudaAttention& problem, const CudaInputs& in, const CudaForwar
 }  // namespace
 }  // namespace hopper
 
-void hopper_forward(const CudaAttention& problem, const CudaInputs& in, const CudaForward& out,
-                    void* workspace, cudaStream_t stream) {
+void hopper_forward(const AttentionProblem& problem, const FamilyPlan&, const PassInputs& in,
+                    const ForwardPass& out, void* workspace, void* stream_handle) {
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   const PrecisionPlan& plan = problem.plans[0];
   ForwardArguments a{};
@@ -765,7 +766,7 @@ void hopper_forward(const CudaAttention& problem, const CudaInputs& in, const Cu
   a.H = static_cast<int>(problem.H);
   a.heads_per_group = static_cast<int>(problem.H / problem.G);
   a.D = static_cast<int>(problem.D);
-  a.causal = problem.causal;
+  a.causal = problem.mask.causal;
   a.scale = problem.scale;
   a.scale_log2 = problem.scale * kLog2E;
   // A shift may stay behind the row's largest score for a while: P is then at most 2^8, and O need not be

@@ -4,21 +4,21 @@
 #include "gpu/device.h"
 
 namespace evenkeel::hopper {
-CUtensorMap query_map(const CudaAttention& p, const DeviceTensor& tensor, int box_rows) {
-  const bool packed = p.query_offsets;
-  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.H, packed ? p.query_rows : p.T, p.D},
+CUtensorMap query_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+  const bool packed = !p.mask.query_offsets.empty();
+  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.H, packed ? p.mask.query_rows : p.T, p.D},
                          tensor.stride, box_rows);
 }
 
-CUtensorMap key_map(const CudaAttention& p, const DeviceTensor& tensor, int box_rows) {
-  const bool packed = p.key_offsets;
-  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.G, packed ? p.key_rows : p.N, p.D}, tensor.stride,
-                         box_rows);
+CUtensorMap key_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+  const bool packed = !p.mask.key_offsets.empty();
+  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.G, packed ? p.mask.key_rows : p.N, p.D},
+                         tensor.stride, box_rows);
 }
 
 int multiprocessors() { return cuda_device().multiprocessors; }
 
-Saved saved_layout(const CudaAttention& p, void* saved) {
+Saved saved_layout(const AttentionProblem& p, void* saved) {
   const HeadPlan plan(p.plans[0]);
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
   auto* const base = static_cast<uint8_t*>(saved);

@@ -2,14 +2,16 @@
 // Internal to src/attention.
 #pragma once
 
-#include "attention/cuda/kernels.h"
+#include <cuda_runtime_api.h>
+
+#include "attention/family_calls.h"
 #include "gpu/cuda/tensor_map.h"
 
 namespace evenkeel::hopper {
 
 // Tensor maps of q-like (rows T, heads H) and k-like (rows N, heads G) tensors of a problem, packed or not.
-CUtensorMap query_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
-CUtensorMap key_map(const CudaAttention& problem, const DeviceTensor& tensor, int box_rows);
+CUtensorMap query_map(const AttentionProblem& problem, const DeviceTensor& tensor, int box_rows);
+CUtensorMap key_map(const AttentionProblem& problem, const DeviceTensor& tensor, int box_rows);
 int multiprocessors();
 
 // What forward leaves for backward in `saved`, one behind the other. Null where the stabiliser needs none.
@@ -19,10 +21,10 @@ struct Saved {
       *row_sum = nullptr;    // (B, H, T): that sum
   size_t bytes = 0;
 };
-Saved saved_layout(const CudaAttention& problem, void* saved);
+Saved saved_layout(const AttentionProblem& problem, void* saved);
 
 // backward's delta for zero_sum: sum P dP / sum P by a pass of its own. (B, H, T)
-void exact_delta(const CudaAttention& problem, const CudaInputs& in, const DeviceTensor& grad_output,
+void exact_delta(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                  const float* lse, float* delta, cudaStream_t stream);
 
 }  // namespace evenkeel::hopper

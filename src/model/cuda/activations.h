@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 #include "gpu/cuda/work_stream.h"
 #include "gpu/device_memory.h"
 #include "model/cuda/device_layers.h"

@@ -16,6 +16,8 @@ struct CallKind {
 
   bool has_facts() const { return score_facts || attention_has_facts(); }
   bool attention_has_facts() const { return tie_facts || residual_facts; }
+  // The loss is a mean over tokens, and so is the z-loss of keel: the scale of every gradient of a step.
+  float gradient_scale() const { return loss_scale / static_cast<float>(B * T); }
   auto tie() const {
     return std::tie(B, T, backward, loss_scale, score_facts, tie_facts, residual_facts, fact_sequences,
                     plan_version);

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 #include "gpu/cuda/pinned_memory.h"
 #include "gpu/cuda/work_stream.h"
 #include "model/cuda/activations.h"

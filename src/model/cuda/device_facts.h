@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 #include "model/gpt2.h"
 
 namespace evenkeel::device {

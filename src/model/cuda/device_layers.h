@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 
 namespace evenkeel::device {
 

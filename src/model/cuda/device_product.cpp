@@ -37,8 +37,6 @@ constexpr size_t kWorkspaceBytes = size_t{128} << 20;  // split sums of the larg
 constexpr int kCandidates = 16;
 
 cudaDataType_t data_type(TensorType type) { return type == TensorType::bf16 ? CUDA_R_16BF : CUDA_R_32F; }
-size_t element_bytes(TensorType type) { return type == TensorType::bf16 ? 2 : 4; }
-
 uint32_t alignment_of(const void* pointer) {
   constexpr uintptr_t kMost = 256;  // more is of no use to any algorithm
   const auto address = reinterpret_cast<uintptr_t>(pointer) | kMost;

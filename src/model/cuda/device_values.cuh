@@ -2,7 +2,7 @@
 // src/model.
 #pragma once
 
-#include "attention/attention_cuda.h"
+#include "attention/attention_problem.h"
 #include "base/sizes.h"
 #include "gpu/cuda/device_function.cuh"
 #include "gpu/cuda/launch.h"

@@ -14,8 +14,6 @@ namespace evenkeel {
 namespace device {
 namespace {
 
-constexpr int64_t kLargestHead = 128;  // attention's
-
 // What a call returns: the loss, then from the alignment on the facts.
 struct OutputHeader {
   double loss;
@@ -33,8 +31,7 @@ uint32_t random_step(const StepContext& context) {
 
 Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
     : Gpt2(config),
-      type_((require_cuda_device(),
-             config.precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32)),
+      type_((require_cuda_device(), config.tensor_type())),
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
       fused_gelu_(is_bf16() && 4 * config.width % 8 == 0),
@@ -42,19 +39,14 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
       parameters_(at(table_.size()) * sizeof(float)),
       gradients_(at(table_.size()) * sizeof(float)),
       arena_({config_, offsets_, lnf_gain_, lnf_bias_, gradients_.as<float>(), type_, fused_gelu_}),
-      attention_(
-          config_, type_, stream_, [this](int64_t layer) -> const auto& { return plans_of(layer); }),
+      attention_(*this, stream_),
       capture_rows_(config_, type_),
       token_runs_(config_.vocabulary),
       results_(output_bytes(facts_.size())),
       output_(output_bytes(facts_.size())) {
-  require(config_.head_size() <= kLargestHead, "[model] expected a head size up to {} on the GPU, got {}",
-          kLargestHead, config_.head_size());
+  choose_kernel(attention_problem(0, 1, config_.context), cuda_device());  // throws where no kernels take it
   const int64_t most = config_.width % 4 == 0 ? 4 * kLargestWidth : kLargestWidth;
   require(config_.width <= most, "[model] expected a width up to {} on the GPU, got {}", most, config_.width);
-  require(config_.tile_keys == 64 || config_.tile_keys == 0,
-          "[model] expected tile_keys of 64 on the GPU, or 0 for all keys in one tile, got {}",
-          config_.tile_keys);
 
   std::vector<float> initial(at(table_.size()));
   initialise(config_, table_, seed, initial);
@@ -102,7 +94,7 @@ void Gpt2Cuda::start(const CallKind& kind) {
   attention_.start(kind, *a_);
   auto found = recorded_.find(kind);
   if (found == recorded_.end()) {
-    const AttentionLayers::Layout layout = attention_.layout();
+    AttentionLayers::Layout layout = attention_.layout();
     if (layout.bytes > attention_.bytes()) {
       stream_.wait();
       recorded_.clear();
@@ -111,7 +103,7 @@ void Gpt2Cuda::start(const CallKind& kind) {
     // Of an older plan there will be no more calls.
     std::erase_if(recorded_, [&](const auto& entry) { return entry.first.plan_version != plan_version_; });
     found = recorded_.emplace(kind, Recorded{}).first;
-    found->second.attention = layout;
+    found->second.attention = std::move(layout);
   }
   attention_.use(found->second.attention);
 }
@@ -139,7 +131,7 @@ void Gpt2Cuda::enqueue(const CallKind& kind) {
   stream_.copy_up(a_->input, input_.as<void>(), at(kInputHeader + 2 * N_) * sizeof(int32_t));
   forward();
   if (kind.backward) {
-    backward(kind.loss_scale);
+    backward(kind.gradient_scale());
     write_facts(kind);
   } else {
     classify(/*gradients=*/false, 0);
@@ -167,7 +159,7 @@ void Gpt2Cuda::write_facts(const CallKind& kind) {
   attention_.join_facts();
   const LayerMemory& first = a_->layers[0];
   const int64_t C = config_.width, row_stride = (config_.qk_norm ? 2 : 3) * C;
-  const CudaInputs in = attention_.inputs(first);
+  const PassInputs in = attention_.inputs(first);
   FactInputs facts{};
   facts.L = config_.layers, facts.B = B_, facts.H = config_.heads, facts.T = T_;
   facts.D = config_.head_size();

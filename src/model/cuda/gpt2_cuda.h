@@ -93,9 +93,9 @@ class Gpt2Cuda final : public Gpt2 {
   void layer_forward(int64_t l, float* out);
   void mlp_forward(int64_t l, float* out);
   void classify(bool gradients, float gradient_scale);
-  void backward(float loss_scale);
+  void backward(float gradient_scale);
   void mlp_backward(int64_t l);
-  void attention_backward(int64_t l, float keel_scale);
+  void attention_backward(int64_t l);
   double stream_bytes() const { return 4.0 * static_cast<double>(N_ * config_.width); }  // of (N, C) in FP32
   double activation_bytes(int64_t columns) const {
     return static_cast<double>(N_ * columns) * static_cast<double>(element_bytes());

@@ -141,10 +141,8 @@ void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
 
 // --- Backward
 
-void Gpt2Cuda::backward(float loss_scale) {
+void Gpt2Cuda::backward(float gradient_scale) {
   const int64_t C = config_.width;
-  // The loss is a mean over tokens, and so is the z-loss of keel.
-  const float gradient_scale = loss_scale / static_cast<float>(N_);
   classify(/*gradients=*/true, gradient_scale);
   // Columns of dlogits from V on are zero, and so are the rows behind the gradient of the output layer.
   DeviceProduct head{padded_V_,
@@ -166,7 +164,7 @@ void Gpt2Cuda::backward(float loss_scale) {
                      dx_operand, a_->lnf_gain_sums, a_->lnf_bias_sums, stream_);
   for (int64_t l = config_.layers; l-- > 0;) {
     mlp_backward(l);
-    attention_backward(l, gradient_scale);
+    attention_backward(l);
   }
   stream_.phase("sums over rows");
   add_sums(at_hand_->sums.as<BlockSums>(), at_hand_->sum_count, at_hand_->most_columns, stream_);
@@ -208,7 +206,7 @@ void Gpt2Cuda::mlp_backward(int64_t l) {
 }
 
 // dx comes in as the gradient of the residual stream behind attention and leaves as that of the layer's input.
-void Gpt2Cuda::attention_backward(int64_t l, float keel_scale) {
+void Gpt2Cuda::attention_backward(int64_t l) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
@@ -223,13 +221,13 @@ void Gpt2Cuda::attention_backward(int64_t l, float keel_scale) {
     weight_backward("proj, weight gradient", a_->dx_operand, m.o, w.proj, C, C);
   }
   bias_backward(a_->dx_operand, C, m.sums.proj_bias);
-  attention_.compute_facts_separately(l, keel_scale);
+  attention_.compute_facts_separately(l);
   stream_.phase("attention backward", 10.0 * static_cast<double>(N_) * static_cast<double>(T_ * C) / 2);
   if (captures_now_ && !captures_[at(l)].x.values().empty()) {
-    captures_[at(l)].plans = attention_.plans(l, keel_scale);
+    captures_[at(l)].plans = attention_.problem(l).plans;
     capture_rows_.copy(l, captures_[at(l)], m, a_->d_o, stream_);
   }
-  attention_.backward(l, keel_scale);
+  attention_.backward(l);
   if (config_.qk_norm) {
     stream_.phase("qk_norm", 0, 3 * activation_bytes(2 * C));
     rms_norm_backward(a_->dqkv, m.qkv, master(w.q_gain), master(w.k_gain), m.qk_rstd, N_, H, D, type_,

@@ -1,0 +1,191 @@
+#include "attention/kernel_families.h"
+
+#include <algorithm>
+#include <bit>
+#include <initializer_list>
+
+#include "attention/family_calls.h"
+#include "base/error.h"
+#include "base/threads.h"
+#include "numerics/cpu.h"
+
+namespace evenkeel {
+namespace {
+
+// --- The rows
+
+constexpr uint16_t features(std::initializer_list<Feature> list) {
+  uint16_t bits = 0;
+  for (Feature feature : list) bits |= static_cast<uint16_t>(feature);
+  return bits;
+}
+constexpr uint8_t types(std::initializer_list<TensorType> list) {
+  uint8_t bits = 0;
+  for (TensorType type : list) bits |= static_cast<uint8_t>(1u << static_cast<int>(type));
+  return bits;
+}
+
+constexpr uint16_t kEveryShape =
+    features({Feature::plans_by_head, Feature::softcap, Feature::negative_scale, Feature::windows,
+              Feature::visible, Feature::facts, Feature::unaligned});
+
+std::string hopper_device_not_taken(const CudaDevice& device) {
+  if (device.major == 9 && device.minor == 0) return "";
+  return fmt::format("compute capability {}.{} (they are built for exactly 9.0)", device.major, device.minor);
+}
+
+std::string hopper_plan_not_taken(const PrecisionPlan& plan) {
+  const StabiliserRules& rules = rules_of(plan.stabiliser);
+  // They sum rounded probabilities only with shifts by powers of two, and exact ones only with the others.
+  const bool known = rules.sum == SumRule::rounded_probs
+                         ? rules.shift == ShiftRule::power_of_two && rules.output == OutputRule::wide &&
+                               rules.delta == DeltaRule::output
+                         : rules.shift != ShiftRule::power_of_two && rules.shift != ShiftRule::paper;
+  if (!known || rules.output == OutputRule::stochastic || rules.keys != KeyRule::given)
+    return fmt::format("the stabiliser {}", rules.name);
+  static const PrecisionPlan flash2 = parse_plan("flash2");
+  for (int n = 0; n < kSiteCount; ++n) {
+    const auto site = static_cast<Site>(n);
+    if (plan.at(site) == flash2.at(site)) continue;
+    // The O of delta is kept with 16 significand bits, rounded without bias: what is asked for, or nearly.
+    if (site == Site::output_for_delta && rules.output == OutputRule::wide &&
+        (is_identity(plan.at(site)) || plan.at(site) == Rounding{Format{8, 15}} ||
+         plan.at(site) == Rounding{Format{8, 15}, RoundingMode::stochastic}))
+      continue;
+    return fmt::format("{}={} (flash2 has {})", name(site), to_string(plan.at(site)),
+                       to_string(flash2.at(site)));
+  }
+  return "";
+}
+
+std::string hopper_reason(const AttentionProblem& p) {
+  const StabiliserRules& rules = rules_of(p.plans[0].stabiliser);
+  return fmt::format(
+      "bf16, head size {}, flash2 with stabiliser {} on compute capability 9.0{}", p.D, rules.name,
+      rules.output == OutputRule::wide ? "; the O of delta has 16 significand bits, rounded stochastically"
+                                       : "");
+}
+
+std::string any_plan_device_not_taken(const CudaDevice& device) {
+  if (device.major >= kLeastCudaMajor) return "";
+  return fmt::format("compute capability {}.{} ({}.0 or newer is taken)", device.major, device.minor,
+                     kLeastCudaMajor);
+}
+
+std::string any_plan_reason(const AttentionProblem& p) {
+  return fmt::format("{}, head size {}: any plan", name(p.type), p.D);
+}
+
+std::string cpu_reason(const AttentionProblem&) {
+  return fmt::format("device is the CPU: {} kernels, {} threads", name(cpu_target()), thread_count());
+}
+
+constexpr size_t kGpuAlignment = 256;
+// Tiles have 64 or 128 features; smaller heads are filled with zeros.
+constexpr int64_t kLargestGpuHead = 128;
+
+constexpr KernelFamily kFamilies[] = {
+    // flash2's sites with one of the fast stabilisers (TMA, wgmma).
+    {"hopper",
+     "the Hopper kernels",
+     /*on_gpu=*/true,
+     {features({Feature::packed, Feature::device_step}), types({TensorType::bf16}), kLargestGpuHead,
+      /*head_step=*/8, kGpuAlignment},
+     hopper_device_not_taken,
+     hopper_plan_not_taken,
+     hopper_reason,
+     hopper_prepare,
+     hopper_forward,
+     hopper_backward},
+    // Any plan, any stabiliser (mma.sync on bf16).
+    {"any_plan",
+     "the any-plan kernels",
+     /*on_gpu=*/true,
+     {kEveryShape | features({Feature::packed, Feature::device_step}),
+      types({TensorType::bf16, TensorType::fp32}), kLargestGpuHead, /*head_step=*/1, kGpuAlignment},
+     any_plan_device_not_taken,
+     nullptr,
+     any_plan_reason,
+     any_plan_prepare,
+     any_plan_forward,
+     any_plan_backward},
+    // Any plan; fp64 is the definition itself, which rounds nothing.
+    {"cpu",
+     "the CPU kernels",
+     /*on_gpu=*/false,
+     {kEveryShape | features({Feature::first_sequence, Feature::any_tile_keys}),
+      types({TensorType::fp32, TensorType::fp64}), /*largest_head=*/0, /*head_step=*/1, alignof(float)},
+     nullptr,
+     nullptr,
+     cpu_reason,
+     cpu_prepare,
+     cpu_forward,
+     cpu_backward},
+};
+
+// --- What a problem asks for
+
+struct FeatureAsked {
+  Feature feature;
+  bool (*asked)(const AttentionProblem&);
+  const char* words;
+};
+using P = const AttentionProblem&;
+constexpr FeatureAsked kFeatures[] = {
+    {Feature::plans_by_head, [](P p) { return p.plans.size() > 1; }, "plans that differ between heads"},
+    {Feature::softcap, [](P p) { return p.softcap != 0; }, "softcap"},
+    // Where masked scores are -inf before they are scaled.
+    {Feature::negative_scale, [](P p) { return p.scale < 0; }, "a negative scale"},
+    {Feature::windows, [](P p) { return p.mask.window_left >= 0 || p.mask.window_right >= 0; },
+     "a sliding window"},
+    {Feature::visible, [](P p) { return p.mask.visible.present(); }, "a mask of its own"},
+    {Feature::facts, [](P p) { return p.with_facts; }, "ties, residuals or delta as outputs"},
+    {Feature::unaligned, [](P p) { return !p.aligned; }, "tensors that are not 16-byte aligned"},
+    {Feature::packed, [](P p) { return !p.mask.query_offsets.empty() || !p.mask.key_offsets.empty(); },
+     "packed sequences (query_offsets or key_offsets); pad them"},
+    {Feature::device_step, [](P p) { return p.device_step != nullptr; },
+     "device_step; put the step into `step`"},
+    {Feature::first_sequence, [](P p) { return p.first_sequence != 0; },
+     "a first sequence other than 0 of the random numbers"},
+    {Feature::any_tile_keys, [](P p) { return p.tile_keys != 0 && p.tile_keys != 64; },
+     "tile_keys other than 64, or 0 for all keys in one tile"},
+};
+
+}  // namespace
+
+std::string types_taken(const FamilyLimits& limits) {
+  std::string text;
+  for (size_t n = 0; n < kTensorTypeNames.size(); ++n)
+    if (limits.has(static_cast<TensorType>(n)))
+      text += (text.empty() ? "" : ", ") + std::string(kTensorTypeNames[n]);
+  return text;
+}
+
+std::span<const KernelFamily> kernel_families() { return kFamilies; }
+
+const KernelFamily& kernel_family(std::string_view name) {
+  for (const KernelFamily& family : kFamilies)
+    if (family.name == name) return family;
+  throw std::invalid_argument(fmt::format("[attention] unknown family of kernels '{}'", name));
+}
+
+std::string not_taken(const KernelFamily& family, const AttentionProblem& p, const CudaDevice& device) {
+  const FamilyLimits& limits = family.limits;
+  if (family.device_not_taken)
+    if (std::string what = family.device_not_taken(device); !what.empty()) return what;
+  if (!limits.has(p.type))
+    return fmt::format("{} tensors ({} {} taken)", name(p.type), types_taken(limits),
+                       std::has_single_bit(limits.types) ? "is" : "are");
+  if ((limits.largest_head != 0 && p.D > limits.largest_head) || p.D % limits.head_step != 0)
+    return fmt::format("head size {} ({} up to {} is taken)", p.D,
+                       limits.head_step == 1 ? "any" : fmt::format("a multiple of {}", limits.head_step),
+                       limits.largest_head);
+  if (family.plan_not_taken)
+    for (const PrecisionPlan& plan : p.plans)
+      if (std::string what = family.plan_not_taken(plan); !what.empty()) return what;
+  for (const FeatureAsked& f : kFeatures)
+    if (f.asked(p) && !limits.has(f.feature)) return f.words;
+  return "";
+}
+
+}  // namespace evenkeel

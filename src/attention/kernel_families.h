@@ -1,0 +1,81 @@
+// The families of attention kernels, as rows of one table: what each takes, and how it is called. The table is the
+// documentation of what runs where, and the only place that knows a limit. Plain C++, in every build.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "attention/attention_call.h"
+
+namespace evenkeel {
+
+// What a problem may ask for and not every family has. Not asked of a plan: `accumulate`, since products on a GPU add up
+// as the chip's own tensor cores do.
+enum class Feature : uint16_t {
+  plans_by_head = 1 << 0,
+  softcap = 1 << 1,
+  negative_scale = 1 << 2,
+  windows = 1 << 3,
+  visible = 1 << 4,  // a mask of its own
+  facts = 1 << 5,    // ties, delta, residual, ...
+  unaligned = 1 << 6,
+  packed = 1 << 7,
+  device_step = 1 << 8,
+  first_sequence = 1 << 9,
+  any_tile_keys = 1 << 10,  // others than 64 and 0
+};
+
+struct FamilyLimits {
+  uint16_t features;     // of Feature
+  uint8_t types;         // bit n: TensorType n
+  int64_t largest_head;  // 0: any head size
+  int64_t head_step;     // head sizes are multiples of this
+  size_t alignment;      // of `saved` and the workspace, in bytes
+
+  bool has(Feature feature) const { return (features & static_cast<uint16_t>(feature)) != 0; }
+  bool has(TensorType type) const { return (types >> static_cast<int>(type) & 1) != 0; }
+};
+
+// What a family works out of a problem before any call: resolved plans, sizes.
+struct FamilyPlan {
+  virtual ~FamilyPlan() = default;
+  PassSizes sizes;
+};
+
+struct KernelFamily {
+  const char* name;   // "hopper"
+  const char* words;  // "the Hopper kernels"
+  bool on_gpu;
+  FamilyLimits limits;
+  // What the family does not take besides: of a device, of a plan; "" where it takes it. Null: takes any.
+  std::string (*device_not_taken)(const CudaDevice& device);
+  std::string (*plan_not_taken)(const PrecisionPlan& plan);
+  std::string (*reason)(const AttentionProblem& problem);  // why it runs, where no faster one was refused
+  // Problems are complete here and the family takes them; tensors and buffers are checked.
+  std::shared_ptr<const FamilyPlan> (*prepare)(const AttentionProblem& problem);
+  void (*forward)(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+                  const ForwardPass& out, void* workspace, void* stream);
+  void (*backward)(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+                   const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
+                   void* workspace, void* stream);
+};
+
+std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
+
+// Fastest first. A family is added by a row (kernel_families.cpp).
+std::span<const KernelFamily> kernel_families();
+const KernelFamily& kernel_family(std::string_view name);  // std::invalid_argument where there is none
+
+// What the family does not take in a complete problem on this device, in words; "" where it takes all of it. The device is
+// looked at by families of the GPU alone.
+std::string not_taken(const KernelFamily& family, const AttentionProblem& problem, const CudaDevice& device);
+
+// The check of a pass before anything runs: tensors and buffers of a complete problem.
+void check_forward(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                   const PassInputs& in, const ForwardPass& out, const void* workspace, const void* stream);
+void check_backward(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                    const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+                    const BackwardPass& out, const void* workspace, const void* stream);
+
+}  // namespace evenkeel

@@ -1,0 +1,140 @@
+// The check of a pass before anything runs: tensors and buffers against the problem and what its family needs. The same
+// words on the CPU and on a GPU; reads none of the memory.
+#include "attention/kernel_families.h"
+#include "base/error.h"
+
+namespace evenkeel {
+namespace {
+
+constexpr uintptr_t kAlignedBytes = 16;
+constexpr int64_t kAlignedStride = 8;  // elements of bf16 in kAlignedBytes
+
+using Sizes = std::array<int64_t, 4>;
+
+std::string strides_of(const DeviceTensor& t) {
+  return fmt::format("({}, {}, {}, {})", t.stride[0], t.stride[1], t.stride[2], t.stride[3]);
+}
+
+bool starts_at_multiple(const void* memory, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(memory) % bytes == 0;
+}
+
+// The tensors and buffers of one pass, all checked alike.
+class PassCheck {
+ public:
+  PassCheck(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes)
+      : p_(problem), family_(family), sizes_(sizes) {}
+
+  void query(const char* name, const DeviceTensor& t, bool written) const {
+    tensor(name, t, {p_.B, p_.H, p_.T, p_.D}, !p_.mask.query_offsets.empty(), written);
+  }
+  void key(const char* name, const DeviceTensor& t, bool written) const {
+    tensor(name, t, {p_.B, p_.G, p_.N, p_.D}, !p_.mask.key_offsets.empty(), written);
+  }
+  void inputs(const PassInputs& in) const {
+    query("q", in.q, /*written=*/false);
+    key("k", in.k, false);
+    key("v", in.v, false);
+  }
+
+  // (B, H, T), contiguous.
+  template <class T>
+  void rows(const char* name, const T* data) const {
+    require(starts_at_multiple(data, alignof(T)),
+            "[attention] expected {} at a multiple of its element's {} bytes", name, alignof(T));
+  }
+  template <class T>
+  void fact(const char* name, const T* data) const {
+    rows(name, data);
+    // Which kernels run depends on whether facts are asked for. The CPU has one family, which always gives them.
+    require(!data || p_.with_facts || !family_.on_gpu,
+            "[attention] expected with_facts where {} is asked for", name);
+  }
+  void lse(const float* data) const {
+    require(data != nullptr, "[attention] expected lse, got null");
+    rows("lse", data);
+  }
+
+  void buffers(const void* saved, const void* workspace, const void* stream) const {
+    buffer("saved", saved, sizes_.saved);
+    buffer("workspace", workspace, sizes_.workspace);
+    require(family_.on_gpu || stream == nullptr, "[attention] expected no stream on the CPU, got one");
+  }
+
+ private:
+  void tensor(const char* name, const DeviceTensor& t, const Sizes& sizes, bool packed, bool written) const {
+    require(t.present(), "[attention] expected a tensor {}, got null", name);
+    require(starts_at_multiple(t.data, element_bytes(p_.type)),
+            "[attention] expected {} at a multiple of its element's {} bytes", name, element_bytes(p_.type));
+    require(!packed || t.stride[0] == 0,
+            "[attention] expected a batch stride of 0 for {}, which has offsets, got strides {}", name,
+            strides_of(t));
+    for (size_t axis = 0; axis < 4; ++axis)
+      require(
+          !written || t.stride[axis] != 0 || sizes[axis] == 1 || (packed && axis == 0),
+          "[attention] expected {}, which is written, without a stride of 0 on an axis of {} entries, got "
+          "strides {}",
+          name, sizes[axis], strides_of(t));
+    require(
+        family_.limits.has(Feature::unaligned) || is_aligned(t, sizes),
+        "[attention] expected {} at a multiple of 16 bytes, its last stride 1 and the others multiples of "
+        "8 (as `aligned` promises; without that promise the any-plan kernels run), got strides {}",
+        name, strides_of(t));
+  }
+
+  void buffer(const char* name, const void* memory, size_t bytes) const {
+    require(bytes == 0 || memory != nullptr, "[attention] expected {} of {} bytes, got null", name, bytes);
+    require(starts_at_multiple(memory, family_.limits.alignment),
+            "[attention] expected {} at a multiple of {} bytes", name, family_.limits.alignment);
+  }
+
+  const AttentionProblem& p_;
+  const KernelFamily& family_;
+  const PassSizes& sizes_;
+};
+
+}  // namespace
+
+bool is_aligned(const DeviceTensor& tensor, const std::array<int64_t, 4>& sizes) {
+  if (!starts_at_multiple(tensor.data, kAlignedBytes)) return false;
+  if (sizes[3] > 1 && tensor.stride[3] != 1) return false;
+  for (size_t axis = 0; axis < 3; ++axis) {
+    const int64_t stride = tensor.stride[axis];
+    if (sizes[axis] > 1 && (stride % kAlignedStride != 0 || stride < 0 || (stride == 0 && axis > 0)))
+      return false;
+  }
+  return true;
+}
+
+void check_forward(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                   const PassInputs& in, const ForwardPass& out, const void* workspace, const void* stream) {
+  const PassCheck check(problem, family, sizes);
+  check.inputs(in);
+  check.query("o", out.o, /*written=*/true);
+  check.lse(out.lse);
+  check.fact("ties", out.ties);
+  check.buffers(out.saved, workspace, stream);
+}
+
+void check_backward(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                    const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+                    const BackwardPass& out, const void* workspace, const void* stream) {
+  const PassCheck check(problem, family, sizes);
+  check.inputs(in);
+  check.query("grad_output", grad_output, /*written=*/false);
+  check.query("o", saved.o, false);
+  check.query("dq", out.dq, /*written=*/true);
+  // Facts alone: on a GPU, without both.
+  if (!family.on_gpu || !problem.with_facts || out.dk.present() || out.dv.present()) {
+    check.key("dk", out.dk, true);
+    check.key("dv", out.dv, true);
+  }
+  check.lse(saved.lse);
+  check.fact("delta", out.delta);
+  check.fact("residual", out.residual);
+  check.fact("residual_floor", out.residual_floor);
+  check.fact("delta_error", out.delta_error);
+  check.buffers(saved.saved, workspace, stream);
+}
+
+}  // namespace evenkeel
