@@ -60,10 +60,16 @@ if(EVENKEEL_CUDA AND NOT EVENKEEL_SANITIZE AND NOT EVENKEEL_FUZZ)
   endif()
 endif()
 
-set(cuda_machines_any -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
-                      -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
+# The table of kernel families: a row is a name, the machines its code is made for, its files. Files of src/*/cuda that
+# no row names are for all machines. Another family (sm_80 alone, say) is another row.
+set(cuda_families hopper)
 # Only so: -arch=sm_90a also makes a compute_90 pass, which knows neither wgmma nor setmaxnreg.
 set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
+set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_backward.cu
+                      src/attention/cuda/hopper_delta.cu)
+
+set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
+                      -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
 
 # Flags of a target's .cu files. nvcc keeps IEEE division, roots and subnormals unless told otherwise; it does fuse
 # a * b + c, so kernels that must not say so themselves (__fmul_rn, __fadd_rn).
@@ -75,14 +81,20 @@ function(evenkeel_cuda_flags target)
     "$<$<COMPILE_LANGUAGE:CUDA>:-O3;-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
 endfunction()
 
-# hopper*.cu for exactly sm_90a, the other files of src/*/cuda for everything from sm_80 on.
+# Adds all of src/*/cuda to the target, each kernel file for its family's machines.
 function(evenkeel_add_cuda_kernels target)
   file(GLOB sources CONFIGURE_DEPENDS src/*/cuda/*.cu src/*/cuda/*.cpp)
-  file(GLOB hopper_sources CONFIGURE_DEPENDS src/*/cuda/hopper*.cu)
-  file(GLOB any_sources CONFIGURE_DEPENDS src/*/cuda/*.cu)
-  list(REMOVE_ITEM any_sources ${hopper_sources})
-  set_source_files_properties(${hopper_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_hopper}")
-  set_source_files_properties(${any_sources} PROPERTIES COMPILE_OPTIONS "${cuda_machines_any}")
+  file(GLOB kernels CONFIGURE_DEPENDS src/*/cuda/*.cu)
+  set_source_files_properties(${kernels} PROPERTIES COMPILE_OPTIONS "${cuda_machines_all}")
+  foreach(family ${cuda_families})
+    list(TRANSFORM cuda_files_${family} PREPEND ${CMAKE_SOURCE_DIR}/ OUTPUT_VARIABLE files)
+    foreach(file ${files})
+      if(NOT file IN_LIST kernels)
+        message(FATAL_ERROR "cmake/cuda.cmake: family ${family} names ${file}, which is not there")
+      endif()
+    endforeach()
+    set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${cuda_machines_${family}}")
+  endforeach()
   target_sources(${target} PRIVATE ${sources})
   evenkeel_cuda_flags(${target})
   # The runtime goes in statically; the driver is found at run time, or is not there.
