@@ -14,6 +14,7 @@
 #include <functional>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "gpu/device_memory.h"
 #include "model/cuda/device_layers.h"
 #include "model/device_product.h"
@@ -24,8 +25,6 @@ namespace evenkeel {
 namespace {
 
 using Floats = std::vector<float>;
-
-size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 // No folder can be made there, so that no product is timed: quicker, and as good.
 const int kNoCache = setenv("XDG_CACHE_HOME", "/dev/null", 1);
