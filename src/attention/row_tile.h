@@ -10,6 +10,7 @@
 
 #include "attention/cpu_operands.h"
 #include "attention/row_shift.h"
+#include "base/sizes.h"
 
 namespace evenkeel {
 
@@ -31,7 +32,6 @@ class RowTile {
   void backward(int64_t b, int64_t h, int64_t first_row, const BackwardTask& task);
 
  private:
-  static size_t at(int64_t i) { return static_cast<size_t>(i); }
   const PrecisionPlan& plan() const { return head_->plan; }
   int64_t head_index() const { return b_ * call_.problem.H + h_; }
   // The same among all sequences of the step: names random numbers.

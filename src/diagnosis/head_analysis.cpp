@@ -5,13 +5,12 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace evenkeel {
 namespace {
 
 constexpr size_t kGuilty = 3;
-
-size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 // One head of a capture as a problem of its own: (B, 1, T, D) views.
 struct OneHead {

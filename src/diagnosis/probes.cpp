@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "base/threads.h"
 #include "diagnosis/double_kernels.h"
 #include "records/schema.h"
@@ -55,8 +56,6 @@ const std::array kFields = {
     row("coherence", &HeadProbe::coherence),
     row("nonfinite", &HeadProbe::nonfinite),
 };
-
-size_t at(int64_t n) { return static_cast<size_t>(n); }
 
 double dot(const double* x, const double* y, int64_t n) { return double_kernels().dot(x, y, n); }
 
