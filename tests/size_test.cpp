@@ -27,13 +27,6 @@ constexpr size_t kMostLinesOfFile = 700, kMostLinesOfFunction = 80, kMostLinesOf
 // more fails the test.
 const std::set<std::string> kKnown = {
     "python/twin_torch.py: main",
-    "src/attention/cuda/any_plan_backward.cuh: backward_keys_kernel",
-    "src/attention/cuda/any_plan_backward.cuh: backward_rows_kernel",
-    "src/attention/cuda/any_plan_forward.cuh: forward_kernel",
-    "src/attention/cuda/hopper_backward.cu",
-    "src/attention/cuda/hopper_backward.cu: consume",
-    "src/attention/cuda/hopper_delta.cu: delta_rows",
-    "src/attention/cuda/hopper_forward.cu",
     "src/cli/bench_attention.cpp: bench_attention",
     "src/cli/conform.cpp: run_conform",
     "src/cli/demo.cpp: show_all",

@@ -1,7 +1,8 @@
 // Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, launches the kernels.
 #include <algorithm>
 
-#include "attention/cuda/any_plan_backward.cuh"
+#include "attention/cuda/any_plan_backward_keys.cuh"
+#include "attention/cuda/any_plan_backward_rows.cuh"
 #include "attention/cuda/any_plan_forward.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
 #include "attention/family_calls.h"

@@ -95,212 +95,155 @@ struct ForwardShape {
   }
 };
 
+// The work of one warp, step by step: 16 rows of a block's kRows, with the block's other warps at every tile.
 // kTies: counts are asked for, of some sequences.
 template <int kD, Variant kVariant, bool kTies>
-__global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardShape<kD, kVariant>::kBlocks)
-    forward_kernel(const __grid_constant__ Problem p) {
+struct ForwardRows {
   using Shape = ForwardShape<kD, kVariant>;
-  constexpr bool kAny = Shape::kAny, kQuick = Shape::kQuick;
-  constexpr int kFragments = kTileKeys / 8, kThreads = Shape::kThreads;
-  // Rows with the most keys first; the tiles of a head together, so that its keys stay in the cache.
-  const int row_tiles = (p.T + Shape::kRows - 1) / Shape::kRows;
-  const int head = blockIdx.x / row_tiles,
-            block_row = (row_tiles - 1 - blockIdx.x % row_tiles) * Shape::kRows;
-  const int b = head / p.H, h = head % p.H;
-  const DevicePlan& plan = plan_of(p, h);
-  if (plan.forward != kVariant) return;
+  static constexpr bool kAny = Shape::kAny, kQuick = Shape::kQuick;
+  static constexpr int kFragments = kTileKeys / 8;
+  using Loader = TileLoader<kD, Shape::kThreads, kAny>;
+  using Scores = float[kFragments][4];  // of the warp's rows and a tile's keys
 
-  extern __shared__ __align__(128) uint8_t shared[];
-  const int q_parts = kAny ? plan.parts_q : 1, k_parts = kAny ? plan.parts_k : 1,
-            v_parts = kAny ? plan.parts_v : 1, probs_parts = kAny ? plan.parts_probs : 1;
-  const uint32_t q_tile = shared_address(shared);
-  const uint32_t k_tile = q_tile + Shape::kRows * kTileRowBytes<kD> * (kAny ? p.most_q : 1);
-  const uint32_t v_tile = k_tile + Shape::kTileBytes * (kAny ? p.most_k : Shape::kStages);
-
+  const Problem& p;
+  const int head, block_row, b, h;
+  const DevicePlan& plan;
+  const int q_parts, k_parts, v_parts, probs_parts;
+  const uint32_t q_tile, k_tile, v_tile;
   // What the loops ask of the plan.
-  const SiteRounding scores = plan.at(Site::scores), shifted = plan.at(Site::shifted),
-                     probs = plan.at(Site::probs), row_sum = plan.at(Site::row_sum), pv = plan.at(Site::pv);
-  const bool sums_rounded = !kQuick && plan.sums_rounded, shadow = !kQuick && plan.shadow,
-             power_shift = !kQuick && plan.shift.rule == ShiftRule::power_of_two;
-  const bool shift_counts_ties = !kQuick && counts_ties(plan.shift.rule);
-  const bool one_tile = !kQuick && p.one_tile, max_first = !kQuick && (plan.max_first || p.one_tile);
-  const float tie_tolerance = plan.shift.tie_tolerance;
-  const bool tells_ties = kTies && b < p.fact_sequences;
+  const SiteRounding scores, shifted, probs, row_sum, pv;
+  const bool sums_rounded, power_shift, shadow, shift_counts_ties, one_tile, max_first;
+  const float tie_tolerance;
+  const bool tells_ties;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int warp_row = block_row + warp * kWarpRows;
-  const int row[2] = {warp_row + group, warp_row + group + 8};
-  const Sight sight(p, b);
-  const RowsSight warp_sight(sight, warp_row, kWarpRows);
-  const uint64_t pitch = row_pitch(p);
-  const int key_tiles = p.one_tile ? 1 : (p.N + kTileKeys - 1) / kTileKeys;  // that are rounded after
-
+  const int warp, lane, group, quad, warp_row;
+  const int (&row)[2];  // this thread's, of the fragments
+  const Sight sight;
+  const RowsSight warp_sight;
+  const uint64_t pitch;
+  const int key_tiles;     // that are rounded after
   int begin = 0, end = 0;  // tiles of keys that some row sees
-  if (const int bottom = min(block_row + Shape::kRows, sight.rows) - 1; bottom >= block_row) {
-    begin = sight.first(block_row) / kTileKeys;
-    end = (max(sight.last(bottom), 0) + kTileKeys - 1) / kTileKeys;
-  }
-  using Loader = TileLoader<kD, kThreads, kAny>;
-  const Loader key_loader(p.k, p.D, b, h, sight.keys, k_parts),
-      value_loader(p.v, p.D, b, h, sight.keys, v_parts);
-  const auto load_keys = [&](int tile, int stage) {
-    key_loader.template load<kTileKeys>(k_tile + stage * Shape::kTileBytes, tile * kTileKeys);
-  };
-  const auto load_values = [&](int tile, int stage) {
-    value_loader.template load<kTileKeys>(v_tile + stage * Shape::kTileBytes, tile * kTileKeys);
-  };
+  const Loader key_loader, value_loader;
+  const StreamKey scores_key, shifted_key, probs_key, sum_key, pv_key;
 
-  Loader(p.q, p.D, b, h, sight.rows, q_parts).template load<Shape::kRows>(q_tile, block_row);
   uint32_t q[Shape::kKeepQ ? kD / 16 : 1][4];
-  const StreamKey scores_key = stream_key(p, plan, Site::scores),
-                  shifted_key = stream_key(p, plan, Site::shifted);
-  const auto elements_at = [&](int key) {
-    return Elements{(static_cast<uint64_t>(head) * p.N + key + 2 * quad) * pitch + row[0], 1, pitch};
-  };
-  // S of this warp's rows and the tile that begins at `key`, -inf where masked.
-  const auto score_tile = [&](float(&s)[kFragments][4], int key, int stage) {
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = 0;
-    if constexpr (Shape::kKeepQ)
-      multiply_rows<kD>(s, q, k_tile + stage * Shape::kTileBytes, 0, lane);
-    else
-      multiply_rows<kD, kFragments, kAny>(s, q_tile, Shape::kRows, warp * kWarpRows, q_parts,
-                                          k_tile + stage * Shape::kTileBytes, kTileKeys, 0, k_parts, lane);
-    finish_scores<kAny>(s, p, scores, scores_key, elements_at(key));
-    if (!warp_sight.whole(key, kTileKeys)) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int first = sight.first(row[i]) - key - 2 * quad, last = sight.last(row[i]) - key - 2 * quad;
-#pragma unroll
-        for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (8 * n + e < first || 8 * n + e >= last) s[n][2 * i + e] = kNone;
-      }
-    }
-    if (kAny && p.visible) {
-#pragma unroll
-      for (int n = 0; n < kFragments; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
-          if (i < sight.rows && j < sight.keys && !is_visible(p, b, h, i, j)) s[n][e] = kNone;
-        }
-    }
-  };
-  const auto largest = [&](const float(&s)[kFragments][4], int i) {
-    float best = kNone;
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n) best = fmaxf(best, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-    return best;
-  };
-  const auto count_at_least = [&](const float(&s)[kFragments][4], int i, float threshold) {
-    int count = 0;
-#pragma unroll
-    for (int n = 0; n < kFragments; ++n)
-      count -= greater_equal(s[n][2 * i], threshold) + greater_equal(s[n][2 * i + 1], threshold);
-    return count;
-  };
-  // Of BF16 scores, none of them masked: both rows' counts at once, two comparisons an instruction, and tensor cores add
-  // up. A third of the time.
-  const auto count_bf16_at_least = [&](const float(&s)[kFragments][4], const float(&threshold)[2],
-                                       int(&count)[2]) {
-    uint32_t least[2];
-    for (int i = 0; i < 2; ++i) least[i] = pack_twice_upward(threshold[i]);
-    float sums[4] = {};
-#pragma unroll
-    for (int n = 0; n < kFragments; n += 2) {
-      uint32_t reached[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        reached[e] = greater_equal_bf16(pack_upper(s[n + e / 2][e % 2 * 2], s[n + e / 2][e % 2 * 2 + 1]),
-                                        least[e % 2]);
-      multiply_add(sums, reached, kBf16Ones, kBf16Ones);
-    }
-    for (int i = 0; i < 2; ++i) count[i] = static_cast<int>(sums[2 * i]);
-  };
-  // body(key, stage) for every tile, with K alone in shared memory: the passes before and after the main one.
-  const auto for_each_key_tile = [&](auto body) {
-    for (int tile = begin; tile < end; ++tile) {
-      __syncthreads();
-      load_keys(tile, 0);
-      commit_copies();
-      wait_for_copies();
-      __syncthreads();
-      if (warp_sight.any(tile * kTileKeys, kTileKeys)) body(tile * kTileKeys);
-    }
-  };
-
   RowShift shift[2];
   float unit[2] = {0.5f, 0.5f}, lift[2] = {0, 0};  // lift: dither's part of the shift
-  if (draws_number(plan.shift.rule))
-    for (int i = 0; i < 2; ++i) {
-      unit[i] = device_random_unit(stream_key(p, plan, 63u), static_cast<uint64_t>(head) * p.T + row[i]);
-      if (plan.shift.rule == ShiftRule::dither) lift[i] = __fmul_rn(unit[i], static_cast<float>(kLog2));
-    }
-
-  commit_copies();
-  if (Shape::kKeepQ || max_first) {
-    wait_for_copies();
-    __syncthreads();
-  }
-  if constexpr (Shape::kKeepQ) {
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) load_left<kD>(q[k], q_tile, warp * kWarpRows, k, lane);
-  }
-
-  if (max_first) {
-    float top[2] = {kNone, kNone};
-    for_each_key_tile([&](int key) {
-      float s[kFragments][4];
-      score_tile(s, key, 0);
-      for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], largest(s, i));
-    });
-    int count[2] = {0, 0};
-    for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
-    if (shift_counts_ties) {
-      for_each_key_tile([&](int key) {
-        float s[kFragments][4];
-        score_tile(s, key, 0);
-        for (int i = 0; i < 2; ++i)
-          count[i] += count_at_least(s, i, shift[i].tie_threshold(plan.shift, top[i]));
-      });
-      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
-    }
-    for (int i = 0; i < 2; ++i) shift[i].add_tile(plan.shift, top[i], count[i], unit[i]);
-    __syncthreads();
-  }
-
   // Ties with the row's final maximum, counted while it is still rising; the least of them is known as long as
   // there is one a tile: then a new maximum leaves all, or none. Where some of several may drop out, one more
   // pass over the keys settles the doubt.
   int tied[2] = {0, 0};
-  float least_tied[2] = {0, 0}, tie_max[2] = {shift[0].max, shift[1].max}, threshold[2];
-  for (int i = 0; i < 2; ++i) threshold[i] = __fsub_rn(tie_max[i], tie_tolerance);
+  float least_tied[2] = {0, 0}, tie_max[2], threshold[2];
   bool doubt = false;
-
   float o[kD / 8][4] = {}, wide_o[kQuick ? 1 : kD / 8][4] = {};
   float sum[2] = {0, 0}, wide_sum[2] = {0, 0};
-  const StreamKey probs_key = stream_key(p, plan, Site::probs), sum_key = stream_key(p, plan, Site::row_sum),
-                  pv_key = stream_key(p, plan, Site::pv);
-  const auto round_sums = [&](int tile) {
-    for (int i = 0; i < 2; ++i)
-      sum[i] = round_one<kAny>(sum[i], row_sum, sum_key,
-                               (static_cast<uint64_t>(head) * key_tiles + tile) * pitch + row[i]);
-    round_fragments<kAny>(
-        o, pv, pv_key,
-        {((static_cast<uint64_t>(head) * key_tiles + tile) * p.D + 2 * quad) * pitch + row[0], 1, pitch});
-  };
 
-  if (begin < end && Shape::kStages > 1) {
-    load_keys(begin, 0);
-    load_values(begin, 0);
-    commit_copies();
+  EK_DEVICE ForwardRows(const Problem& problem, int head_, int block_row_, const DevicePlan& plan_,
+                        const int (&row_)[2], uint32_t shared)
+      : p(problem),
+        head(head_),
+        block_row(block_row_),
+        b(head / p.H),
+        h(head % p.H),
+        plan(plan_),
+        q_parts(kAny ? plan.parts_q : 1),
+        k_parts(kAny ? plan.parts_k : 1),
+        v_parts(kAny ? plan.parts_v : 1),
+        probs_parts(kAny ? plan.parts_probs : 1),
+        q_tile(shared),
+        k_tile(q_tile + Shape::kRows * kTileRowBytes<kD> * (kAny ? p.most_q : 1)),
+        v_tile(k_tile + Shape::kTileBytes * (kAny ? p.most_k : Shape::kStages)),
+        scores(plan.at(Site::scores)),
+        shifted(plan.at(Site::shifted)),
+        probs(plan.at(Site::probs)),
+        row_sum(plan.at(Site::row_sum)),
+        pv(plan.at(Site::pv)),
+        sums_rounded(!kQuick && plan.sums_rounded),
+        power_shift(!kQuick && plan.shift.rule == ShiftRule::power_of_two),
+        shadow(!kQuick && plan.shadow),
+        shift_counts_ties(!kQuick && counts_ties(plan.shift.rule)),
+        one_tile(!kQuick && p.one_tile),
+        max_first(!kQuick && (plan.max_first || p.one_tile)),
+        tie_tolerance(plan.shift.tie_tolerance),
+        tells_ties(kTies && b < p.fact_sequences),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        group(lane / 4),
+        quad(lane % 4),
+        warp_row(block_row + warp * kWarpRows),
+        row(row_),
+        sight(p, b),
+        warp_sight(sight, warp_row, kWarpRows),
+        pitch(row_pitch(p)),
+        key_tiles(p.one_tile ? 1 : (p.N + kTileKeys - 1) / kTileKeys),
+        key_loader(p.k, p.D, b, h, sight.keys, k_parts),
+        value_loader(p.v, p.D, b, h, sight.keys, v_parts),
+        scores_key(stream_key(p, plan, Site::scores)),
+        shifted_key(stream_key(p, plan, Site::shifted)),
+        probs_key(stream_key(p, plan, Site::probs)),
+        sum_key(stream_key(p, plan, Site::row_sum)),
+        pv_key(stream_key(p, plan, Site::pv)) {
+    if (const int bottom = min(block_row + Shape::kRows, sight.rows) - 1; bottom >= block_row) {
+      begin = sight.first(block_row) / kTileKeys;
+      end = (max(sight.last(bottom), 0) + kTileKeys - 1) / kTileKeys;
+    }
   }
-  for (int tile = begin; tile < end; ++tile) {
-    const int stage = Shape::kStages > 1 ? (tile - begin) & 1 : 0, key = tile * kTileKeys;
+
+  EK_DEVICE void run() {
+    load_queries();
+    if (max_first) find_shift_first();
+    start_ties();
+    if (begin < end && Shape::kStages > 1) {
+      load_keys(begin, 0);
+      load_values(begin, 0);
+      commit_copies();
+    }
+    for (int tile = begin; tile < end; ++tile) {
+      const int stage = Shape::kStages > 1 ? (tile - begin) & 1 : 0, key = tile * kTileKeys;
+      load_tile(tile, stage);
+      if (!warp_sight.any(key, kTileKeys)) continue;
+      Scores s;
+      score_tile(s, key, stage);
+      const float tile_max[2] = {quad_max(largest(s, 0)), quad_max(largest(s, 1))};
+      // A tile without a score near the largest changes nothing.
+      if (tells_ties && __any_sync(0xffffffffu, tile_max[0] >= threshold[0] || tile_max[1] >= threshold[1]))
+        count_ties(s, key, tile_max);
+      if (!max_first) move_shift(s, tile_max);
+      accumulate(s, key, stage);
+      if (!one_tile) round_sums(tile);
+    }
+    if (one_tile && begin < end) round_sums(0);
+    if (tells_ties) finish_ties();
+    finish_row_values();
+    finish_output();
+  }
+
+  // --- Load
+  EK_DEVICE void load_keys(int tile, int stage) {
+    key_loader.template load<kTileKeys>(k_tile + stage * Shape::kTileBytes, tile * kTileKeys);
+  }
+  EK_DEVICE void load_values(int tile, int stage) {
+    value_loader.template load<kTileKeys>(v_tile + stage * Shape::kTileBytes, tile * kTileKeys);
+  }
+  EK_DEVICE void load_queries() {
+    Loader(p.q, p.D, b, h, sight.rows, q_parts).template load<Shape::kRows>(q_tile, block_row);
+    if (draws_number(plan.shift.rule))
+      for (int i = 0; i < 2; ++i) {
+        unit[i] = device_random_unit(stream_key(p, plan, 63u), static_cast<uint64_t>(head) * p.T + row[i]);
+        if (plan.shift.rule == ShiftRule::dither) lift[i] = __fmul_rn(unit[i], static_cast<float>(kLog2));
+      }
+    commit_copies();
+    if (Shape::kKeepQ || max_first) {
+      wait_for_copies();
+      __syncthreads();
+    }
+    if constexpr (Shape::kKeepQ) {
+#pragma unroll
+      for (int k = 0; k < kD / 16; ++k) load_left<kD>(q[k], q_tile, warp * kWarpRows, k, lane);
+    }
+  }
+  // This tile's keys and values, and with two stages the next one's on their way.
+  EK_DEVICE void load_tile(int tile, int stage) {
     if constexpr (Shape::kStages > 1) {
       wait_for_copies();
       __syncthreads();  // the tile is here, and nobody reads the one before it any more
@@ -317,71 +260,198 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
       wait_for_copies();
       __syncthreads();
     }
-    if (!warp_sight.any(key, kTileKeys)) continue;
+  }
+  // body(key) for every tile, with K alone in shared memory: the passes before and after the main one.
+  template <class Body>
+  EK_DEVICE void for_each_key_tile(Body body) {
+    for (int tile = begin; tile < end; ++tile) {
+      __syncthreads();
+      load_keys(tile, 0);
+      commit_copies();
+      wait_for_copies();
+      __syncthreads();
+      if (warp_sight.any(tile * kTileKeys, kTileKeys)) body(tile * kTileKeys);
+    }
+  }
 
-    float s[kFragments][4];
-    score_tile(s, key, stage);
-    const float tile_max[2] = {quad_max(largest(s, 0)), quad_max(largest(s, 1))};
-    // A tile without a score near the largest changes nothing.
-    if (tells_ties && __any_sync(0xffffffffu, tile_max[0] >= threshold[0] || tile_max[1] >= threshold[1])) {
+  // --- Score and mask
+  EK_DEVICE Elements elements_at(int key) const {
+    return Elements{(static_cast<uint64_t>(head) * p.N + key + 2 * quad) * pitch + row[0], 1, pitch};
+  }
+  // S of this warp's rows and the tile that begins at `key`, -inf where masked.
+  EK_DEVICE void score_tile(Scores& s, int key, int stage) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (tile_max[i] <= tie_max[i]) continue;
-        threshold[i] = __fsub_rn(tile_max[i], tie_tolerance);
-        if (tied[i] > 0 && least_tied[i] < threshold[i]) {
-          doubt |= tied[i] > 1 && tie_max[i] >= threshold[i];
-          tied[i] = 0;
-        }
-        tie_max[i] = tile_max[i];
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = 0;
+    if constexpr (Shape::kKeepQ)
+      multiply_rows<kD>(s, q, k_tile + stage * Shape::kTileBytes, 0, lane);
+    else
+      multiply_rows<kD, kFragments, kAny>(s, q_tile, Shape::kRows, warp * kWarpRows, q_parts,
+                                          k_tile + stage * Shape::kTileBytes, kTileKeys, 0, k_parts, lane);
+    finish_scores<kAny>(s, p, scores, scores_key, elements_at(key));
+    if (!warp_sight.whole(key, kTileKeys)) mask(s, key);
+    if (kAny && p.visible) hide(s, key);
+  }
+  EK_DEVICE void mask(Scores& s, int key) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int first = sight.first(row[i]) - key - 2 * quad, last = sight.last(row[i]) - key - 2 * quad;
+#pragma unroll
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e < first || 8 * n + e >= last) s[n][2 * i + e] = kNone;
+    }
+  }
+  // What p.visible does not show.
+  EK_DEVICE void hide(Scores& s, int key) {
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
+        if (i < sight.rows && j < sight.keys && !is_visible(p, b, h, i, j)) s[n][e] = kNone;
       }
-      int count[2];
-      if (scores.kind == RoundKind::bf16 && warp_sight.whole(key, kTileKeys) && !p.visible) {
-        count_bf16_at_least(s, threshold, count);
+  }
+
+  // --- Ties
+  EK_DEVICE static float largest(const Scores& s, int i) {
+    float best = kNone;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n) best = fmaxf(best, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+    return best;
+  }
+  EK_DEVICE static int count_at_least(const Scores& s, int i, float least) {
+    int count = 0;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+      count -= greater_equal(s[n][2 * i], least) + greater_equal(s[n][2 * i + 1], least);
+    return count;
+  }
+  // Of BF16 scores, none of them masked: both rows' counts at once, two comparisons an instruction, and tensor cores add
+  // up. A third of the time.
+  EK_DEVICE static void count_bf16_at_least(const Scores& s, const float (&least)[2], int (&count)[2]) {
+    uint32_t limit[2];
+    for (int i = 0; i < 2; ++i) limit[i] = pack_twice_upward(least[i]);
+    float sums[4] = {};
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+      uint32_t reached[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        reached[e] = greater_equal_bf16(pack_upper(s[n + e / 2][e % 2 * 2], s[n + e / 2][e % 2 * 2 + 1]),
+                                        limit[e % 2]);
+      multiply_add(sums, reached, kBf16Ones, kBf16Ones);
+    }
+    for (int i = 0; i < 2; ++i) count[i] = static_cast<int>(sums[2 * i]);
+  }
+  EK_DEVICE void start_ties() {
+    for (int i = 0; i < 2; ++i) {
+      tie_max[i] = shift[i].max;
+      threshold[i] = __fsub_rn(tie_max[i], tie_tolerance);
+    }
+  }
+  EK_DEVICE void count_ties(const Scores& s, int key, const float (&tile_max)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (tile_max[i] <= tie_max[i]) continue;
+      threshold[i] = __fsub_rn(tile_max[i], tie_tolerance);
+      if (tied[i] > 0 && least_tied[i] < threshold[i]) {
+        doubt |= tied[i] > 1 && tie_max[i] >= threshold[i];
+        tied[i] = 0;
+      }
+      tie_max[i] = tile_max[i];
+    }
+    int count[2];
+    if (scores.kind == RoundKind::bf16 && warp_sight.whole(key, kTileKeys) && !p.visible) {
+      count_bf16_at_least(s, threshold, count);
+    } else {
+      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count_at_least(s, i, threshold[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!(tile_max[i] >= threshold[i]) || tile_max[i] == kNone) continue;
+      least_tied[i] = count[i] > 1 ? kNone : tied[i] == 0 ? tile_max[i] : fminf(least_tied[i], tile_max[i]);
+      tied[i] += count[i];
+    }
+  }
+  EK_DEVICE void finish_ties() {
+    if (__syncthreads_or(doubt)) {
+      tied[0] = tied[1] = 0;
+      for_each_key_tile([&](int key) {
+        Scores s;
+        score_tile(s, key, 0);
+        for (int i = 0; i < 2; ++i)
+          if (tie_max[i] != kNone) tied[i] += quad_sum(count_at_least(s, i, threshold[i]));
+      });
+    }
+    for (int i = 0; i < 2; ++i)
+      if (quad == 0 && row[i] < p.T)
+        p.ties[static_cast<int64_t>(head) * p.T + row[i]] = row[i] < sight.rows ? tied[i] : 0;
+  }
+
+  // --- Shift
+  // The row's maximum by a pass of its own.
+  EK_DEVICE void find_shift_first() {
+    float top[2] = {kNone, kNone};
+    for_each_key_tile([&](int key) {
+      Scores s;
+      score_tile(s, key, 0);
+      for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], largest(s, i));
+    });
+    int count[2] = {0, 0};
+    for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
+    if (shift_counts_ties) {
+      for_each_key_tile([&](int key) {
+        Scores s;
+        score_tile(s, key, 0);
+        for (int i = 0; i < 2; ++i)
+          count[i] += count_at_least(s, i, shift[i].tie_threshold(plan.shift, top[i]));
+      });
+      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
+    }
+    for (int i = 0; i < 2; ++i) shift[i].add_tile(plan.shift, top[i], count[i], unit[i]);
+    __syncthreads();
+  }
+  // The shift with this tile, and what was summed under the old shift, under the new one.
+  EK_DEVICE void move_shift(const Scores& s, const float (&tile_max)[2]) {
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float before = shift[i].m;
+      if constexpr (kQuick) {
+        shift[i].max = fmaxf(shift[i].max, tile_max[i]);
+        shift[i].m = __fadd_rn(shift[i].max, lift[i]);
       } else {
-        for (int i = 0; i < 2; ++i) count[i] = quad_sum(count_at_least(s, i, threshold[i]));
+        int count = 0;
+        if (shift_counts_ties)
+          count = quad_sum(count_at_least(s, i, shift[i].tie_threshold(plan.shift, tile_max[i])));
+        shift[i].add_tile(plan.shift, tile_max[i], count, unit[i]);
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!(tile_max[i] >= threshold[i]) || tile_max[i] == kNone) continue;
-        least_tied[i] = count[i] > 1 ? kNone : tied[i] == 0 ? tile_max[i] : fminf(least_tied[i], tile_max[i]);
-        tied[i] += count[i];
-      }
+      const float now = shift[i].m == kNone ? 0.0f : shift[i].m;
+      factor[i] = before == kNone ? kNone : __fsub_rn(before, now);
+      factor[i] =
+          power_shift ? ldexpf(1.0f, static_cast<int>(fmaxf(-300.0f, factor[i]))) : exp_low(factor[i]);
     }
-    if (!max_first) {
-      float factor[2];
+    if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float before = shift[i].m;
-        if constexpr (kQuick) {
-          shift[i].max = fmaxf(shift[i].max, tile_max[i]);
-          shift[i].m = __fadd_rn(shift[i].max, lift[i]);
-        } else {
-          int count = 0;
-          if (shift_counts_ties)
-            count = quad_sum(count_at_least(s, i, shift[i].tie_threshold(plan.shift, tile_max[i])));
-          shift[i].add_tile(plan.shift, tile_max[i], count, unit[i]);
-        }
-        const float now = shift[i].m == kNone ? 0.0f : shift[i].m;
-        factor[i] = before == kNone ? kNone : __fsub_rn(before, now);
-        factor[i] =
-            power_shift ? ldexpf(1.0f, static_cast<int>(fmaxf(-300.0f, factor[i]))) : exp_low(factor[i]);
-      }
-      // What was summed under the old shift, under the new one.
-      if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          sum[i] = __fmul_rn(sum[i], factor[i]);
-          if constexpr (!kQuick) wide_sum[i] = __fmul_rn(wide_sum[i], factor[i]);
-        }
-#pragma unroll
-        for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
-            if constexpr (!kQuick) wide_o[n][e] = __fmul_rn(wide_o[n][e], factor[e / 2]);
-          }
-      }
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = __fmul_rn(sum[i], factor[i]);
+      if constexpr (!kQuick) wide_sum[i] = __fmul_rn(wide_sum[i], factor[i]);
     }
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
+        if constexpr (!kQuick) wide_o[n][e] = __fmul_rn(wide_o[n][e], factor[e / 2]);
+      }
+  }
+
+  // --- Accumulate
+  // S to probabilities, l and O.
+  EK_DEVICE void accumulate(Scores& s, int key, int stage) {
     const float m[2] = {shift[0].m == kNone ? 0.0f : shift[0].m, shift[1].m == kNone ? 0.0f : shift[1].m};
     exponentials<kAny>(s, power_shift, shifted, shifted_key, elements_at(key),
                        [&](int, int e) { return m[e / 2]; });
@@ -407,28 +477,20 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
     if constexpr (!kQuick)
       if (shadow)
         multiply_columns<kD, kFragments, kAny>(wide_o, s, probs_parts, values, kTileKeys, 0, v_parts, lane);
-    if (!one_tile) round_sums(tile);
   }
-  if (one_tile && begin < end) round_sums(0);
-
-  if (tells_ties) {
-    if (__syncthreads_or(doubt)) {
-      tied[0] = tied[1] = 0;
-      for_each_key_tile([&](int key) {
-        float s[kFragments][4];
-        score_tile(s, key, 0);
-        for (int i = 0; i < 2; ++i)
-          if (tie_max[i] != kNone) tied[i] += quad_sum(count_at_least(s, i, threshold[i]));
-      });
-    }
+  EK_DEVICE void round_sums(int tile) {
     for (int i = 0; i < 2; ++i)
-      if (quad == 0 && row[i] < p.T)
-        p.ties[static_cast<int64_t>(head) * p.T + row[i]] = row[i] < sight.rows ? tied[i] : 0;
+      sum[i] = round_one<kAny>(sum[i], row_sum, sum_key,
+                               (static_cast<uint64_t>(head) * key_tiles + tile) * pitch + row[i]);
+    round_fragments<kAny>(
+        o, pv, pv_key,
+        {((static_cast<uint64_t>(head) * key_tiles + tile) * p.D + 2 * quad) * pitch + row[0], 1, pitch});
   }
 
+  // --- Finish
   // L and what the backward pass needs of m and l: lane 0 of a row's four for the first row, lane 1 for the
   // other.
-  {
+  EK_DEVICE void finish_row_values() {
     const int i = quad & 1, own = row[i];
     const float own_max = i ? shift[1].max : shift[0].max, m = i ? shift[1].m : shift[0].m,
                 own_sum = i ? sum[1] : sum[0];
@@ -448,53 +510,74 @@ __global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardS
       p.lse[at] = empty ? kNone : given;
     }
   }
-  // O, and what delta uses.
-  const StreamKey output_key = stream_key(p, plan, Site::output);
-  const SiteRounding output = plan.at(Site::output), output_for_delta = plan.at(Site::output_for_delta);
-  const bool saves_output = plan.saves_output, wide = plan.wide_output;
-  const RowWriter writer(p, p.o, b, h, row, sight.rows, p.T);
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (row[i] >= sight.rows) {
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
-        o[n][2 * i] = o[n][2 * i + 1] = 0;
-        if constexpr (!kQuick) wide_o[n][2 * i] = wide_o[n][2 * i + 1] = 0;
-      }
-    }
-  const auto divisor = [&](int i, float l) {
+  EK_DEVICE float divisor(int i, float l) const {
     return (shift[i].max == kNone && sum[i] == 0) || row[i] >= sight.rows ? 1.0f : l;
-  };
-  const float by[2] = {divisor(0, sum[0]), divisor(1, sum[1])};
-  // wide without a shadow: l was never rounded, so the two are one.
-  const float wide_by[2] = {divisor(0, wide && !kQuick ? wide_sum[0] : sum[0]),
-                            divisor(1, wide && !kQuick ? wide_sum[1] : sum[1])};
+  }
+  // O, and what delta uses.
+  EK_DEVICE void finish_output() {
+    const StreamKey output_key = stream_key(p, plan, Site::output);
+    const SiteRounding output = plan.at(Site::output), output_for_delta = plan.at(Site::output_for_delta);
+    const bool saves_output = plan.saves_output, wide = plan.wide_output;
+    const RowWriter writer(p, p.o, b, h, row, sight.rows, p.T);
+    clear_missing_rows();
+    const float by[2] = {divisor(0, sum[0]), divisor(1, sum[1])};
+    // wide without a shadow: l was never rounded, so the two are one.
+    const float wide_by[2] = {divisor(0, wide && !kQuick ? wide_sum[0] : sum[0]),
+                              divisor(1, wide && !kQuick ? wide_sum[1] : sum[1])};
 #pragma unroll
-  for (int n = 0; n < kD / 8; ++n) {
-    const Elements elements{(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1,
-                            pitch};
-    float x[1][4];
+    for (int n = 0; n < kD / 8; ++n) {
+      const Elements elements{(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1,
+                              pitch};
+      float x[1][4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[0][e] = __fdiv_rn(o[n][e], by[e / 2]);
-    round_fragments<true>(x, output, output_key, elements);
-    const int d = 8 * n + 2 * quad;
-    writer.write(d, x[0]);
-    if (saves_output) {
+      for (int e = 0; e < 4; ++e) x[0][e] = __fdiv_rn(o[n][e], by[e / 2]);
+      round_fragments<true>(x, output, output_key, elements);
+      const int d = 8 * n + 2 * quad;
+      writer.write(d, x[0]);
+      if (saves_output) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float source = o[n][e];
-        if constexpr (!kQuick) source = shadow ? wide_o[n][e] : source;
-        x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
+        for (int e = 0; e < 4; ++e) {
+          float source = o[n][e];
+          if constexpr (!kQuick) source = shadow ? wide_o[n][e] : source;
+          x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
+        }
+        round_fragments<true>(x, output_for_delta, output_key, elements);
       }
-      round_fragments<true>(x, output_for_delta, output_key, elements);
-    }
-    if (p.o_for_delta) {  // for all heads if for one: no part of `saved` is left as it was
+      if (p.o_for_delta) {  // for all heads if for one: no part of `saved` is left as it was
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (row[e / 2] < p.T && d + e % 2 < p.D)
-          p.o_for_delta[(static_cast<int64_t>(head) * p.T + row[e / 2]) * p.D + d + e % 2] = x[0][e];
+        for (int e = 0; e < 4; ++e)
+          if (row[e / 2] < p.T && d + e % 2 < p.D)
+            p.o_for_delta[(static_cast<int64_t>(head) * p.T + row[e / 2]) * p.D + d + e % 2] = x[0][e];
+      }
     }
   }
+  EK_DEVICE void clear_missing_rows() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (row[i] >= sight.rows) {
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n) {
+          o[n][2 * i] = o[n][2 * i + 1] = 0;
+          if constexpr (!kQuick) wide_o[n][2 * i] = wide_o[n][2 * i + 1] = 0;
+        }
+      }
+  }
+};
+
+template <int kD, Variant kVariant, bool kTies>
+__global__ void __launch_bounds__(ForwardShape<kD, kVariant>::kThreads, ForwardShape<kD, kVariant>::kBlocks)
+    forward_kernel(const __grid_constant__ Problem p) {
+  using Shape = ForwardShape<kD, kVariant>;
+  // Rows with the most keys first; the tiles of a head together, so that its keys stay in the cache.
+  const int row_tiles = (p.T + Shape::kRows - 1) / Shape::kRows;
+  const int head = blockIdx.x / row_tiles,
+            block_row = (row_tiles - 1 - blockIdx.x % row_tiles) * Shape::kRows;
+  const DevicePlan& plan = plan_of(p, head % p.H);
+  if (plan.forward != kVariant) return;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int first_row = block_row + threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const int row[2] = {first_row, first_row + 8};
+  ForwardRows<kD, kVariant, kTies>(p, head, block_row, plan, row, shared_address(shared)).run();
 }
 
 }  // namespace evenkeel::any_plan

@@ -13,6 +13,7 @@
 #include "attention/row_shift.h"
 #include "gpu/cuda/async_copy.cuh"
 #include "gpu/cuda/mma.cuh"
+#include "gpu/cuda/warp.cuh"
 
 namespace evenkeel::any_plan {
 
@@ -397,16 +398,5 @@ class RowWriter {
   int D_;
   bool fp32_, plain_, present_[2];
 };
-
-// Sum and maximum over the four lanes that share a row of a fragment.
-template <class T>
-__device__ __forceinline__ T quad_sum(T x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
 
 }  // namespace evenkeel::any_plan

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "attention/cuda/hopper.cuh"
+#include "base/sizes.h"
 
 namespace evenkeel::hopper {
 namespace {
@@ -42,6 +43,48 @@ EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
   return causal ? max(0, min(keys, row + 1 + keys - rows)) : keys;
 }
 
+// Loads everything: one thread.
+template <int kHeadSize>
+EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUtensorMap& q_map,
+                          const CUtensorMap& k_map, const CUtensorMap& v_map, const CUtensorMap& grad_map,
+                          const DeltaArguments& a, const Sequence& s, int h, int tile_row, int tiles) {
+  using T = Tiles<kHeadSize>;
+  Ring<T::kStages> ring;
+  barrier_expect_bytes(&shared.query_full, 2 * T::kBoxes * T::kQueryBox);
+#pragma unroll
+  for (int box = 0; box < T::kBoxes; ++box) {
+    load_box(shared.q[box], q_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
+             s.query_batch);
+    load_box(shared.grad[box], grad_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
+             s.query_batch);
+  }
+  for (int j = 0; j < tiles; ++j) {
+    const int key = s.first_key + j * T::kKeys, kv_head = h / a.heads_per_group;
+    uint64_t* const full = &shared.full[ring.stage];
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_expect_bytes(full, 2 * T::kBoxes * T::kKeyBox);
+#pragma unroll
+    for (int box = 0; box < T::kBoxes; ++box) {
+      load_box(shared.k[ring.stage][box], k_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
+      load_box(shared.v[ring.stage][box], v_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
+    }
+    ring.next();
+  }
+}
+
+// scores = rows times keys, both tiles in shared memory.
+template <int kHeadSize>
+EK_DEVICE void begin_product(float (&scores)[Tiles<kHeadSize>::kKeys / 2], uint64_t rows, uint64_t keys) {
+  using T = Tiles<kHeadSize>;
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < kHeadSize / 16; ++step)
+    Wgmma<T::kKeys>::template ss<false, false>(scores, advance(rows, step / 4 * T::kQueryBox + step % 4 * 32),
+                                               advance(keys, step / 4 * T::kKeyBox + step % 4 * 32),
+                                               step > 0);
+  products_commit();
+}
+
 template <int kHeadSize>
 __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     delta_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
@@ -75,29 +118,9 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
           : 0;
 
   const int group = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  Ring<T::kStages> ring;
   if (group == T::kWarpgroups) {
     if (threadIdx.x % kWarpgroup != 0 || tiles == 0) return;
-    barrier_expect_bytes(&shared.query_full, 2 * T::kBoxes * T::kQueryBox);
-#pragma unroll
-    for (int box = 0; box < T::kBoxes; ++box) {
-      load_box(shared.q[box], q_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
-               s.query_batch);
-      load_box(shared.grad[box], grad_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
-               s.query_batch);
-    }
-    for (int j = 0; j < tiles; ++j) {
-      const int key = s.first_key + j * T::kKeys, kv_head = h / a.heads_per_group;
-      uint64_t* const full = &shared.full[ring.stage];
-      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_expect_bytes(full, 2 * T::kBoxes * T::kKeyBox);
-#pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box) {
-        load_box(shared.k[ring.stage][box], k_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
-        load_box(shared.v[ring.stage][box], v_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
-      }
-      ring.next();
-    }
+    load_tiles<kHeadSize>(shared, q_map, k_map, v_map, grad_map, a, s, h, tile_row, tiles);
     return;
   }
 
@@ -106,6 +129,7 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
             row = first_row + thread / 32 * 16 + thread % 32 / 4;
   // Key tiles that all of the warpgroup's rows see whole.
   const int clear = key_limit(a.causal, first_row, s.rows, s.keys) / T::kKeys;
+  Ring<T::kStages> ring;
   float shift[2], sum[2] = {0, 0}, weighted[2] = {0, 0};
   int limit[2];
 #pragma unroll
@@ -121,20 +145,8 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     float scores[T::kKeys / 2], dprobs[T::kKeys / 2];
     barrier_wait(&shared.full[ring.stage], ring.parity);
     const uint64_t key = operand(shared.k[ring.stage][0]), value = operand(shared.v[ring.stage][0]);
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < kHeadSize / 16; ++step)
-      Wgmma<T::kKeys>::template ss<false, false>(
-          scores, advance(query, step / 4 * T::kQueryBox + step % 4 * 32),
-          advance(key, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
-    products_commit();
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < kHeadSize / 16; ++step)
-      Wgmma<T::kKeys>::template ss<false, false>(
-          dprobs, advance(grad, step / 4 * T::kQueryBox + step % 4 * 32),
-          advance(value, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
-    products_commit();
+    begin_product<kHeadSize>(scores, query, key);
+    begin_product<kHeadSize>(dprobs, grad, value);
     products_wait<1>();
     settle(scores);
 #pragma unroll
@@ -177,7 +189,7 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
   const CUtensorMap q_map = query_map(problem, in.q, T::kRows), k_map = key_map(problem, in.k, T::kKeys),
                     v_map = key_map(problem, in.v, T::kKeys),
                     grad_map = query_map(problem, grad_output, T::kRows);
-  a.tiles_per_head = static_cast<int>((problem.T + T::kRows - 1) / T::kRows);
+  a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
   const auto kernel = delta_rows<kHeadSize>;
   allow_shared_memory(kernel, T::kSharedBytes);
   kernel<<<a.tiles_per_head * a.heads, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, grad_map,

@@ -1,4 +1,4 @@
-// Sums over a warp, whole in every lane.
+// Sums and maxima over a warp or a quad (four lanes, which share a row of a product's fragment), whole in every lane.
 #pragma once
 
 #include "gpu/cuda/device_function.cuh"
@@ -20,6 +20,16 @@ EK_DEVICE float warp_max(float x) {
 #pragma unroll
   for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
   return x;
+}
+
+template <class T>
+EK_DEVICE T quad_sum(T x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+EK_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 }  // namespace evenkeel::gpu

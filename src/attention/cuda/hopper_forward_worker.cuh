@@ -1,0 +1,464 @@
+// The work of a warpgroup of Hopper's forward pass, step by step. Included by hopper_forward.cu alone.
+#pragma once
+
+#include "attention/cuda/hopper_forward_rows.cuh"
+#include "attention/cuda/hopper_forward_tiles.cuh"
+
+namespace evenkeel::hopper::forward {
+
+// Nothing that follows starts before x is known: a branch that is never taken, x being nowhere below
+// `below_all`. The assembler moves a wait for products up to the last branch before it, whatever stands
+// between.
+EK_DEVICE void hold(float x, float below_all) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p trap;\n}" ::"f"(x), "f"(below_all) : "memory");
+}
+
+template <int kHeadSize, Shift kShift>
+struct Worker {
+  using T = Tiles<kHeadSize>;
+  using Shared = typename T::Shared;
+  // Two warpgroups take turns at the tensor cores; four get out of step by themselves.
+  static constexpr bool kTurns = T::kWarpgroups == 2;
+  // consistent with head size 64: l is one more feature of O, the product with a V of ones; to unpack the
+  // rounded probabilities and add them would take two instructions for each.
+  static constexpr bool kOnes = kShift == Shift::consistent && kHeadSize == 64;
+  static constexpr int kOutputs = kHeadSize / 2 + (kOnes ? 4 : 0);                       // a thread's
+  static constexpr int kNextBarrier = 1, kStoreBarrier = kNextBarrier + T::kWarpgroups;  // named barriers
+  static constexpr int kScores = T::kKeys / 2, kPairs = kScores / 2;                     // a thread's
+
+  Shared& shared;
+  const ForwardArguments& a;
+  const CUtensorMap& o_map;
+  const int group;   // which warpgroup of the working ones
+  const int thread;  // in it
+  const int lane_row,
+      lane_column;  // of the accumulator's first element, in the warpgroup's 64 rows and a tile's keys
+
+  int count = 0;  // of query tiles so far: names Q's stage and the item
+  Ring<T::kStages> k, v;
+  int row;             // this warpgroup's first row in the query tile at hand
+  int j;               // key tile whose scores are next (or just computed)
+  bool half;           // only the first half of that tile is seen
+  float s[kScores];    // of 64 rows x kKeys keys
+  uint32_t p[kPairs];  // probabilities
+  float o[kOutputs];
+  Rows<kShift> state;
+
+  EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, const CUtensorMap& o_map_, int group_)
+      : shared(shared_),
+        a(a_),
+        o_map(o_map_),
+        group(group_),
+        thread(threadIdx.x % kWarpgroup),
+        lane_row(thread / 32 * 16 + thread % 32 / 4),
+        lane_column(thread % 4 * 2) {}
+
+  EK_DEVICE void release(uint64_t* empty) {
+    if (thread % 32 == 0) barrier_arrive(empty);
+  }
+  EK_DEVICE void wait_turn() {
+    if (kTurns) named_sync(kNextBarrier + group, 2 * kWarpgroup);
+  }
+  EK_DEVICE void pass_turn() {
+    if (kTurns) named_arrive(kNextBarrier + (group + 1 == T::kWarpgroups ? 0 : group + 1), 2 * kWarpgroup);
+  }
+
+  // Which 64 rows of a query tile: in turn from both ends, so that with a causal mask all do the same work in
+  // the end.
+  EK_DEVICE int block_of(int item) const {
+    return T::kStages > 3 && item % 2 ? T::kWarpgroups - 1 - group : group;
+  }
+  EK_DEVICE const Item& item() const { return shared.items[count % T::kItems]; }
+  // The query tile `count`: its key tiles (< 0: no more work), and how many of them this warpgroup sees.
+  EK_DEVICE int look(int& own) {
+    barrier_wait(&shared.q_full[count % T::kQueryStages], count / T::kQueryStages & 1);
+    const Item& item = this->item();
+    row = item.row + block_of(count) * kWarpgroupRows;
+    int limit = 0;
+    if (row < item.rows)
+      limit = max(0, key_limit(a.causal, min(row + kWarpgroupRows, item.rows) - 1, item.rows, item.keys));
+    own = (limit + T::kKeys - 1) / T::kKeys;
+    half = T::kHalves && own * T::kKeys - limit >= T::kHalf;
+    j = own - 1;
+    return item.tiles;
+  }
+  EK_DEVICE void skip_keys(int tiles) {
+    for (; tiles > 0; --tiles) {
+      wait_turn();
+      pass_turn();
+      barrier_wait(&shared.k_full[k.stage], k.parity);
+      release(&shared.k_empty[k.stage]);
+      k.next();
+    }
+  }
+  EK_DEVICE void skip_values(int tiles) {
+    for (; tiles > 0; --tiles) {
+      barrier_wait(&shared.v_full[v.stage], v.parity);
+      release_values();
+    }
+  }
+  // Stands before the first key tile of the next query tile whose rows see a key. False: no more work.
+  EK_DEVICE bool seek_item() {
+    while (true) {
+      int own;
+      const int tiles = look(own);
+      if (tiles < 0) return false;
+      for (int skipped = own; skipped < tiles; ++skipped) skip_keys(1), skip_values(1);
+      if (own > 0) return true;
+      release_query();
+      write_empty_rows(item());
+      ++count;
+    }
+  }
+  EK_DEVICE void release_query() { release(&shared.q_empty[count % T::kQueryStages]); }
+
+  EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }
+  EK_DEVICE void wait_values() { barrier_wait(&shared.v_full[v.stage], v.parity); }
+  EK_DEVICE void issue_scores() {
+    const uint64_t query =
+        operand(shared.q[count % T::kQueryStages][0] + block_of(count) * kWarpgroupRows * kRowBytes);
+    const uint64_t key = operand(shared.k[k.stage][0]);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kHeadSize / 16; ++step)
+      Wgmma<T::kKeys>::template ss<false, false>(s, advance(query, step / 4 * T::kQueryBox + step % 4 * 32),
+                                                 advance(key, step / 4 * T::kKeyBox + step % 4 * 32),
+                                                 step > 0);
+    products_commit();
+  }
+  EK_DEVICE void release_keys() {
+    settle(s);
+    release(&shared.k_empty[k.stage]);
+    k.next();
+  }
+  EK_DEVICE void issue_values() {
+    // The ones stand where the box of the next 64 features would: nearer from step to step.
+    const uint64_t value =
+        operand(shared.v[v.stage][0], kOnes ? shared.ones - shared.v[v.stage][0] : T::kKeyBox);
+    constexpr uint32_t kStepBytes = 16 * kRowBytes, kNearer = kOnes ? (kStepBytes >> 4) << 16 : 0;
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < T::kKeys / 16; ++step)
+      Wgmma<kHeadSize + (kOnes ? 8 : 0)>::template rs<true>(
+          o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+          advance(value, step * kStepBytes) - step * kNearer, true);
+    products_commit();
+  }
+  EK_DEVICE void release_values() {
+    release(&shared.v_empty[v.stage]);
+    v.next();
+  }
+  // Rows behind the sequence's last key may hold anything, NaN too; their probability is 0. Every warpgroup
+  // clears them for itself: doing it twice does no harm.
+  EK_DEVICE void clear_values() {
+    const int here = item().keys - j * T::kKeys;
+    if (here >= T::kKeys || !a.sequences.key_lengths) return;
+    wait_values();
+#pragma unroll
+    for (int box = 0; box < T::kBoxes; ++box)
+      for (int at = here * kRowBytes + thread * 16; at < T::kKeyBox; at += kWarpgroup * 16)
+        *reinterpret_cast<uint4*>(shared.v[v.stage][box] + at) = uint4{0, 0, 0, 0};
+    store_fence();
+    named_sync(kStoreBarrier + group, kWarpgroup);
+  }
+
+  // f(index, which of the two rows) over a thread's scores, or the first half of them.
+  template <class F>
+  EK_DEVICE void each_score(F f) {
+#pragma unroll
+    for (int i = 0; i < (T::kHalves ? kScores / 2 : kScores); ++i) f(i, i / 2 % 2);
+    if (T::kHalves && !half) {
+#pragma unroll
+      for (int i = kScores / 2; i < kScores; ++i) f(i, i / 2 % 2);
+    }
+  }
+  EK_DEVICE void mask() {
+    int limit[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      limit[r] =
+          key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) - j * T::kKeys - lane_column;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+      if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+  }
+
+  // s: scores to p: probabilities; moves the rows' shifts, and O with them (after the product in flight).
+  template <bool kInFlight>
+  EK_DEVICE void softmax() {
+    float most[2];
+    find_largest(most);
+    int ties[2] = {0, 0};
+    if constexpr (kShift == Shift::paper_capped) count_ties(most, ties);
+    float before[2], used[2];
+    const bool moves = move_shift(most, ties, before, used);
+    if constexpr (kInFlight) {
+      hold(fabsf(used[0]) + fabsf(used[1]), a.below_all);
+      products_wait<0>();
+      settle(o);
+      if (__any_sync(~0u, moves)) rescale(before, used);
+    }
+    exponentiate(used);
+  }
+  EK_DEVICE void find_largest(float (&most)[2]) {
+    // Two chains a row: a maximum takes its unit two cycles, but four until it can be used.
+    float chain[4] = {s[0], s[1], s[2], s[3]};
+    each_score([&](int i, int) {
+      if (i >= 4) chain[i % 4] = fmaxf(chain[i % 4], s[i]);
+    });
+    most[0] = quad_max(fmaxf(chain[0], chain[1]));
+    most[1] = quad_max(fmaxf(chain[2], chain[3]));
+  }
+  // Scores that tie with the rows' largest ones.
+  EK_DEVICE void count_ties(const float (&most)[2], int (&ties)[2]) {
+    float threshold[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) threshold[r] = fmaxf(state.max[r], most[r] * a.scale) - a.tie_tolerance;
+    each_score([&](int i, int r) { ties[r] += s[i] * a.scale >= threshold[r]; });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ties[r] = quad_sum(ties[r]);
+  }
+  // before, used: the shifts until now, and those that hold for this tile (0 without a key). True: some shift moves.
+  EK_DEVICE bool move_shift(const float (&most)[2], const int (&ties)[2], float (&before)[2],
+                            float (&used)[2]) {
+    bool moves = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      before[r] = state.shift[r];
+      const float moved = state.moved(a, r, most[r], ties[r]);
+      if (moved > before[r] + a.slack) {
+        state.shift[r] = moved;
+        moves = true;
+      }
+      used[r] = state.shift[r] == kMinusInfinity ? 0.0f : state.shift[r];
+    }
+    return moves;
+  }
+  // O and l under the new shift.
+  EK_DEVICE void rescale(float (&before)[2], const float (&used)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      before[r] = exp2_approx(before[r] - used[r]);
+      state.sum[r] *= before[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] *= before[i / 2 % 2];
+  }
+  // s to p, and l.
+  EK_DEVICE void exponentiate(const float (&used)[2]) {
+    each_score([&](int i, int r) {
+      s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -used[r]));
+      if (kShift != Shift::consistent) state.sum[r] += s[i];
+      if (i % 2 == 0) return;
+      p[i / 2] = pack_bf16(s[i - 1], s[i]);
+      if (kShift == Shift::consistent && !kOnes) {
+        state.sum[r] += low_bf16(p[i / 2]);
+        state.sum[r] += high_bf16(p[i / 2]);
+      }
+    });
+    if (T::kHalves && half) {
+#pragma unroll
+      for (int pair = kPairs / 2; pair < kPairs; ++pair) p[pair] = 0;
+    }
+  }
+
+  // O / l, L and what backward needs, of a query tile that is done.
+  EK_DEVICE void write(const Item& done, int row) {
+    float sum[2], factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = kOnes ? o[kOutputs - 4 + 2 * r] : quad_sum(state.sum[r]);
+      factor[r] = sum[r] == 0 ? 0.0f : __fdividef(1.0f, sum[r]);  // no key in sight: O = 0
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadSize / 2; ++i) o[i] *= factor[(i / 2) % 2];
+    if (row + kWarpgroupRows > done.rows) {  // rows that do not exist may hold anything
+#pragma unroll
+      for (int i = 0; i < kHeadSize / 2; ++i)
+        if (row + lane_row + i / 2 % 2 * 8 >= done.rows) o[i] = 0;
+    }
+    uint32_t packed[kHeadSize / 4];
+#pragma unroll
+    for (int pair = 0; pair < kHeadSize / 4; ++pair) packed[pair] = pack_bf16(o[2 * pair], o[2 * pair + 1]);
+    if (a.sequences.query_offsets && row + kWarpgroupRows > done.rows)
+      store_single_rows(done, row, packed);
+    else
+      store_boxes(done, row, packed);
+    if (a.saved.residue) write_residue(done, row, packed);
+    write_row_facts(done, row, sum);
+  }
+  // The last rows of a packed sequence: the next sequence's rows follow at once.
+  EK_DEVICE void store_single_rows(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+#pragma unroll
+    for (int pair = 0; pair < kHeadSize / 4; ++pair) {
+      const int i = row + lane_row + pair % 2 * 8, feature = pair / 2 * 8 + lane_column;
+      if (i < done.rows && feature < a.D)
+        *reinterpret_cast<uint32_t*>(a.o + done.h * a.o_stride[1] +
+                                     (static_cast<int64_t>(done.first_row) + i) * a.o_stride[2] + feature) =
+            packed[pair];
+    }
+  }
+  EK_DEVICE void store_boxes(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+    const int lane = thread % 32, warp_row = thread / 32 * 16, box_row = warp_row + lane % 16;
+    if (lane == 0) store_wait_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < kHeadSize / 16; ++block)  // 16 rows x 16 features a warp
+      store_matrices(shared.o[group][block / 4] + swizzled(box_row, block % 4 * 2 + lane / 16),
+                     packed[4 * block], packed[4 * block + 1], packed[4 * block + 2], packed[4 * block + 3]);
+    store_fence();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box)
+        store_box(o_map, shared.o[group][box] + warp_row * kRowBytes, box * kBoxFeatures,
+                  done.first_row + row + warp_row, done.h, done.query_batch);
+      store_commit();
+    }
+  }
+  // L, and consistent's m and l.
+  EK_DEVICE void write_row_facts(const Item& done, int row, const float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + lane_row + 8 * r;
+      if (lane_column != 0 || i >= a.sequences.T) continue;
+      const bool exists = i < done.rows;
+      const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
+      a.lse[at] = exists ? fmaf(state.shift[r], kLn2, __logf(sum[r])) : kMinusInfinity;
+      if (kShift == Shift::consistent) {
+        a.saved.row_max[at] = exists ? state.shift[r] : kMinusInfinity;
+        a.saved.row_sum[at] = exists ? sum[r] : 0.0f;
+      }
+    }
+  }
+
+  // A row's bytes lie two by two with the four lanes of a quad; after a transposition each lane has 16 in
+  // order.
+  EK_DEVICE void write_residue(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + lane_row + 8 * r;
+      const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
+      int8_t* const to = a.saved.residue + at * a.D;
+      RandomKey key = a.random;
+      if (a.device_step) key.step = *a.device_step;
+      // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
+      // gradients have one sign do not add up.
+      const uint32_t start = row_noise(key, static_cast<uint32_t>(at)) + thread % 4 * 0x1000u;
+      uint32_t noise[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) noise[n] = (start + n * 0x4000u) & 0xffffu;
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box) {
+        uint32_t word[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int pair = box * 16 + w * 4 + r;  // and the one of the next 8 features
+          word[w] = __byte_perm(
+              residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise[0], noise[1]),
+              residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise[2], noise[3]), 0x5410);
+        }
+        quad_transpose(word);
+        const int feature = box * kBoxFeatures + thread % 4 * 16;
+        const uint2 low{__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410)};
+        const uint2 high{__byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632)};
+        if (i >= a.sequences.T) continue;
+        if (a.D % 16 == 0) {
+          if (feature < a.D) *reinterpret_cast<uint4*>(to + feature) = uint4{low.x, low.y, high.x, high.y};
+        } else {
+          if (feature < a.D) *reinterpret_cast<uint2*>(to + feature) = low;
+          if (feature + 8 < a.D) *reinterpret_cast<uint2*>(to + feature + 8) = high;
+        }
+      }
+    }
+  }
+
+  // A warpgroup whose rows see no key.
+  EK_DEVICE void write_empty_rows(const Item& empty) {
+    const bool is_packed = a.sequences.query_offsets;
+    const int end = min(row + kWarpgroupRows, a.sequences.T);
+    for (int i = row + thread / 2; i < end; i += kWarpgroup / 2) {
+      const size_t at = static_cast<size_t>(empty.head) * a.sequences.T + i;
+      if (thread % 2 == 0) {
+        a.lse[at] = kMinusInfinity;
+        if (kShift == Shift::consistent) {
+          a.saved.row_max[at] = kMinusInfinity;
+          a.saved.row_sum[at] = 0;
+        }
+      }
+      __nv_bfloat16* const to = a.o + empty.query_batch * a.o_stride[0] + empty.h * a.o_stride[1] +
+                                (static_cast<int64_t>(empty.first_row) + i) * a.o_stride[2];
+      for (int feature = thread % 2 * 8; feature < a.D; feature += 16) {
+        if (!is_packed || i < empty.rows) *reinterpret_cast<uint4*>(to + feature) = uint4{0, 0, 0, 0};
+        if (a.saved.residue) *reinterpret_cast<uint2*>(a.saved.residue + at * a.D + feature) = uint2{0, 0};
+      }
+    }
+  }
+
+  // The scores of key tile j and the product of the one before, together.
+  EK_DEVICE void issue_both() {
+    wait_keys();
+    wait_values();
+    wait_turn();
+    issue_scores();
+    issue_values();
+    pass_turn();
+  }
+  EK_DEVICE void step(int clear) {
+    --j;
+    half = false;
+    issue_both();
+    products_wait<1>();
+    release_keys();
+    if (j >= clear) mask();
+    softmax<true>();
+    release_values();
+  }
+
+  EK_DEVICE void run() {
+    if (group + 1 == T::kWarpgroups) pass_turn();
+    while (seek_item()) {
+      wait_keys();
+      wait_turn();
+      issue_scores();
+      pass_turn();
+      products_wait<0>();
+      release_keys();
+      for (bool chained = true; chained;) {
+        state.start(a, item().head, row + lane_row);
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) o[i] = 0;
+        // Key tiles that all of the rows see whole.
+        const int clear = max(0, key_limit(a.causal, row, item().rows, item().keys)) / T::kKeys;
+        if (j >= clear) mask();
+        softmax<false>();
+        clear_values();
+        while (j > 0) step(clear);
+        release_query();
+        const Item& done = item();
+        const int done_row = row;
+        ++count;
+        int own;
+        const int skipped = look(own) - own;
+        chained = own > 0 && skipped >= 0 && skipped <= T::kStages - 2;  // further ahead, V would not follow
+        if (chained) {
+          skip_keys(skipped);
+          issue_both();
+          products_wait<0>();
+          release_keys();
+        } else {
+          wait_values();
+          issue_values();
+          products_wait<0>();
+        }
+        settle(o);
+        release_values();
+        write(done, done_row);
+        if (chained) skip_values(skipped);
+      }
+    }
+    if (thread % 32 == 0) store_wait<0>();
+  }
+};
+
+}  // namespace evenkeel::hopper::forward
