@@ -2,17 +2,27 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "base/text.h"
 #include "run_program.h"
 
 namespace {
+
+using evenkeel::nearest_name;
 
 struct Outcome {
   int code;
   std::string text;  // standard output and standard error together
 };
+
+Outcome run_program(const std::string& command) {
+  const evenkeel::Output output = evenkeel::run_shell(command + " 2>&1");
+  return {output.code, output.out};
+}
 
 Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1") {
   const evenkeel::Output output =
@@ -20,15 +30,29 @@ Outcome run(const std::string& arguments, const std::string& redirect = " 2>&1")
   return {output.code, output.out};
 }
 
+using Json = nlohmann::json;
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Every command and every part of one, with its options.
+Json all_commands() { return Json::parse(run("help --json", " 2>/dev/null").text)["commands"]; }
+
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("").code, 2);
-  for (const char* command : {"demo", "explain", "conform", "data", "train", "sample", "probe", "capture",
-                              "watch", "bench", "info"}) {
-    const Outcome help = run(std::string(command) + " --help");
+  for (const Json& row : all_commands()) {
+    const std::string command = row["command"];
+    const Outcome help = run(command + " --help");
     EXPECT_EQ(help.code, 0) << command;
-    EXPECT_NE(help.text.find("example:\n  evenkeel " + std::string(command)), std::string::npos) << help.text;
+    EXPECT_TRUE(has(help.text, "example:\n  evenkeel " + command)) << help.text;
+    for (const Json& option : row["options"])
+      EXPECT_TRUE(has(help.text, "\n  " + option["name"].get<std::string>())) << help.text;
+    if (command.find(' ') == std::string::npos) EXPECT_EQ(run("help " + command).text, help.text);
   }
+  EXPECT_EQ(run("help").text, run("--help").text);
+  const std::string bench = run("bench --help").text;
+  for (const char* name : {"round", "attention", "train", "probes"})
+    EXPECT_TRUE(has(bench, std::string("\n  ") + name)) << bench;
 }
 
 // A request that cannot be meant: exit code 2, and a message with what was found and what was expected.
@@ -61,7 +85,17 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"demo extra", "'extra'", "usage"},
       {"demo --plan nonsense", "'nonsense'", "bf16_all"},
       {"demo --plan fp32", "--plan", "--story"},
-      {"demo --story --quick", "--story", "no --quick"},
+      {"demo --story --full", "--story", "no --full"},
+      {"trian --steps 3", "'trian'", "did you mean train?"},
+      {"conform --summery", "'--summery'", "did you mean --summary?"},
+      {"data prepar", "'prepar'", "did you mean prepare?"},
+      {"bench rounds", "'rounds'", "did you mean round?"},
+      {"help trani", "'trani'", "did you mean train?"},
+      {"completion fish", "'fish'", "expected one of bash"},
+      {"help train --man", "COMMAND", "expected one of"},
+      {"report ''", "empty word", "RUN"},
+      {"conform --plan ''", "--plan", "found nothing"},
+      {"data --json", "'--json'", "usage"},
       {"watch", "RUN", "usage"},
       {"watch . --port 65536", "65536", "from 0 to 65535"},
       {"info --verbose", "'--verbose'", "--json"},
@@ -72,6 +106,93 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
     EXPECT_NE(result.text.find(row.found), std::string::npos) << row.arguments << "\n" << result.text;
     EXPECT_NE(result.text.find(row.expected), std::string::npos) << row.arguments << "\n" << result.text;
   }
+}
+
+TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
+  for (const Json& row : all_commands()) {
+    const std::string command = row["command"];
+    if (command == "data") continue;  // its parts do
+    bool found = false;
+    for (const Json& option : row["options"]) found = found || option["name"] == "--json";
+    EXPECT_TRUE(found) << command;
+    const Outcome refused = run(command + " --json --frobnicate", " 2>/dev/null");
+    EXPECT_EQ(refused.code, 2) << command;
+    const Json error = Json::parse(refused.text)["error"];
+    EXPECT_EQ(error["kind"], "usage") << command;
+    EXPECT_TRUE(has(error["message"], "'--frobnicate'")) << command;
+  }
+  for (const char* arguments : {"report /nowhere --json", "verdict /nowhere --json", "watch /nowhere --json",
+                                "sample /nowhere --json", "demo --text /nowhere --json"}) {
+    const Outcome refused = run(arguments, " 2>/dev/null");
+    EXPECT_EQ(refused.code, 3) << arguments;
+    EXPECT_EQ(Json::parse(refused.text)["error"]["kind"], "data") << arguments;
+  }
+  EXPECT_EQ(Json::parse(run("frobnicate --json", " 2>/dev/null").text)["error"]["kind"], "usage");
+}
+
+// The README's list of commands is the program's own.
+TEST(Cli, TheReadmeListsTheCommands) {
+  std::ifstream file(std::string(EVENKEEL_SOURCE_DIR) + "/README.md");
+  const std::string readme{std::istreambuf_iterator<char>(file), {}};
+  const std::string begin = "<!-- evenkeel help --markdown -->\n", end = "<!-- end -->";
+  const size_t at = readme.find(begin);
+  ASSERT_NE(at, std::string::npos);
+  const size_t from = at + begin.size();
+  EXPECT_EQ(readme.substr(from, readme.find(end, from) - from), run("help --markdown").text)
+      << "write the output of `evenkeel help --markdown` between the two comments";
+}
+
+// What bash makes of the script, as if a person had typed these words and pressed Tab.
+TEST(Cli, BashCompletesCommandsAndOptions) {
+  if (run_program("bash -c true").code != 0) GTEST_SKIP() << "no bash here";
+  const auto completed = [](const std::string& words) {
+    return run_program("bash -c 'eval \"$(" + std::string(EVENKEEL_PROGRAM) +
+                       " completion bash)\"; COMP_WORDS=(" + words +
+                       "); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _evenkeel; echo ${COMPREPLY[@]}'")
+        .text;
+  };
+  EXPECT_EQ(completed("evenkeel tra"), "train\n");
+  EXPECT_EQ(completed("evenkeel train --keel"), "--keel-ramp\n");
+  EXPECT_EQ(completed("evenkeel data p"), "prepare\n");
+  EXPECT_EQ(completed("evenkeel data prepare --val"), "--val-share\n");
+  EXPECT_EQ(completed("evenkeel bench pro"), "probes\n");
+  EXPECT_EQ(completed("evenkeel report runs/"), "\n");  // left to the names of files
+  const std::string script = run("completion bash").text;
+  for (const Json& row : all_commands())
+    for (const Json& option : row["options"])
+      EXPECT_TRUE(has(script, option["name"])) << row["command"] << " " << option["name"];
+}
+
+TEST(Cli, TheManualPageHasEveryOption) {
+  const std::string page = run("help --man").text;
+  EXPECT_TRUE(page.starts_with(".TH EVENKEEL 1")) << page.substr(0, 80);
+  const auto roff = [](std::string text) {
+    for (size_t at = 0; (at = text.find('-', at)) != std::string::npos; at += 2) text.insert(at, 1, '\\');
+    return text;
+  };
+  for (const Json& row : all_commands()) {
+    EXPECT_TRUE(has(page, "\n.SS " + row["command"].get<std::string>() + "\n")) << row["command"];
+    for (const Json& option : row["options"]) EXPECT_TRUE(has(page, roff(option["name"]))) << option["name"];
+  }
+  if (run_program("groff --version").code == 0)
+    EXPECT_EQ(run("help --man", " | groff -man -ww -Tutf8 2>&1 >/dev/null").text, "");
+}
+
+TEST(Cli, AFolderWithoutARunIsNoReport) {
+  const Outcome docs = run("report " + std::string(EVENKEEL_SOURCE_DIR) + "/docs -o /dev/null");
+  EXPECT_EQ(docs.code, 3) << docs.text;
+  EXPECT_TRUE(has(docs.text, "found neither config.toml nor metrics.jsonl")) << docs.text;
+}
+
+TEST(Cli, NamesThatAreNearAreSuggested) {
+  const std::vector<std::string_view> names = {"train", "data", "report", "--rows"};
+  EXPECT_EQ(nearest_name("trian", names), "train");     // a swap
+  EXPECT_EQ(nearest_name("trin", names), "train");      // one missing
+  EXPECT_EQ(nearest_name("repport", names), "report");  // one too many
+  EXPECT_EQ(nearest_name("--rosw", names), "--rows");
+  EXPECT_EQ(nearest_name("xyz", names), "");
+  EXPECT_EQ(nearest_name("", names), "");
+  EXPECT_EQ(nearest_name(std::string(100'000, 'a'), names), "");
 }
 
 TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {

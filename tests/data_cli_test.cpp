@@ -212,7 +212,7 @@ TEST_F(DataCommand, RefusesBadRequests) {
       {"prepare --out o a.txt --tokenizer bpe:12", 2, "from 257 to 65536"},
       {"prepare --out o a.txt --tokenizer bpe:65537", 2, "from 257 to 65536"},
       {"prepare --out o a.txt --tokenizer bpe:many", 2, "bpe:many"},
-      {"prepare --out o a.txt --tokenizer ''", 2, "expected a tokenizer"},
+      {"prepare --out o a.txt --tokenizer ''", 2, "--tokenizer: expected T, found nothing"},
       {"prepare --out o a.txt --val-share 1", 2, "--val-share 1"},
       {"prepare --out o a.txt --val-share nan", 2, "--val-share nan"},
       {"prepare --out o a.txt --val-share x", 2, "--val-share x"},

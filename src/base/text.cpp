@@ -1,5 +1,8 @@
 #include "base/text.h"
 
+#include <algorithm>
+#include <vector>
+
 namespace evenkeel {
 
 std::string shown(std::string_view text, size_t longest) {
@@ -44,6 +47,40 @@ void append_utf8(std::string& text, char32_t code_point) {
     add(0xF0 | code_point >> 18);
     add_rest(12);
   }
+}
+
+namespace {
+
+// Damerau's distance with swaps of neighbours that are not touched again. O(|a| |b|).
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<size_t>> cost(a.size() + 1, std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i)
+    for (size_t k = 0; k <= b.size(); ++k) {
+      if (i == 0 || k == 0) {
+        cost[i][k] = i + k;
+        continue;
+      }
+      const size_t change = a[i - 1] == b[k - 1] ? 0 : 1;
+      cost[i][k] = std::min({cost[i - 1][k] + 1, cost[i][k - 1] + 1, cost[i - 1][k - 1] + change});
+      if (i > 1 && k > 1 && a[i - 1] == b[k - 2] && a[i - 2] == b[k - 1])
+        cost[i][k] = std::min(cost[i][k], cost[i - 2][k - 2] + 1);
+    }
+  return cost[a.size()][b.size()];
+}
+
+}  // namespace
+
+std::string_view nearest_name(std::string_view word, std::span<const std::string_view> names) {
+  constexpr size_t kLongest = 64;  // bytes; a longer word is no misspelling
+  if (word.size() > kLongest) return {};
+  std::string_view best;
+  size_t allowed = std::max<size_t>(1, word.size() / 3) + 1;  // one more than may differ
+  for (const std::string_view name : names)
+    if (const size_t distance = edit_distance(word, name); distance < allowed) {
+      allowed = distance;
+      best = name;
+    }
+  return best;
 }
 
 }  // namespace evenkeel

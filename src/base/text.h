@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -17,5 +18,10 @@ inline bool is_utf8(std::string_view text) { return find_not_utf8(text) == std::
 
 // Appends a code point as UTF-8. REQUIRES: code_point <= 0x10FFFF and no surrogate.
 void append_utf8(std::string& text, char32_t code_point);
+
+// The name that was probably meant by a misspelt word: the one with the fewest insertions, deletions, replacements and
+// swaps of neighbours between them, if these are at most a third of the word's letters (at least one); "" where none
+// is that near. The first of equals.
+std::string_view nearest_name(std::string_view word, std::span<const std::string_view> names);
 
 }  // namespace evenkeel

@@ -2,8 +2,10 @@
 #include "cli/bench.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include <stdexcept>
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -13,19 +15,40 @@
 
 namespace evenkeel::cli {
 
+namespace {
+
+struct Bench {
+  const char *name, *against;
+  int (*on_cpu)(bool check, bool json);
+  int (*on_gpu)(const GpuBenchOptions& options);  // nullptr: the CPU's alone
+};
+constexpr Bench kBenches[] = {
+    {"round", "rounding an array, against memcpy", bench_round, nullptr},
+    {"attention", "against matrix products; with --gpu, next to PyTorch's FlashAttention-2 and cuDNN",
+     bench_attention, bench_attention_gpu},
+    {"train", "whole steps, against the same model in PyTorch; with --gpu, next to torch.compile",
+     bench_train, [](const GpuBenchOptions& o) { return bench_train_gpu(o.check, o.json); }},
+    {"probes", "what probes add to a training step; with --gpu, to nano's", bench_probes,
+     [](const GpuBenchOptions& o) { return bench_probes_gpu(o.check, o.json); }},
+};
+
+}  // namespace
+
 int run_bench(int argc, char** argv) {
   bool gpu = false;
   int64_t threads = 0;
   GpuBenchOptions bench;
   std::vector<std::string> words;
+  std::vector<std::string> names;
+  std::string list;
+  for (const Bench& b : kBenches) {
+    names.emplace_back(b.name);
+    list += fmt::format("\n  {:<10} {}", b.name, b.against);
+  }
   Options options(
-      "bench round|attention|train|probes [options]",
-      "Speed as ratios against what the machine can do, measured in the same run: round against memcpy,\n"
-      "attention against matrix products, train against the same model in PyTorch, where a python3 with it "
-      "is\n"
-      "found (EVENKEEL_PYTHON names another one). With --gpu: attention next to PyTorch's FlashAttention-2 "
-      "and\n"
-      "cuDNN, train next to torch.compile. probes: what they add to a training step; with --gpu, to nano's.",
+      fmt::format("bench {} [options]", fmt::join(names, "|")),
+      "Speed as ratios against what the machine can do, measured in the same run:" + list +
+          "\nPyTorch is measured where a python3 with it is found (EVENKEEL_PYTHON names another one).",
       "bench round --check");
   options.flag("--check", "exit 1 where a figure misses its target", bench.check);
   options.flag("--gpu", "attention, train, probes: on the GPU", gpu);
@@ -39,22 +62,17 @@ int run_bench(int argc, char** argv) {
   options.value("--layout", "ORDER", "attention --gpu: axes in memory, bthd (default) or bhtd", bench.layout);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
   options.flag("--json", "the same as JSON", bench.json);
-  options.words("what to measure, round, attention, train or probes", words, 1, 1);
+  options.words("what to measure, " + fmt::format("{}", fmt::join(names, ", ")), words, 1, 1, names);
   if (!options.parse(argc, argv)) return 0;
   const std::string& what = words[0];
-  require(what == "round" || what == "attention" || what == "train" || what == "probes",
-          "unknown bench '{}': expected round, attention, train or probes", what);
-  require(!gpu || what != "round", "--gpu: expected bench attention, train or probes, got bench {}", what);
+  const Bench& chosen =
+      *std::find_if(std::begin(kBenches), std::end(kBenches), [&](const Bench& b) { return what == b.name; });
+  require(!gpu || chosen.on_gpu, "--gpu: expected bench attention, train or probes, got bench {}", what);
   require((gpu && what == "attention") ||
               (!bench.quick && bench.rows.empty() && bench.plans.empty() && bench.rounds == 0),
           "--quick, --row, --plan and --rounds: expected with bench attention --gpu");
   if (threads > 0) set_thread_count(static_cast<int>(threads));
-  if (what == "probes")
-    return gpu ? bench_probes_gpu(bench.check, bench.json) : bench_probes(bench.check, bench.json);
-  if (what == "train")
-    return gpu ? bench_train_gpu(bench.check, bench.json) : bench_train(bench.check, bench.json);
-  if (gpu) return bench_attention_gpu(bench);
-  return what == "round" ? bench_round(bench.check, bench.json) : bench_attention(bench.check, bench.json);
+  return gpu ? chosen.on_gpu(bench) : chosen.on_cpu(bench.check, bench.json);
 }
 
 }  // namespace evenkeel::cli

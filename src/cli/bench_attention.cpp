@@ -179,11 +179,21 @@ struct Line {
   bool ok() const { return at_least ? value >= target : value <= target; }
 };
 
-}  // namespace
+struct Measured {
+  double flops = 0;  // of one run of an entry
+  double peak = 0;   // FMA operations a second: the best round, since a disturbed one is no peak
+  size_t rounds = 0;
+  std::vector<Entry> entries;
+  std::vector<Line> lines;
+  std::vector<std::pair<int64_t, int64_t>> memory;  // (T, KiB beyond inputs and outputs)
+  bool has_blas = false;
 
-int bench_attention(bool check, bool json) {
-  // Memory first, while the process is small: what one head needs beyond inputs and outputs, at T and at 4 T.
-  std::vector<std::pair<int64_t, int64_t>> memory;  // (T, KiB beyond what was there)
+  double share(const Entry& entry) const { return flops / median(entry.seconds) / peak; }
+};
+
+// What one head needs beyond inputs and outputs, at T and at 4 T. To be called first, while the process is small.
+std::vector<std::pair<int64_t, int64_t>> measure_memory() {
+  std::vector<std::pair<int64_t, int64_t>> memory;
   for (int64_t T : {4096, 16384}) {
     const Problem p = make_problem(1, T, 64);
     AttentionProblem config;
@@ -195,10 +205,59 @@ int bench_attention(bool check, bool json) {
     attention_backward(config, p.inputs(), p.d_o.view(), buffers.forward(), buffers.backward());
     memory.emplace_back(T, resident_kib() - before);
   }
+  return memory;
+}
 
+void print_json(const Measured& m) {
+  nlohmann::ordered_json out = {{"cpu_target", name(cpu_target())},
+                                {"threads", thread_count()},
+                                {"shape", {1, 12, 1024, 64}},
+                                {"peak_gflops", m.peak / 1e9}};
+  for (const Entry& entry : m.entries)
+    out["runs"].push_back({{"name", entry.name},
+                           {"ms", median(entry.seconds) * 1e3},
+                           {"gflops", m.flops / median(entry.seconds) / 1e9},
+                           {"share_of_peak", m.share(entry)}});
+  for (const Line& line : m.lines)
+    out["targets"].push_back(
+        {{"what", line.what}, {"ratio", line.value}, {"target", line.target}, {"ok", line.ok()}});
+  for (auto [T, kib] : m.memory) out["memory"].push_back({{"T", T}, {"kib", kib}});
+  fmt::print("{}\n", out.dump(2));
+}
+
+void print_text(const Measured& m) {
+  fmt::print(
+      "attention on the CPU: B=1 H=12 T=1024 D=64 causal, forward + backward, {} threads, {} kernels\n",
+      thread_count(), name(cpu_target()));
+  fmt::print("fused multiply-add peak, all threads: {:.0f} GFLOP/s (best of {} rounds)\n\n", m.peak / 1e9,
+             m.rounds);
+  fmt::print("{:<34}{:>9}{:>18}{:>10}{:>10}\n", "", "ms", "fastest..slowest", "GFLOP/s", "of peak");
+  for (const Entry& entry : m.entries) {
+    const auto [least, most] = std::minmax_element(entry.seconds.begin(), entry.seconds.end());
+    fmt::print("{:<34}{:>9.2f}{:>18}{:>10.1f}{:>9.1f}%\n", entry.name, median(entry.seconds) * 1e3,
+               fmt::format("{:.2f}..{:.2f}", *least * 1e3, *most * 1e3),
+               m.flops / median(entry.seconds) / 1e9, 100 * m.share(entry));
+  }
+  fmt::print("\nmemory beyond inputs and outputs, one head, bf16_all:");
+  for (auto [T, kib] : m.memory)
+    fmt::print("  T={}: {:.1f} MiB (T x T floats would be {:.0f})", T, kib / 1024.0, T * T / 262144.0);
+  fmt::print("\n\n{:<48}{:>8}{:>10}\n", "", "ratio", "target");
+  for (const Line& line : m.lines)
+    fmt::print("{:<48}{:>8.2f}{:>10}  {}\n", line.what, line.value,
+               fmt::format("{} {:.2f}", line.at_least ? ">=" : "<=", line.target), line.ok() ? "ok" : "MISS");
+  if (!m.has_blas)
+    fmt::print("OpenBLAS is not installed (Debian: libopenblas0-pthread): the third ratio is left out\n");
+}
+
+}  // namespace
+
+int bench_attention(bool check, bool json) {
+  Measured m;
+  m.memory = measure_memory();
   const Problem p = make_problem(12, 1024, 64);
   AttentionBuffers buffers(p.inputs(), false);
-  std::vector<Entry> entries;
+  std::vector<Entry>& entries = m.entries;
+  m.flops = p.flops();
   for (const char* plan : {"fp32", "flash2", "bf16_all", "bf16_all,stabiliser=consistent",
                            "bf16_all,stabiliser=zero_sum", "fp8"}) {
     AttentionProblem config;
@@ -234,56 +293,19 @@ int bench_attention(bool check, bool json) {
       progress.advance();
     }
   }
-  const double peak =
-      *std::max_element(peaks.begin(), peaks.end());  // the best round: a disturbed one is no peak
-  const auto share = [&](const Entry& entry) { return p.flops() / median(entry.seconds) / peak; };
-  std::vector<Line> lines = {{"plan fp32, share of the FMA peak", share(entries[0]), 0.50, true},
-                             {"plan bf16_all, share of the FMA peak", share(entries[2]), 0.25, true}};
-  if (blas.present())
-    lines.push_back({"plan fp32 against unfused over OpenBLAS",
-                     median(entries.back().seconds) / median(entries[0].seconds), 2.0, true});
-  bool ok = true;
-  for (const Line& line : lines) ok &= line.ok();
-
-  if (json) {
-    nlohmann::ordered_json out = {{"cpu_target", name(cpu_target())},
-                                  {"threads", thread_count()},
-                                  {"shape", {1, 12, 1024, 64}},
-                                  {"peak_gflops", peak / 1e9}};
-    for (const Entry& entry : entries)
-      out["runs"].push_back({{"name", entry.name},
-                             {"ms", median(entry.seconds) * 1e3},
-                             {"gflops", p.flops() / median(entry.seconds) / 1e9},
-                             {"share_of_peak", share(entry)}});
-    for (const Line& line : lines)
-      out["targets"].push_back(
-          {{"what", line.what}, {"ratio", line.value}, {"target", line.target}, {"ok", line.ok()}});
-    for (auto [T, kib] : memory) out["memory"].push_back({{"T", T}, {"kib", kib}});
-    fmt::print("{}\n", out.dump(2));
-    return check && !ok ? 1 : 0;
-  }
-
-  fmt::print(
-      "attention on the CPU: B=1 H=12 T=1024 D=64 causal, forward + backward, {} threads, {} kernels\n",
-      thread_count(), name(cpu_target()));
-  fmt::print("fused multiply-add peak, all threads: {:.0f} GFLOP/s (best of {} rounds)\n\n", peak / 1e9,
-             peaks.size());
-  fmt::print("{:<34}{:>9}{:>18}{:>10}{:>10}\n", "", "ms", "fastest..slowest", "GFLOP/s", "of peak");
-  for (const Entry& entry : entries) {
-    const auto [least, most] = std::minmax_element(entry.seconds.begin(), entry.seconds.end());
-    fmt::print("{:<34}{:>9.2f}{:>18}{:>10.1f}{:>9.1f}%\n", entry.name, median(entry.seconds) * 1e3,
-               fmt::format("{:.2f}..{:.2f}", *least * 1e3, *most * 1e3),
-               p.flops() / median(entry.seconds) / 1e9, 100 * share(entry));
-  }
-  fmt::print("\nmemory beyond inputs and outputs, one head, bf16_all:");
-  for (auto [T, kib] : memory)
-    fmt::print("  T={}: {:.1f} MiB (T x T floats would be {:.0f})", T, kib / 1024.0, T * T / 262144.0);
-  fmt::print("\n\n{:<48}{:>8}{:>10}\n", "", "ratio", "target");
-  for (const Line& line : lines)
-    fmt::print("{:<48}{:>8.2f}{:>10}  {}\n", line.what, line.value,
-               fmt::format("{} {:.2f}", line.at_least ? ">=" : "<=", line.target), line.ok() ? "ok" : "MISS");
-  if (!blas.present())
-    fmt::print("OpenBLAS is not installed (Debian: libopenblas0-pthread): the third ratio is left out\n");
+  m.peak = *std::max_element(peaks.begin(), peaks.end());
+  m.rounds = peaks.size();
+  m.has_blas = blas.present();
+  m.lines = {{"plan fp32, share of the FMA peak", m.share(entries[0]), 0.50, true},
+             {"plan bf16_all, share of the FMA peak", m.share(entries[2]), 0.25, true}};
+  if (m.has_blas)
+    m.lines.push_back({"plan fp32 against unfused over OpenBLAS",
+                       median(entries.back().seconds) / median(entries[0].seconds), 2.0, true});
+  if (json)
+    print_json(m);
+  else
+    print_text(m);
+  const bool ok = std::all_of(m.lines.begin(), m.lines.end(), [](const Line& line) { return line.ok(); });
   return check && !ok ? 1 : 0;
 }
 

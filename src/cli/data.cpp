@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
+#include <cmath>
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -32,7 +32,6 @@ void print_json(const Json& json) {
 int run_prepare(int argc, char** argv) {
   PrepareRequest request;
   request.tokenizer = "bpe:8192";
-  std::string share = "0.01";
   bool json = false;
   Options options("data prepare --out FOLDER [options] PATH...",
                   "Text files and folders of them to token files: train.bin and val.bin (nanoGPT's uint16), "
@@ -45,16 +44,12 @@ int run_prepare(int argc, char** argv) {
   options.value("--tokenizer", "T",
                 "bpe:N (trained on the text; default bpe:8192), bytes, tokenizer.json or vocab.bpe",
                 request.tokenizer);
-  options.value("--val-share", "X", "share of the text for val.bin (default 0.01; 0: no val.bin)", share);
+  options.value("--val-share", "X", "share of the text for val.bin, below 1; 0: no val.bin",
+                request.validation_share, 0, std::nextafter(1.0, 0.0));
   options.flag("--json", "the same as JSON", json);
   options.words("files or folders of text", request.paths, 1, std::numeric_limits<size_t>::max());
   if (!options.parse(argc, argv)) return 0;
   require(!request.folder.empty(), "expected --out FOLDER");
-  const char* end = share.data() + share.size();
-  const auto [stop, error] = std::from_chars(share.data(), end, request.validation_share);
-  require(
-      error == std::errc() && stop == end && request.validation_share >= 0 && request.validation_share < 1,
-      "--val-share {}: expected a number from 0 on, below 1", share);
 
   const char* stage_shown = nullptr;
   std::optional<Progress> line;
@@ -86,7 +81,7 @@ int run_prepare(int argc, char** argv) {
   if (result.validation.documents > 0)
     print_split("val.bin", result.validation);
   else if (request.validation_share > 0)
-    fmt::print("val.bin    none: the text cannot be cut at --val-share {}\n", share);
+    fmt::print("val.bin    none: the text cannot be cut at --val-share {}\n", request.validation_share);
   fmt::print("vocabulary {}", result.vocabulary);
   if (result.vocabulary < result.asked_vocabulary)
     fmt::print(" of the {} asked for: no pair is left that occurs twice", result.asked_vocabulary);
@@ -287,9 +282,9 @@ int run_data(int argc, char** argv) {
                   "inspect    what a token file or a text holds\n"
                   "\n`evenkeel data prepare --help` shows the options of prepare; so for the others.",
                   "data prepare --tokenizer bpe:8192 --out data/mine src docs");
-  options.words("what to do: prepare, synth or inspect", words, 1, 1);
-  if (!options.parse(argc, argv)) return 0;
-  throw std::invalid_argument(fmt::format("unknown '{}': expected prepare, synth or inspect", words[0]));
+  options.words("what to do: prepare, synth or inspect", words, 1, 1, {"prepare", "synth", "inspect"});
+  options.parse(argc, argv);
+  return 0;
 }
 
 }  // namespace evenkeel::cli

@@ -1,5 +1,5 @@
 // `evenkeel demo`: the whole job on this machine, nothing staged. Three trainings side by side, the one that drifts taken
-// apart by replays down to the bits of one addition, a real BF16 step of a GPU, and the report.
+// apart by replays down to one addition, a real BF16 step of a GPU, and the report.
 #include "cli/demo.h"
 
 #include <fmt/format.h>
@@ -10,11 +10,13 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "base/error.h"
 #include "base/whole_file.h"
 #include "cli/options.h"
+#include "diagnosis/capture_run.h"
 #include "diagnosis/guard.h"
 #include "diagnosis/head_analysis.h"
 #include "diagnosis/isolate.h"
@@ -54,7 +56,7 @@ Scale full_scale() {
 }
 
 // So small a model drifts on some texts only, and later on others: it has one on which it is known to.
-Scale quick_scale() {
+Scale short_scale() {
   Scale scale;
   scale.synthetic = true;
   scale.config.seed = 3;
@@ -83,12 +85,12 @@ void complete(RunConfig& config, const std::string& data) {
 
 // The project's own sources and documents, in one file: what is edited meanwhile does not change the runs' batches.
 // Synthetic text where that is wanted, or where the sources are not here.
-std::string own_text(const fs::path& folder, bool synthetic) {
+std::string own_text(const fs::path& folder, bool synthetic, bool quiet) {
   const fs::path root = EVENKEEL_SOURCE_DIR, file = folder / "text.txt";
   WholeFileWriter writer(file);
   if (synthetic || !fs::exists(root / "src")) {
     writer.append(synthetic_text(/*seed=*/1, /*bytes=*/400'000));
-    fmt::print("text: synthetic\n");
+    if (!quiet) fmt::print("text: synthetic\n");
   } else {
     std::vector<std::string> paths = {(root / "README.md").string(), (root / "src").string()};
     for (const fs::directory_entry& entry :
@@ -96,7 +98,7 @@ std::string own_text(const fs::path& folder, bool synthetic) {
       if (entry.path().extension() == ".md") paths.push_back(entry.path().string());
     std::sort(paths.begin(), paths.end());
     for (const TextFile& text : find_text_files(paths).files) writer.append(MappedFile(text.path).text());
-    fmt::print("text: the project's own sources and documents\n");
+    if (!quiet) fmt::print("text: the project's own sources and documents\n");
   }
   writer.commit();
   return file.string();
@@ -117,12 +119,14 @@ std::string line_of(const Run& run) {
                      run.offsets.empty() ? 0.0 : run.offsets.back(), run.loss);
 }
 
-// A line each, rewritten in place on a terminal; elsewhere every now and then.
+// A line each, rewritten in place on a terminal; elsewhere every now and then, unless it is quiet.
 class RunLines {
  public:
-  explicit RunLines(const std::vector<Run>& runs) : runs_(runs), terminal_(isatty(STDERR_FILENO) != 0) {}
+  RunLines(const std::vector<Run>& runs, bool quiet)
+      : runs_(runs), terminal_(isatty(STDERR_FILENO) != 0), quiet_(quiet) {}
 
   void show(int64_t step, int64_t steps) {
+    if (!terminal_ && quiet_) return;
     if (!terminal_) {
       if (step > 0 && step % 100 == 0) {
         fmt::print("  step {:>4}: offsets", step);
@@ -150,15 +154,15 @@ class RunLines {
 
  private:
   const std::vector<Run>& runs_;
-  const bool terminal_;
+  const bool terminal_, quiet_;
   bool drawn_ = false;
   const Clock::time_point start_ = Clock::now();
   Clock::time_point shown_{};
 };
 
 // Step by step in turn, each with all threads: the lines grow side by side on any number of cores.
-void train_side_by_side(std::vector<Run>& runs, const RunConfig& config) {
-  RunLines lines(runs);
+void train_side_by_side(std::vector<Run>& runs, const RunConfig& config, bool quiet) {
+  RunLines lines(runs, quiet);
   for (int64_t step = 0; step < config.schedule.steps; ++step) {
     for (Run& run : runs) {
       const StepReport report = run.run->step();
@@ -175,7 +179,7 @@ void train_side_by_side(std::vector<Run>& runs, const RunConfig& config) {
   for (Run& run : runs) {
     run.run->trainer().save();
     run.run.reset();
-    fmt::print("{}\n", line_of(run));
+    if (!quiet) fmt::print("{}\n", line_of(run));
   }
 }
 
@@ -192,23 +196,43 @@ std::vector<fs::path> shipped_captures() {
   return files;
 }
 
-// The worst head of a capture, replayed on the CPU; in words.
-std::string show_capture(const fs::path& file, bool colour) {
+// An addition in three lines: exact, kept | round | sticky bits, stored. `evenkeel explain` has the rest.
+std::string short_trace(const Explanation& e) {
+  if (e.roundings.empty()) return fmt::format("  {} = {}\n", e.expression, e.value);
+  const RoundingStep& last = e.roundings.back();
+  const std::string bits = last.special || last.cut.empty()
+                               ? std::string()
+                               : fmt::format("{}{} | {} | {} x 2^{}", last.before < 0 ? "-" : "", last.kept,
+                                             last.cut[0], last.cut.substr(1), last.exponent);
+  return fmt::format(
+      "  exact:  {} = {}\n  kept | round | sticky bits: {}\n  stored as {}: {}, error {:+.3g}\n",
+      e.expression, e.exact, bits.empty() ? "none are cut off" : bits, to_string(last.rounding), e.value,
+      e.error);
+}
+
+struct CaptureStory {
+  fs::path file;
+  std::string words;  // of the worst head
+  std::string trace;  // of its worst addition; may be empty
+};
+
+// The worst head of a capture, replayed on the CPU.
+CaptureStory look_at(const fs::path& file) {
   const Capture capture = read_capture(file);
   const std::vector<HeadProbe> probes = probe(capture);
   const int64_t worst = worst_head(probes);
   require_data(worst >= 0, "{}: expected a head, found none", file.string());
   const auto n = static_cast<size_t>(worst);
-  const std::string words =
-      in_words(probes[n], fmt::format("layer {} head {}", capture.layer, capture.heads[n]));
-  fmt::print("{} at step {} ({}; plan {}): {}\n", capture.source, capture.step, capture.model,
-             to_string(capture.plans[n]), words);
+  CaptureStory story = {
+      file,
+      fmt::format("{} at step {} ({}; plan {}): {}", capture.source, capture.step, capture.model,
+                  to_string(capture.plans[n]),
+                  in_words(probes[n], fmt::format("layer {} head {}", capture.layer, capture.heads[n]))),
+      ""};
   const HeadAnalysis analysis = analyse_head(capture, worst);
   if (analysis.trace && !analysis.trace->guilty.empty())
-    fmt::print("\nits worst addition, bit by bit\n{}\n",
-               to_text(analysis.trace->guilty[0].explanation, colour));
-  fmt::print("all of it: evenkeel probe {}\n\n", file.string());
-  return words;
+    story.trace = short_trace(analysis.trace->guilty[0].explanation);
+  return story;
 }
 
 // ---
@@ -220,138 +244,209 @@ fs::path fresh_folder() {
   return folder;
 }
 
-int show_all(const Scale& scale, const std::string& text, const fs::path& out) {
-  const auto start = Clock::now();
-  const bool colour = use_colour();
-  RunConfig config = scale.config;
-  fs::create_directories(out);
-  heading("1. Three trainings, the same batches", colour);
-  complete(config, text.empty() ? own_text(out, scale.synthetic) : text);
-  std::vector<Run> runs;
-  runs.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "softmax row sum in 8 bits (e5m2)"});
-  runs.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
-  runs.push_back({"fp32", "fp32", "FP32"});
-  fmt::print(
-      "A GPT-2 of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax cannot "
-      "see; bars "
-      "are its\nsize from 1 to 100,000, on a logarithmic scale.\n\n",
-      config.model.layers, config.model.heads, config.schedule.steps - 1);
-  for (Run& run : runs) {
-    config.plan = run.plan;
-    config.checkpoint_every = &run == &runs[0] ? 100 : 0;  // replays start from them
-    run.folder = out / run.name;
-    run.run = std::make_unique<GuardedRun>(run.folder, Trainer::start(run.folder, config));
-  }
-  train_side_by_side(runs, config);
-  const double trained = seconds_since(start);
+class Demo {
+ public:
+  Demo(const Scale& scale, fs::path out, bool json)
+      : scale_(scale), config_(scale.config), out_(std::move(out)), json_(json), colour_(use_colour()) {}
 
-  heading("\n2. Which rounding did it", colour);
-  fmt::print("$ evenkeel isolate {} --steps {}\n", runs[0].folder.string(), scale.replay_steps);
-  Replays::Options of_replays;
-  of_replays.keep = true;
-  Replays replays(runs[0].folder, of_replays);
-  IsolateOptions of_search;
-  of_search.steps = scale.replay_steps;
-  of_search.tell = [](const std::string& link) {
-    fmt::print("  {}\n", link);
+  void run(const std::string& text) {
+    fs::create_directories(out_);
+    say_heading("1. Three trainings, the same batches");
+    train(text);
+    const double trained = seconds_since(start_);
+    say_heading("\n2. Which rounding did it");
+    search();
+    capture_guilty_layer();
+    isolated_ = seconds_since(start_) - trained;
+    say_heading("\n3. A step of a GPU's BF16 run, replayed here");
+    look_at_capture();
+    report_ = out_ / "report.html";
+    std::vector<fs::path> folders;
+    for (const Run& run : runs_) folders.push_back(run.folder);
+    write_whole_file(report_, page(folders));
+    if (json_)
+      print_json();
+    else
+      print_summary(trained);
+  }
+
+ private:
+  template <class... Args>
+  void say(fmt::format_string<Args...> text, Args&&... args) const {
+    if (json_) return;
+    fmt::print(text, std::forward<Args>(args)...);
     std::fflush(stdout);
-  };
-  const Isolation found = isolate(replays, of_search);
-  const Evidence& e = found.evidence;
-  write_verdict(found, replays);  // for the report
-  const double isolated = seconds_since(start) - trained;
-
-  if (found.bits) {
-    heading("\n3. Its worst addition there, bit by bit", colour);
-    fmt::print("{}\n", to_text(*found.bits, colour));
   }
-  if (!e.guilty.empty()) {  // for the page's panels
-    const std::string at = fmt::format("{}@{}", runs[0].folder.string(), config.schedule.steps - 1);
-    const std::string layer = std::to_string(e.guilty[0] / config.model.heads);
-    const std::string file = (runs[0].folder / "worst.safetensors").string();
-    std::vector<std::string> words = {"capture", at, "--layer", layer, "-o", file};
-    std::vector<char*> arguments;
-    for (std::string& word : words) arguments.push_back(word.data());
-    run_capture(static_cast<int>(arguments.size()), arguments.data());
+  void say_heading(const char* text) const {
+    if (!json_) heading(text, colour_);
   }
 
-  heading("\n4. A step of a GPU's BF16 run, replayed here", colour);
-  std::string of_gpu;
-  for (const fs::path& file : shipped_captures()) of_gpu = show_capture(file, colour);
-  if (of_gpu.empty())
-    fmt::print("No capture lies in {}: `evenkeel capture` makes one where there is a GPU.\n\n",
-               (fs::path(EVENKEEL_SOURCE_DIR) / "docs/captures").string());
+  void train(const std::string& text) {
+    complete(config_, text.empty() ? own_text(out_, scale_.synthetic, json_) : text);
+    runs_.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "softmax row sum in 8 bits (e5m2)"});
+    runs_.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
+    runs_.push_back({"fp32", "fp32", "FP32"});
+    say("A GPT-2 of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax "
+        "cannot "
+        "see; bars show\nits size from 1 to 100,000, on a logarithmic scale.\n\n",
+        config_.model.layers, config_.model.heads, config_.schedule.steps - 1);
+    for (Run& run : runs_) {
+      config_.plan = run.plan;
+      config_.checkpoint_every = &run == &runs_[0] ? 100 : 0;  // replays start from them
+      run.folder = out_ / run.name;
+      run.run = std::make_unique<GuardedRun>(run.folder, Trainer::start(run.folder, config_));
+    }
+    train_side_by_side(runs_, config_, json_);
+  }
 
-  const fs::path report = out / "report.html";
-  std::vector<fs::path> folders;
-  for (const Run& run : runs) folders.push_back(run.folder);
-  write_whole_file(report, page(folders));
+  void search() {
+    say("$ evenkeel isolate {} --steps {}\n", runs_[0].folder.string(), scale_.replay_steps);
+    Replays::Options of_replays;
+    of_replays.keep = true;
+    replays_ = std::make_unique<Replays>(runs_[0].folder, of_replays);
+    IsolateOptions of_search;
+    of_search.steps = scale_.replay_steps;
+    of_search.tell = [this](const std::string& link) { say("  {}\n", link); };
+    found_ = isolate(*replays_, of_search);
+    write_verdict(found_, *replays_);  // for the report
+    if (found_.bits)
+      say("\nthe addition there with the largest rounding error\n{}", short_trace(*found_.bits));
+  }
 
-  heading("What came out", colour);
-  for (const Run& run : runs)
-    fmt::print("{:<34} offset {:>6.0f}, loss {:.3f}\n", run.words, run.offsets.back(), run.loss);
-  fmt::print("symptom: {}\n", e.symptom.words.empty() ? "none" : e.symptom.words);
-  fmt::print("guilty:  {}{}\n",
-             e.guilty.empty() ? "no heads found" : heads_in_words(e.guilty, config.model.heads),
-             e.sites.empty() ? "" : fmt::format(", site {}", [&] {
-               std::string names;
-               for (const Site site : e.sites)
-                 names += fmt::format("{}{}", names.empty() ? "" : ", ", name(site));
-               return names;
-             }()));
-  const auto offset_of = [](const Trial* trial) {
-    return trial ? fmt::format("{:.0f}", trial->health.offset) : std::string("not tried");
-  };
-  fmt::print(
-      "proof:   offset {} as recorded, {} with that in FP32, {} with zero_sum there{}, {} all in FP32\n",
-      offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum),
-      e.zero_sum_all ? fmt::format(" ({} everywhere)", offset_of(e.zero_sum_all)) : "", offset_of(e.control));
-  fmt::print("verdict: {}: {}\n", name(found.verdict.cause), found.verdict.words);
-  fmt::print("on a GPU: {}\n", of_gpu.empty() ? "no capture here" : of_gpu);
-  fmt::print("time:    {:.0f} s: {:.0f} training, {:.0f} for {} replays\n", seconds_since(start), trained,
-             isolated, replays.trials().size());
-  fmt::print("page:    {}; live: evenkeel watch {}\n", fs::absolute(report).string(),
-             fmt::format("{} {} {}", folders[0].string(), folders[1].string(), folders[2].string()));
-  return 0;
-}
+  // For the page's panels.
+  void capture_guilty_layer() const {
+    if (found_.evidence.guilty.empty()) return;
+    CaptureRequest request;
+    request.layer = found_.evidence.guilty[0] / config_.model.heads;
+    request.sequences = 1;
+    write_capture(runs_[0].folder / "worst.safetensors",
+                  capture_run(runs_[0].folder, config_.schedule.steps - 1, request).at(0));
+  }
+
+  void look_at_capture() {
+    const std::vector<fs::path> files = shipped_captures();
+    if (files.empty()) {
+      say("No capture lies in {}: `evenkeel capture` makes one where there is a GPU.\n\n",
+          (fs::path(EVENKEEL_SOURCE_DIR) / "docs/captures").string());
+      return;
+    }
+    capture_ = look_at(files.back());
+    say("{}\nits addition with the largest rounding error\n{}more of it: evenkeel probe {}\n\n",
+        capture_->words, capture_->trace, capture_->file.string());
+  }
+
+  std::string guilty_in_words() const {
+    const Evidence& e = found_.evidence;
+    std::string text = e.guilty.empty() ? "no heads found" : heads_in_words(e.guilty, config_.model.heads);
+    for (size_t n = 0; n < e.sites.size(); ++n)
+      text += fmt::format("{}{}", n == 0 ? ", site " : ", ", name(e.sites[n]));
+    return text;
+  }
+
+  // Goes on from a checkpoint before the failure with the stabiliser on.
+  std::string next_command() const {
+    const fs::path& run = runs_[0].folder;
+    for (const Checkpoint& checkpoint : find_checkpoints(run / "checkpoints"))
+      if (checkpoint.step >= found_.evidence.window.begin)
+        return fmt::format("evenkeel train --branch {0}@{1} --at '{1} {2}' --out {3}", run.string(),
+                           checkpoint.step, Guard::kRemedy, (out_ / "mended").string());
+    return fmt::format("evenkeel isolate {}", run.string());
+  }
+
+  void print_summary(double trained) const {
+    const Evidence& e = found_.evidence;
+    heading("What came out", colour_);
+    for (const Run& run : runs_)
+      fmt::print("{:<34} offset {:>6.0f}, loss {:.3f}\n", run.words, run.offsets.back(), run.loss);
+    fmt::print("symptom:  {}\n", e.symptom.words.empty() ? "none" : e.symptom.words);
+    fmt::print("guilty:   {}\n", guilty_in_words());
+    const auto offset_of = [](const Trial* trial) {
+      return trial ? fmt::format("{:.0f}", trial->health.offset) : std::string("not tried");
+    };
+    fmt::print(
+        "proof:    offset {} as recorded, {} with that in FP32, {} with zero_sum there{}, {} all in FP32\n",
+        offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum),
+        e.zero_sum_all ? fmt::format(" ({} everywhere)", offset_of(e.zero_sum_all)) : "",
+        offset_of(e.control));
+    fmt::print("verdict:  {}: {}\n", name(found_.verdict.cause), found_.verdict.words);
+    fmt::print("how sure: {}\n", found_.verdict.certainty);
+    fmt::print("time:     {:.0f} s: {:.0f} training, {:.0f} for {} replays\n", seconds_since(start_), trained,
+               isolated_, replays_->trials().size());
+    fmt::print("page:     {}\n", fs::absolute(report_).string());
+    fmt::print("next:     {}\n", next_command());
+  }
+
+  void print_json() const {
+    using Json = nlohmann::ordered_json;
+    Json runs = Json::array();
+    for (const Run& run : runs_)
+      runs.push_back({{"run", run.folder.string()},
+                      {"plan", run.plan},
+                      {"offsets", run.offsets},
+                      {"facts_every", config_.facts_every},
+                      {"loss", run.loss}});
+    const Json out = {
+        {"schema", 1},
+        {"runs", runs},
+        {"guilty", guilty_in_words()},
+        {"isolation", Json(to_json(found_, *replays_))},
+        {"capture", capture_ ? Json{{"file", capture_->file.string()}, {"words", capture_->words}} : Json()},
+        {"report", fs::absolute(report_).string()},
+        {"seconds", seconds_since(start_)},
+        {"next", next_command()}};
+    fmt::print("{}\n", out.dump(2));
+  }
+
+  const Clock::time_point start_ = Clock::now();
+  const Scale& scale_;
+  RunConfig config_;
+  const fs::path out_;
+  const bool json_, colour_;
+  std::vector<Run> runs_;
+  std::unique_ptr<Replays> replays_;
+  Isolation found_;
+  std::optional<CaptureStory> capture_;
+  fs::path report_;
+  double isolated_ = 0;  // seconds
+};
 
 }  // namespace
 
 int run_demo(int argc, char** argv) {
   std::vector<std::string> plans;
   std::string text, out;
-  bool quick = false, story = false;
+  bool full = false, story = false, json = false;
   Options options(
-      "demo [--quick] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
-      "The whole job on this machine, in a few minutes on two cores and without a GPU: trains a small GPT-2 "
-      "three times "
-      "side by\n"
-      "side, of which one drifts; finds the guilty layer, heads and rounding by replays; explains the worst "
-      "addition; and "
-      "writes\n"
-      "the report. --story: the mechanism in the small, from one addition to one head, in under a minute.",
-      "demo --quick --text ~/notes");
-  options.flag("--quick", "a smaller model: one minute", quick);
+      "demo [--full] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
+      "The whole job on this machine, in about half a minute on two idle cores and without a GPU: trains a "
+      "small\n"
+      "GPT-2 three times side by side, of which one drifts; finds the guilty layer, heads and rounding by\n"
+      "replays; and writes the report. --story: the mechanism in the small, from one addition to one head.",
+      "demo --out demo");
+  options.flag("--full", "a larger model, on the project's own text: a few minutes", full);
   options.value("--text", "FOLDER",
-                "text to train on (default: the project's own sources and documents; --quick: synthetic)",
+                "text to train on (default: synthetic; --full: the project's own sources and documents)",
                 text);
   options.value("--out", "FOLDER", "for runs and report, new or empty (default: evenkeel-demo)", out);
-  options.flag("--story", "the mechanism in the small instead", story);
+  options.flag("--story", "the mechanism in the small instead, in under a minute", story);
   options.values("--plan", "PLAN", "with --story: one more plan for its head, several allowed", plans);
+  options.flag("--json", "what came out, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
   for (const std::string& plan : plans)
     parse_plan(plan);  // an unknown name is an error before the work starts
   require(plans.empty() || story, "--plan: expected together with --story");
   if (story) {
-    require(!quick && text.empty() && out.empty(), "--story: expected no --quick, --text or --out with it");
-    tell_story(plans);
+    require(!full && text.empty() && out.empty(), "--story: expected no --full, --text or --out with it");
+    tell_story(plans, json);
     return 0;
   }
   if (!text.empty()) require_data(fs::exists(text), "--text {}: no such file or folder", text);
   const fs::path folder = out.empty() ? fresh_folder() : fs::path(out);
   require_data(!fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder)),
                "--out {}: expected a folder that is not there or is empty", folder.string());
-  return show_all(quick ? quick_scale() : full_scale(), text, folder);
+  const Scale scale = full ? full_scale() : short_scale();
+  Demo(scale, folder, json).run(text);
+  return 0;
 }
 
 }  // namespace evenkeel::cli

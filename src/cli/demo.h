@@ -12,6 +12,6 @@ std::string sparkline(const std::vector<double>& offsets);
 
 // The mechanism in the small: one addition, the sum that it breaks, one head that drifts; on the GPU's kernels, too. plans:
 // more for the head.
-void tell_story(const std::vector<std::string>& plans);
+void tell_story(const std::vector<std::string>& plans, bool json);
 
 }  // namespace evenkeel::cli

@@ -1,8 +1,9 @@
-// `evenkeel demo --story`: the mechanism in the small, from one addition to one head that derails and is cured.
+// `evenkeel demo --story`: the mechanism in the small, from one addition to one head that drifts and is cured.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "base/progress.h"
 #include "base/threads.h"
@@ -17,14 +18,16 @@
 namespace evenkeel::cli {
 namespace {
 
+using Json = nlohmann::ordered_json;
+
 struct Plan {
   const char *text, *words;
 };
 
-// How far a run of one plan has drifted, and where it ended.
-void print_run(const Plan& plan, const std::vector<double>& offsets, double loss) {
-  fmt::print("  {:<40} {}\n  {}  offset {:>8.0f}  loss {:.3f}\n", plan.text, plan.words, sparkline(offsets),
-             offsets.back(), loss);
+Explanation addition() {
+  ExplainOptions options;
+  options.to = Rounding{kBf16};
+  return explain(parse_expression("-2.4071154594421387 + -2.296875"), options);
 }
 
 void show_addition(bool colour) {
@@ -34,21 +37,21 @@ void show_addition(bool colour) {
       "the bit\n"
       "that falls off is 1, small terms set the sticky bit, and BF16 rounds away from zero: always to the "
       "same side.\n\n");
-  ExplainOptions options;
-  options.to = Rounding{kBf16};
-  fmt::print("{}\n", to_text(explain(parse_expression("-2.4071154594421387 + -2.296875"), options), colour));
+  fmt::print("{}\n", to_text(addition(), colour));
 }
 
-// What rounding leaves of the sum that must be zero, a line a plan.
-void print_residuals(std::vector<ConformPlan>& plans, const ConformKernel& kernel, bool constant_feature) {
+// What rounding leaves of the sum that must be zero.
+void judge(std::vector<ConformPlan>& plans, const ConformKernel& kernel, bool constant_feature) {
   std::vector<ConformCase> cases;
   for (const ConformCase& c : conform_cases())
     if (c.name == "ties_2_tail" || c.name == "sink") cases.push_back(c);
-  {
-    Progress progress("rows", conform_work(plans.size(), cases, kBiasRows));
-    conform(
-        plans, cases, kBiasRows, 1, kernel, [&] { progress.advance(); }, constant_feature);
-  }
+  Progress progress("rows", conform_work(plans.size(), cases, kBiasRows));
+  conform(
+      plans, cases, kBiasRows, 1, kernel, [&] { progress.advance(); }, constant_feature);
+}
+
+// A line a plan.
+void print_residuals(const std::vector<ConformPlan>& plans) {
   fmt::print("  {:<30}{:>12}{:>8}{:>8}   {:>10}{:>8}{:>8}\n", "", "ties: mean", "z", "noise", "sink: mean",
              "z", "noise");
   for (const ConformPlan& plan : plans) {
@@ -60,6 +63,29 @@ void print_residuals(std::vector<ConformPlan>& plans, const ConformKernel& kerne
   }
 }
 
+Json to_json(const std::vector<ConformPlan>& plans) {
+  Json out = Json::array();
+  for (const ConformPlan& plan : plans) {
+    Json cases = Json::array();
+    for (const ConformResult& r : plan.results)
+      cases.push_back({{"case", r.case_name},
+                       {"mean", r.residual.mean()},
+                       {"z", r.residual.z()},
+                       {"noise", r.residual.rms() / r.noise_bound()}});
+    out.push_back({{"plan", plan.name}, {"passes", plan.passes()}, {"cases", cases}});
+  }
+  return out;
+}
+
+std::vector<ConformPlan> judged_on_cpu() {
+  std::vector<ConformPlan> plans;
+  for (const char* text : {"bf16_all", "flash2,row_sum=bf16", "flash2", "flash2,stabiliser=consistent",
+                           "flash2,stabiliser=zero_sum"})
+    plans.push_back({text, parse_plan(text), {}});
+  judge(plans, conform_cpu_kernel, /*constant_feature=*/false);
+  return plans;
+}
+
 void show_residual(bool colour) {
   heading("2. A sum that must be zero", colour);
   fmt::print(
@@ -68,15 +94,41 @@ void show_residual(bool colour) {
       "what rounding leaves of that, on 100,000 rows: the mean in units of delta, with its z, and the noise "
       "as a\n"
       "multiple of the bound that rounding dS itself sets (more than 1 is a leak).\n\n");
-  constexpr Plan kPlans[] = {{"bf16_all", "the paper's arithmetic"},
-                             {"flash2,row_sum=bf16", "FlashAttention-2 but for one rounding a row"},
-                             {"flash2", "FlashAttention-2"},
-                             {"flash2,stabiliser=consistent", "the nearly free remedy"},
-                             {"flash2,stabiliser=zero_sum", "the exact remedy"}};
-  std::vector<ConformPlan> plans;
-  for (const Plan& plan : kPlans) plans.push_back({plan.text, parse_plan(plan.text), {}});
-  print_residuals(plans, conform_cpu_kernel, /*constant_feature=*/false);
+  print_residuals(judged_on_cpu());
   fmt::print("\n");
+}
+
+// One head, trained with each plan: (plans) courses of the offset.
+struct DriftRun {
+  Plan plan;
+  std::vector<DriftPoint> points;
+
+  std::vector<double> offsets() const {
+    std::vector<double> values;
+    for (const DriftPoint& point : points) values.push_back(point.offset);
+    return values;
+  }
+};
+
+// extra: outlives what is returned.
+std::vector<DriftRun> drift_runs(const std::vector<std::string>& extra, const DriftSettings& settings) {
+  std::vector<DriftRun> runs = {
+      {{"fp32", "nothing rounded"}, {}},
+      {{"fp32,row_sum=e5m2", "one rounding a row"}, {}},
+      {{"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, the sum restored"}, {}},
+      {{"fp32,row_sum=e5m2,keel=1e-3", "the same, with a restoring force"}, {}},
+      {{"fp32,output=e8m2", "O rounded, as in every flash kernel"}, {}},
+      {{"fp32,output=e8m2/stochastic", "O rounded without bias: worse"}, {}},
+      {{"fp32,output=e8m2,stabiliser=wide_output", "the loss sees the error, delta does not"}, {}},
+      {{"fp32,output_for_delta=e8m2", "delta sees the error, the loss does not"}, {}}};
+  for (const std::string& text : extra) runs.push_back({{text.c_str(), "as asked"}, {}});
+  Progress progress("runs", static_cast<int64_t>(runs.size()));
+  parallel_for(static_cast<int64_t>(runs.size()), [&](int64_t n, int) {
+    DriftRun& run = runs[static_cast<size_t>(n)];
+    run.points = run_drift(parse_plan(run.plan.text), settings);
+    progress.advance();
+  });
+  return runs;
 }
 
 void show_drift(const std::vector<std::string>& extra, bool colour) {
@@ -86,31 +138,11 @@ void show_drift(const std::vector<std::string>& extra, bool colour) {
       "One attention head, trained for {} steps to imitate another. Each plan keeps one number a row in two\n"
       "bits, to make in seconds what BF16 makes in thousands of steps. The offset is the constant that "
       "softmax\n"
-      "cannot see; bars are its size from 1 to 100,000, on a logarithmic scale.\n\n",
+      "cannot see; bars show its size from 1 to 100,000, on a logarithmic scale.\n\n",
       settings.steps);
-  std::vector<Plan> plans = {
-      {"fp32", "nothing rounded"},
-      {"fp32,row_sum=e5m2", "one rounding a row"},
-      {"fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, the sum restored"},
-      {"fp32,row_sum=e5m2,keel=1e-3", "the same, with a restoring force"},
-      {"fp32,output=e8m2", "O rounded, as in every flash kernel"},
-      {"fp32,output=e8m2/stochastic", "O rounded without bias: worse"},
-      {"fp32,output=e8m2,stabiliser=wide_output", "the loss sees the error, delta does not"},
-      {"fp32,output_for_delta=e8m2", "delta sees the error, the loss does not"}};
-  for (const std::string& text : extra) plans.push_back({text.c_str(), "as asked"});
-  std::vector<std::vector<DriftPoint>> runs(plans.size());
-  {
-    Progress progress("runs", static_cast<int64_t>(plans.size()));
-    parallel_for(static_cast<int64_t>(plans.size()), [&](int64_t n, int) {
-      runs[static_cast<size_t>(n)] = run_drift(parse_plan(plans[static_cast<size_t>(n)].text), settings);
-      progress.advance();
-    });
-  }
-  for (size_t n = 0; n < plans.size(); ++n) {
-    std::vector<double> offsets;
-    for (const DriftPoint& point : runs[n]) offsets.push_back(point.offset);
-    print_run(plans[n], offsets, runs[n].back().loss);
-  }
+  for (const DriftRun& run : drift_runs(extra, settings))
+    fmt::print("  {:<40} {}\n  {}  offset {:>8.0f}  loss {:.3f}\n", run.plan.text, run.plan.words,
+               sparkline(run.offsets()), run.points.back().offset, run.points.back().loss);
   fmt::print(
       "\nThe rounding needs no bias. An error of O that the loss has seen comes back in dO with its own "
       "sign, so\n"
@@ -120,6 +152,15 @@ void show_drift(const std::vector<std::string>& extra, bool colour) {
 }
 
 // The second part again, on the kernels of this machine's GPU.
+std::vector<ConformPlan> judged_on_gpu(GpuConform& gpu) {
+  std::vector<ConformPlan> plans;
+  for (const char* text :
+       {"bf16_all", "flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent"})
+    plans.push_back({text, parse_plan(text), {}});
+  judge(plans, gpu.kernel(), /*constant_feature=*/true);
+  return plans;
+}
+
 void show_gpu(bool colour) {
   heading("4. On a GPU", colour);
   const CudaDevice device = cuda_device();
@@ -131,14 +172,26 @@ void show_gpu(bool colour) {
     return;
   }
   fmt::print("{}: what its kernels leave of the sum, read off their dQ.\n\n", device.name);
-  std::vector<ConformPlan> plans;
-  for (const char* text :
-       {"bf16_all", "flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent"})
-    plans.push_back({text, parse_plan(text), {}});
   GpuConform gpu;
-  print_residuals(plans, gpu.kernel(), /*constant_feature=*/true);
+  print_residuals(judged_on_gpu(gpu));
   for (const std::string& use : gpu.uses()) fmt::print("  {}\n", use);
   fmt::print("\n");
+}
+
+void print_story_json(const std::vector<std::string>& plans) {
+  Json drift = Json::array();
+  for (const DriftRun& run : drift_runs(plans, DriftSettings()))
+    drift.push_back({{"plan", run.plan.text}, {"offsets", run.offsets()}, {"loss", run.points.back().loss}});
+  Json out = {{"schema", 1},
+              {"addition", Json::parse(evenkeel::to_json(addition()))},
+              {"sums", to_json(judged_on_cpu())},
+              {"drift", drift},
+              {"gpu", nullptr}};
+  if (cuda_device().present) {
+    GpuConform gpu;
+    out["gpu"] = to_json(judged_on_gpu(gpu));
+  }
+  fmt::print("{}\n", out.dump(2));
 }
 
 }  // namespace
@@ -157,7 +210,11 @@ std::string sparkline(const std::vector<double>& offsets) {
   return line;
 }
 
-void tell_story(const std::vector<std::string>& plans) {
+void tell_story(const std::vector<std::string>& plans, bool json) {
+  if (json) {
+    print_story_json(plans);
+    return;
+  }
   const bool colour = use_colour();
   show_addition(colour);
   show_residual(colour);
@@ -165,7 +222,7 @@ void tell_story(const std::vector<std::string>& plans) {
   show_gpu(colour);
   fmt::print(
       "`evenkeel conform` judges every plan on every kind of row; `evenkeel explain A + B` explains any "
-      "operation.\n");
+      "operation.\nnext: evenkeel demo\n");
 }
 
 }  // namespace evenkeel::cli

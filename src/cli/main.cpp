@@ -1,84 +1,56 @@
 // The command `evenkeel`: picks the subcommand, turns exceptions into messages and exit codes.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "base/error.h"
-#include "cli/options.h"
+#include "base/text.h"
+#include "cli/commands.h"
 
 namespace {
 
 using namespace evenkeel;
 
-struct Command {
-  const char *name, *summary;
-  int (*run)(int, char**);
-};
-constexpr Command kCommands[] = {
-    {"demo", "the whole job on this machine: no GPU, no download", cli::run_demo},
-    {"explain", "one operation, or one tensor-core sum, bit by bit", cli::run_explain},
-    {"conform", "judge attention by the sign of its errors, on hard inputs", cli::run_conform},
-    {"data", "text to tokens: prepare | synth | inspect", cli::run_data},
-    {"train", "train GPT-2 with a precision plan per layer and head", cli::run_train},
-    {"sample", "text from a checkpoint", cli::run_sample},
-    {"probe", "every head of a step under the microscope: a run's, or a capture's", cli::run_probe},
-    {"capture", "one layer's attention at one step of a run, into a file", cli::run_capture},
-    {"isolate", "which layer, heads and rounding derail a run: found and proved by replays",
-     cli::run_isolate},
-    {"verdict", "what ails a run, from its records and the replays made so far", cli::run_verdict},
-    {"indicators", "which warning sign speaks, how long before the loss moves, and how often for nothing",
-     cli::run_indicators},
-    {"report", "everything known of some runs, on one page", cli::run_report},
-    {"watch", "the report's page, live in the browser", cli::run_watch},
-    {"bench", "speed as ratios: round | attention", cli::run_bench},
-    {"info", "version, CPU features, which kernels will run and why", cli::run_info},
-};
-
-void print_usage(std::FILE* to) {
-  fmt::print(
-      to,
-      "Evenkeel finds, explains and prevents the training failures that rounding in attention causes.\n\n"
-      "usage: evenkeel COMMAND [options]\n\n");
-  for (const Command& command : kCommands) fmt::print(to, "  {:<12}{}\n", command.name, command.summary);
-  fmt::print(to,
-             "\n`evenkeel COMMAND --help` shows options and an example. In the source tree, `./evenkeel "
-             "test` runs every test.\n"
-             "exit codes: 0 ok, 1 finding or failed check, 2 usage, 3 data or environment\n");
+const cli::Command& find_command(const std::string& name) {
+  std::vector<std::string> names;
+  for (const cli::Command& command : cli::kCommands) {
+    if (name == command.name) return command;
+    names.emplace_back(command.name);
+  }
+  throw std::invalid_argument(fmt::format("unknown command '{}'{}: expected one of {}", shown(name),
+                                          cli::did_you_mean(name, names), fmt::join(names, ", ")));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
-  if (argc < 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
-    print_usage(argc < 2 ? stderr : stdout);
-    return argc < 2 ? 2 : 0;
+  const std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
+  if (words.empty() || words[0] == "--help" || words[0] == "-h") {
+    cli::print_usage(words.empty() ? stderr : stdout);
+    return words.empty() ? 2 : 0;
   }
-  if (std::strcmp(argv[1], "--version") == 0) {
+  if (words[0] == "--version") {
     fmt::print("evenkeel {}\n", EVENKEEL_VERSION);
     return 0;
   }
-  for (const Command& command : kCommands) {
-    if (std::strcmp(argv[1], command.name) != 0) continue;
-    try {
-      const int code = command.run(argc - 1, argv + 1);
-      // A full disk or a closed pipe shows only when the buffer is written.
-      if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw DataError("cannot write the output");
-      return code;
-    } catch (const std::invalid_argument& error) {
-      fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
-      return 2;
-    } catch (const std::exception& error) {
-      fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
-      return 3;
-    }
+  const bool json = std::find(words.begin() + 1, words.end(), "--json") != words.end();
+  std::string speaker = "evenkeel";
+  try {
+    const cli::Command& command = find_command(words[0]);
+    speaker += fmt::format(" {}", command.name);
+    const int code = command.run(argc - 1, argv + 1);
+    // A full disk or a closed pipe shows only when the buffer is written.
+    if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw DataError("cannot write the output");
+    return code;
+  } catch (const std::exception& error) {
+    return cli::print_error(speaker, error, json && !std::ferror(stdout));
   }
-  fmt::print(stderr, "evenkeel: unknown command '{}': expected one of", argv[1]);
-  for (const Command& command : kCommands) fmt::print(stderr, " {}", command.name);
-  fmt::print(stderr, "\n");
-  return 2;
 }

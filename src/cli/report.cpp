@@ -2,17 +2,48 @@
 #include "report/page.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "base/whole_file.h"
 #include "cli/options.h"
+#include "records/schema.h"
 
 namespace evenkeel::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_run(const fs::path& folder) {
+  std::error_code error;
+  return fs::exists(record_path(folder, RecordFile::config), error) ||
+         fs::exists(record_path(folder, RecordFile::metrics), error);
+}
+
+// DataError where there is nothing to report, with the runs that lie in the folder, if some do.
+void check_run(const fs::path& folder) {
+  std::error_code error;
+  require_data(fs::is_directory(folder, error), "{}: expected a run's folder, found {}", folder.string(),
+               fs::exists(folder, error) ? "a file" : "nothing");
+  if (is_run(folder)) return;
+  constexpr size_t kNamed = 3;
+  std::vector<std::string> inside;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (is_run(at->path())) inside.push_back(at->path().string());
+  std::sort(inside.begin(), inside.end());
+  const std::string more = inside.size() > kNamed ? fmt::format(" and {} more", inside.size() - kNamed) : "";
+  inside.resize(std::min(inside.size(), kNamed));
+  throw DataError(fmt::format(
+      "{}: expected a run's folder, found neither config.toml nor metrics.jsonl in it{}", folder.string(),
+      inside.empty() ? "" : fmt::format("; these in it are runs: {}{}", fmt::join(inside, ", "), more)));
+}
+
+}  // namespace
 
 int run_report(int argc, char** argv) {
-  namespace fs = std::filesystem;
   std::vector<std::string> words, captures;
   std::string out = "report.html";
   bool json = false;
@@ -29,11 +60,7 @@ int run_report(int argc, char** argv) {
                  "a capture to look into, several allowed (default: those in the run's folder)", captures);
   options.flag("--json", "what was written, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
-  for (const std::string& word : words) {
-    std::error_code error;
-    require_data(fs::is_directory(word, error), "{}: expected a run's folder, found {}", word,
-                 fs::exists(word, error) ? "a file" : "nothing");
-  }
+  for (const std::string& word : words) check_run(word);
   PageOptions of_page;
   of_page.captures.assign(captures.begin(), captures.end());
   const std::vector<fs::path> runs(words.begin(), words.end());

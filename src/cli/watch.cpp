@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "cli/options.h"
@@ -20,12 +21,29 @@ void end_watch(int) {
   if (Watch* const watch = watched) watch->stop();
 }
 
+void print_start(const Watch& watch, const std::vector<std::string>& runs, bool json) {
+  const HttpServer& server = watch.server();
+  if (json) {
+    fmt::print(
+        "{}\n",
+        nlohmann::ordered_json{
+            {"schema", 1}, {"url", server.url()}, {"this_machine_alone", server.loopback()}, {"runs", runs}}
+            .dump());
+    return;
+  }
+  fmt::print("{}\n", server.url());
+  if (!server.loopback())
+    fmt::print("whoever reaches this machine can read it: expected a network you trust\n");
+  fmt::print("Ctrl-C ends it\n");
+}
+
 }  // namespace
 
 int run_watch(int argc, char** argv) {
   std::vector<std::string> words;
   Watch::Options settings;
   int64_t port = settings.port;
+  bool json = false;
   Options options(
       "watch RUN... [options]",
       "The page of `evenkeel report`, live in the browser, while the runs train or afterwards; Ctrl-C ends "
@@ -39,6 +57,7 @@ int run_watch(int argc, char** argv) {
   options.value("--address", "ADDRESS",
                 fmt::format("of this machine (default: {}: seen from this machine alone)", settings.address),
                 settings.address);
+  options.flag("--json", "one JSON object with the address once the server listens, and no other line", json);
   if (!options.parse(argc, argv)) return 0;
   const std::vector<std::filesystem::path> runs(words.begin(), words.end());
   for (const std::filesystem::path& run : runs)
@@ -54,14 +73,11 @@ int run_watch(int argc, char** argv) {
   action.sa_flags = SA_RESETHAND;  // a second Ctrl-C ends it at once
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
-  fmt::print("{}\n", watch.server().url());
-  if (!watch.server().loopback())
-    fmt::print("whoever reaches this machine can read it: expected a network you trust\n");
-  fmt::print("Ctrl-C ends it\n");
+  print_start(watch, words, json);
   std::fflush(stdout);
   watch.run();
   watched = nullptr;
-  fmt::print("ended; the page was drawn {} times\n", watch.drawings());
+  if (!json) fmt::print("ended; the page was drawn {} times\n", watch.drawings());
   return 0;
 }
 

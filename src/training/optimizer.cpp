@@ -22,12 +22,13 @@ OptimizerKind parse_optimizer(std::string_view text) {
 
 void validate(const OptimizerConfig& c, const Ranks* sharded_over) {
   const auto share = [](float x) { return x >= 0 && x < 1; };
-  require(share(c.beta1) && share(c.beta2), "[optimizer] expected betas from 0 to below 1, got {} and {}",
-          c.beta1, c.beta2);
-  require(share(c.momentum), "[optimizer] expected a momentum from 0 to below 1, got {}", c.momentum);
-  require(c.epsilon > 0, "[optimizer] expected an epsilon above 0, got {}", c.epsilon);
-  require(c.weight_decay >= 0, "[optimizer] expected a weight decay of 0 or more, got {}", c.weight_decay);
-  require(c.clip >= 0, "[optimizer] expected a clipping norm of 0 (off) or more, got {}", c.clip);
+  require(share(c.beta1) && share(c.beta2),
+          "[optimizer] beta1, beta2: expected numbers from 0 to below 1, got {} and {}", c.beta1, c.beta2);
+  require(share(c.momentum), "[optimizer] momentum: expected a number from 0 to below 1, got {}", c.momentum);
+  require(c.epsilon > 0, "[optimizer] epsilon: expected a number above 0, got {}", c.epsilon);
+  require(c.weight_decay >= 0, "[optimizer] weight_decay: expected a number of 0 or more, got {}",
+          c.weight_decay);
+  require(c.clip >= 0, "[optimizer] clip: expected a norm of 0 (off) or more, got {}", c.clip);
   require(!sharded_over || c.kind == OptimizerKind::adamw,
           "[optimizer] expected adamw where its states are sharded over ranks, got {}", name(c.kind));
 }

@@ -25,7 +25,6 @@ struct PlanChange {
 // What watches a run for drift (diagnosis/guard.h): nothing; to tell; to tell and to act.
 enum class GuardMode { off, warn, act };
 inline constexpr std::string_view kGuardModeNames[] = {"off", "warn", "act"};
-GuardMode parse_guard_mode(std::string_view text);  // std::invalid_argument lists the known ones
 
 struct RunConfig {
   Gpt2Config model;
@@ -37,7 +36,7 @@ struct RunConfig {
       1;  // parts in which a step is computed, by all ranks together; sequences is a multiple of it
   uint64_t seed = 1;  // of the initial weights and of the batches
   OptimizerConfig optimizer;
-  Schedule schedule;                                   // its `steps` are the run's
+  Schedule schedule{.steps = 1000};                    // its `steps` are the run's
   std::string plan = "flash2,stabiliser=wide_output";  // ScopedPlan::parse
   std::vector<PlanChange> changes;                     // steps ascending
   // Steps over which a head's keel goes from what it was (0 at the start) to what the plan says, in a straight line;
@@ -48,7 +47,7 @@ struct RunConfig {
   int64_t keep_every = 0;          // checkpoints of these steps stay for good; 0: none
   int64_t validate_every = 0, validation_batches = 8;  // 0: never
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
-  // The full set of probes (diagnosis/probes.h) at every so-manieth step, and the cheap ones at every step; 0: none.
+  // Steps between full sets of probes (diagnosis/probes.h); the cheap ones are then recorded every step. 0: none.
   int64_t probe_every = 0;
   GuardMode guard = GuardMode::off;
   Backend backend = Backend::automatic;  // in a run's folder: the one that it runs on
@@ -59,8 +58,27 @@ struct RunConfig {
   std::string plan_at(int64_t step) const;
 };
 
-// std::invalid_argument: what was expected, what was found.
+// std::invalid_argument: the key, what was expected, what was found.
 void validate(const RunConfig& config);
+
+// One key of config.toml, as the command line and --help present it. walk() in run_config.cpp is the list.
+struct Setting {
+  std::string key;          // "schedule.lr"
+  std::string option;       // "--lr"; empty: reached by its key alone
+  std::string placeholder;  // of the option's value; empty: the option alone means true
+  std::string alone;        // what the option means without a value; empty: it needs one
+  std::string help;
+  std::string expected;    // "a number"
+  std::string standard;    // its default, as text
+  bool repeats = false;    // each value is added to those before
+  bool resumable = false;  // may differ where a run is resumed
+};
+const std::vector<Setting>& run_settings();  // in the order of config.toml
+
+// Sets one key to a value as a person types it: "1e-3", "muon", "true"; text may be in quotes. The value is never read
+// as TOML, so it cannot change another key. std::invalid_argument names the key, what was expected and what was found;
+// an empty value and an unknown key are errors.
+void set_run_setting(RunConfig& config, std::string_view key, std::string_view value);
 
 // Sets what the table has and leaves the rest as it is; [model] preset = "nano" first. DataError on a value of
 // another type and on unknown keys, with the place in the file.

@@ -32,15 +32,16 @@ double Schedule::at(int64_t step) const {
 }
 
 void validate(const Schedule& s) {
-  require(std::isfinite(s.peak) && s.peak > 0, "[schedule] expected a learning rate above 0, got {}", s.peak);
-  require(s.floor >= 0 && s.floor <= s.peak, "[schedule] expected a last learning rate from 0 to {}, got {}",
-          s.peak, s.floor);
-  require(s.warmup >= 0, "[schedule] expected 0 or more warm-up steps, got {}", s.warmup);
+  require(std::isfinite(s.peak) && s.peak > 0, "[schedule] lr: expected a learning rate above 0, got {}",
+          s.peak);
+  require(s.floor >= 0 && s.floor <= s.peak,
+          "[schedule] last_lr: expected a learning rate from 0 to {}, got {}", s.peak, s.floor);
+  require(s.warmup >= 0, "[schedule] warmup: expected 0 or more steps, got {}", s.warmup);
   require(s.course == Course::constant || s.steps > s.warmup,
-          "[schedule] expected more steps than the {} of the warm-up for the course {}, got {}", s.warmup,
+          "[schedule] steps: expected more than the {} of the warm-up for the course {}, got {}", s.warmup,
           name(s.course), s.steps);
   require(s.decay_share >= 0 && s.decay_share <= 1,
-          "[schedule] expected a share from 0 to 1 for the decay, got {}", s.decay_share);
+          "[schedule] decay_share: expected a share from 0 to 1, got {}", s.decay_share);
 }
 
 }  // namespace evenkeel

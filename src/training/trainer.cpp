@@ -98,11 +98,37 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
       new Trainer(folder, config, std::move(choice.why), /*fresh=*/true, std::move(ranks)));
 }
 
+namespace {
+
+// The run's length becomes `steps`. The past must stay what it was: learning rates of steps that are done included.
+void change_length(RunConfig& config, int64_t steps, const fs::path& folder) {
+  Schedule longer = config.schedule;
+  longer.steps = steps;
+  validate(longer);
+  const std::vector<Checkpoint> checkpoints = find_checkpoints(folder / "checkpoints");
+  const int64_t done = checkpoints.empty() ? 0 : checkpoints.back().step;
+  require(steps >= done,
+          "[train] schedule.steps (--steps): expected at least the {} steps that are done, found {}", done,
+          steps);
+  for (int64_t step = 0; step < done; ++step)
+    require(
+        config.schedule.at(step) == longer.at(step),
+        "[train] schedule.steps (--steps): expected {} as the run began: with {}, the {} course would have "
+        "given "
+        "step {}, which is done, another learning rate; --branch makes a new run of an earlier checkpoint",
+        config.schedule.steps, steps, name(config.schedule.course), step);
+  config.schedule = longer;
+}
+
+}  // namespace
+
 std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<Backend> backend,
-                                         std::shared_ptr<Ranks> ranks) {
+                                         std::shared_ptr<Ranks> ranks, std::optional<int64_t> steps) {
   ranks = or_alone(std::move(ranks));
   RunConfig config;
   if (ranks->first()) config = config_of_run(folder);
+  const int64_t planned = config.schedule.steps;
+  if (steps && ranks->first()) change_length(config, *steps, folder);
   const std::string text = ranks->broadcast(to_toml(to_toml_table(config)));
   if (!ranks->first()) read_run_config(parse_toml(text, "config.toml of rank 0"), config);
   validate(config);
@@ -115,12 +141,13 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
                "one, with other bits",
                folder.string(), device.why);
   BackendChoice choice = choose_backend(backend.value_or(config.backend), device);
-  const bool moved = config.backend != choice.backend && ranks->first();
+  const bool changed =
+      ranks->first() && (config.backend != choice.backend || config.schedule.steps != planned);
   config.backend = choice.backend;
   std::unique_ptr<Trainer> trainer(
       new Trainer(folder, config, std::move(choice.why), /*fresh=*/false, std::move(ranks)));
   // Behind the lock of the folder, which the trainer holds.
-  if (moved) write_config_of_run(folder, config);
+  if (changed) write_config_of_run(folder, config);
   return trainer;
 }
 

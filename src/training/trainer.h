@@ -74,10 +74,13 @@ class Trainer {
   static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config,
                                         std::shared_ptr<Ranks> ranks = nullptr);
   // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
-  // On another backend the bits are others, so that one must be asked for; it is the folder's from then on.
+  // On another backend the bits are others, so that one must be asked for; it is the folder's from then on. `steps`:
+  // another length of the run, likewise; std::invalid_argument where fewer are asked for than are done, or where a step
+  // that is done would have had another learning rate (replays of it would give other bits).
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
                                          std::optional<Backend> backend = {},
-                                         std::shared_ptr<Ranks> ranks = nullptr);
+                                         std::shared_ptr<Ranks> ranks = nullptr,
+                                         std::optional<int64_t> steps = {});
   ~Trainer();
 
   const RunConfig& config() const { return config_; }

@@ -28,7 +28,8 @@ struct Parsed {
   }
   // The same again, in the other spelling of options and in an order of its own.
   std::vector<std::string> written() const {
-    std::vector<std::string> line = {"fuzz", "--rows=" + std::to_string(rows), "--plan=" + plan};
+    std::vector<std::string> line = {"fuzz", "--rows=" + std::to_string(rows)};
+    if (!plan.empty()) line.push_back("--plan=" + plan);  // an empty value is an error
     for (const std::string& site : sites) line.push_back("--site=" + site);
     if (json) line.push_back("--json");
     line.insert(line.end(), words.begin(), words.end());
