@@ -1,5 +1,8 @@
 #include "base/text.h"
 
+#include <algorithm>
+#include <cctype>
+
 namespace evenkeel {
 
 std::string shown(std::string_view text, size_t longest) {
@@ -44,6 +47,17 @@ void append_utf8(std::string& text, char32_t code_point) {
     add(0xF0 | code_point >> 18);
     add_rest(12);
   }
+}
+
+std::string shell_word(const std::string& text) {
+  const bool is_plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
+    return std::isalnum(c) ||
+           std::string_view("_-./,:=@+").find(static_cast<char>(c)) != std::string_view::npos;
+  });
+  if (is_plain) return text;
+  std::string out = "'";
+  for (const char c : text) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return out + "'";
 }
 
 }  // namespace evenkeel

@@ -17,6 +17,8 @@
 #include "base/threads.h"
 #include "cli/options.h"
 #include "diagnosis/guard.h"
+#include "diagnosis/isolate.h"
+#include "diagnosis/next_command.h"
 #include "numerics/random.h"
 #include "training/replay.h"
 #include "training/tokenizer.h"
@@ -255,6 +257,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
     fmt::print("{} ranks, {} of the {} parts of a step each; sums {}{}\n", ranks->size(),
                config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
+  if (const std::string lack = isolate_will_lack(config); !lack.empty()) fmt::print("{}\n", lack);
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
   GuardedRun run(out, std::move(trainer));
   {
@@ -272,6 +275,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
         line.clear();
         fmt::print("guard, {} at step {}: {}\n", name(run.events()[told].kind), run.events()[told].step,
                    run.events()[told].words);
+        if (const std::string& next = run.events()[told].next_command; !next.empty())
+          fmt::print("next: {}\n", next);
         std::fflush(stdout);
       }
     }
@@ -279,7 +284,8 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
   Trainer& last = run.trainer();
   last.save();
   if (const auto& finding = last.finding()) {
-    fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\n", finding->kind, finding->words, out);
+    fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\nnext: {}\n", finding->kind,
+               finding->words, out, isolate_command(out));
     return 1;
   }
   if (!last.done())
