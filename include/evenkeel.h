@@ -141,7 +141,8 @@ EVENKEEL_API int32_t evenkeel_attention_backward(const evenkeel_attention* atten
                                                  const evenkeel_backward* pass, void* stream);
 
 /* --- Conform: any attention judged by the sign of its errors on families of hard inputs (docs/numerics.md has the
- * bounds). The inputs are BF16 numbers; the zero-sum residual is read off dQ, since every key ends with the same feature. */
+ * bounds). The inputs are BF16 numbers; the zero-sum residual is read off dQ, since every key ends with the same feature.
+ * Outputs are filled with NaN before each call and must be wholly written, finite and near FP64. */
 
 /* One chunk of a family, in host memory, contiguous, FP32: B is 1, G is H, scale is 1 / sqrt(D). */
 typedef struct evenkeel_conform_problem {
@@ -171,9 +172,16 @@ typedef struct evenkeel_conform_result {
   uint64_t struct_size;
   int64_t rows, nonfinite;
   int32_t passes;
-  const char* verdict; /* "ok", "BIASED", "NOISY", "BIASED, NOISY", "NOT FINITE"; static */
+  const char*
+      verdict; /* "ok", "NOT WRITTEN", "NOT FINITE", or some of WRONG, BIASED, NOISY: "WRONG, NOISY"; static */
   double residual_mean, residual_z, residual_rms, residual_bound;
   double o_bias, o_z, dq_bias, dq_z, dk_bias, dk_z, dv_bias, dv_z;
+  /* Callers whose struct_size ends before these get none of them. */
+  int64_t unwritten;       /* values that were not written */
+  double residual_allowed; /* a mean of this size is FP32's own arithmetic, whatever its z */
+  double o_over, dq_over, dk_over,
+      dv_over;             /* largest error over the worst case of the plan's roundings; above 1: WRONG */
+  const char* what_to_fix; /* a sentence, empty where it passes; valid until this thread's next call */
 } evenkeel_conform_result;
 
 /* The index-th family, or NULL beyond the last: its name, and what it is. `masked`: does it come with `visible`? Static. */

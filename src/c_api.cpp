@@ -16,7 +16,7 @@ namespace {
 
 using namespace evenkeel;
 
-thread_local std::string last_error, kernel_why;
+thread_local std::string last_error, kernel_why, conform_advice;
 
 // Runs a call's body; what it throws becomes a status and the thread's last error.
 template <class Body>
@@ -269,8 +269,8 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
     require(kernel != nullptr, "expected a kernel to judge, got NULL");
     require(r.plan != nullptr, "expected a plan such as \"flash2\", got NULL");
     require(r.rows >= 1 && r.rows <= 100'000'000, "expected rows from 1 to 10^8, got {}", r.rows);
-    const evenkeel_conform_result to =
-        adopt("evenkeel_conform_result", result, evenkeel_conform_result{}, sizeof(evenkeel_conform_result));
+    const evenkeel_conform_result to = adopt("evenkeel_conform_result", result, evenkeel_conform_result{},
+                                             offsetof(evenkeel_conform_result, unwritten));
     std::vector<ConformPlan> plans = {{r.plan, parse_plan(r.plan), {}}};
     conform(
         plans, {family_named(r.family)}, r.rows, r.seed,
@@ -288,7 +288,12 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
     told.dq_bias = found.dq.mean(), told.dq_z = found.dq.z();
     told.dk_bias = found.dk.mean(), told.dk_z = found.dk.z();
     told.dv_bias = found.dv.mean(), told.dv_z = found.dv.z();
-    *result = told;
+    told.unwritten = found.unwritten, told.residual_allowed = found.bias_floor;
+    told.o_over = found.over_o, told.dq_over = found.over_dq;
+    told.dk_over = found.over_dk, told.dv_over = found.over_dv;
+    conform_advice = found.what_to_fix();
+    told.what_to_fix = conform_advice.c_str();
+    std::memcpy(result, &told, std::min<size_t>(to.struct_size, sizeof told));
   });
 }
 

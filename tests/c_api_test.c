@@ -258,6 +258,42 @@ static int32_t judged_kernel(void* context, const evenkeel_conform_problem* c) {
   return status;
 }
 
+/* Kernels that compute nothing. `context`: what they write, if anything. */
+static int32_t null_kernel(void* context, const evenkeel_conform_problem* c) {
+  const float* const value = context;
+  int64_t n;
+  if (!value) return 0;
+  for (n = 0; n < c->H * c->T * c->D; ++n) c->o[n] = c->dq[n] = *value;
+  for (n = 0; n < c->H * c->N * c->D; ++n) c->dk[n] = c->dv[n] = *value;
+  return 0;
+}
+
+static void test_null_kernels(void) {
+  evenkeel_conform_request request;
+  evenkeel_conform_result result;
+  float zero = 0, million = 1e6f;
+  int32_t index;
+  memset(&result, 0, sizeof result);
+  request.struct_size = sizeof request, request.plan = "flash2", request.rows = 64, request.seed = 1;
+  result.struct_size = sizeof result;
+  for (index = 0; (request.family = evenkeel_conform_family(index, NULL, NULL)) != NULL; ++index) {
+    EXPECT(evenkeel_conform(&request, null_kernel, NULL, &result) == EVENKEEL_OK);
+    EXPECT(!result.passes && strcmp(result.verdict, "NOT WRITTEN") == 0 && result.unwritten > 0);
+    EXPECT(strstr(result.what_to_fix, "write every element") != NULL);
+    EXPECT(evenkeel_conform(&request, null_kernel, &zero, &result) == EVENKEEL_OK);
+    if (result.passes) fprintf(stderr, "zeros pass on %s\n", request.family);
+    EXPECT(!result.passes && strncmp(result.verdict, "WRONG", 5) == 0 && result.unwritten == 0);
+    EXPECT(evenkeel_conform(&request, null_kernel, &million, &result) == EVENKEEL_OK);
+    EXPECT(!result.passes && result.o_over > 1 && strstr(result.what_to_fix, "FP64") != NULL);
+  }
+  /* A caller of before has a shorter struct: nothing is written beyond it. */
+  request.family = "random";
+  memset(&result, 0x5a, sizeof result);
+  result.struct_size = offsetof(evenkeel_conform_result, unwritten);
+  EXPECT(evenkeel_conform(&request, null_kernel, NULL, &result) == EVENKEEL_OK);
+  EXPECT(!result.passes && result.unwritten == 0x5a5a5a5a5a5a5a5a);
+}
+
 static void test_conform(void) {
   evenkeel_conform_request request;
   evenkeel_conform_result result;
@@ -280,7 +316,7 @@ static void test_conform(void) {
   EXPECT(evenkeel_conform_family(-1, NULL, NULL) == NULL);
   request.family = "random";
   EXPECT(evenkeel_conform(&request, judged_kernel, leak, &result) == EVENKEEL_OK);
-  EXPECT(!result.passes && strcmp(result.verdict, "NOISY") == 0 && result.residual_mean > 0);
+  EXPECT(!result.passes && strcmp(result.verdict, "WRONG, NOISY") == 0 && result.residual_mean > 0);
   EXPECT(evenkeel_conform(&request, judged_kernel, nan, &result) == EVENKEEL_OK);
   EXPECT(!result.passes && strcmp(result.verdict, "NOT FINITE") == 0 && result.nonfinite > 0);
   EXPECT_FAILS(evenkeel_conform(&request, judged_kernel, refuse, &result), EVENKEEL_BAD_ARGUMENT,
@@ -500,6 +536,7 @@ int main(void) {
   test_families();
   test_definition(p);
   test_conform();
+  test_null_kernels();
   test_probe();
   free(p);
   if (failures == 0) printf("all is as expected\n");

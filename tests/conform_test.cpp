@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <functional>
 
 namespace evenkeel {
 namespace {
@@ -84,6 +87,75 @@ TEST(Conform, CatchesAKernelThatIsNotFinite) {
   EXPECT_FALSE(plans[0].passes());
 }
 
+// Kernels that do not compute attention, each on every family. `spoil` has the right outputs to spoil.
+std::vector<ConformPlan> judge_spoiled(const char* plan, const std::function<void(AttentionBuffers&)>& spoil,
+                                       bool compute = true) {
+  std::vector<ConformPlan> plans = {{plan, parse_plan(plan), {}}};
+  const ConformKernel kernel = [&](const AttentionProblem& config, const AttentionInputs& in,
+                                   View<const float> d_o, AttentionBuffers& buffers) {
+    if (compute) conform_cpu_kernel(config, in, d_o, buffers);
+    spoil(buffers);
+  };
+  conform(plans, conform_cases(), 64, 1, kernel, {});
+  return plans;
+}
+
+TEST(Conform, NoNullKernelPassesInAnyFamily) {
+  const auto fill = [](AttentionBuffers& b, float value) {
+    for (Tensor<float>* tensor : {&b.o, &b.dq, &b.dk, &b.dv, &b.delta})
+      std::fill(tensor->values().begin(), tensor->values().end(), value);
+    for (Tensor<double>* tensor : {&b.residual, &b.residual_floor})
+      std::fill(tensor->values().begin(), tensor->values().end(), 0.0);
+  };
+  for (const char* plan : {"fp32", "flash2", "bf16_all"}) {
+    for (const ConformResult& r : judge_spoiled(
+                                      plan, [](AttentionBuffers&) {}, false)[0]
+                                      .results)
+      EXPECT_STREQ(r.verdict(), "NOT WRITTEN") << plan << " on " << r.case_name;
+    for (const float value : {0.0f, 1e6f})
+      for (const ConformResult& r : judge_spoiled(
+                                        plan, [&](AttentionBuffers& b) { fill(b, value); }, false)[0]
+                                        .results)
+        EXPECT_TRUE(r.wrong()) << value << ", " << plan << " on " << r.case_name;
+  }
+}
+
+// Faults of the kind that kernels have: each is found in some family, whatever the plan grants.
+TEST(Conform, FindsOutputsThatAreNotWrittenOrWrong) {
+  struct Fault {
+    const char *name, *verdict;
+    std::function<void(AttentionBuffers&)> plant;
+  };
+  const auto scaled = [](Tensor<float>& tensor, float by) {
+    for (float& x : tensor.values()) x *= by;
+  };
+  const auto unwritten = std::bit_cast<float>(kUnwritten);
+  const Fault faults[] = {
+      {"last row of O", "NOT WRITTEN", [&](AttentionBuffers& b) { b.o.values().back() = unwritten; }},
+      {"one of dV", "NOT WRITTEN", [&](AttentionBuffers& b) { b.dv.values()[5] = unwritten; }},
+      {"one of L", "NOT WRITTEN", [&](AttentionBuffers& b) { b.lse.values()[5] = unwritten; }},
+      {"O by 5 % too large", "WRONG", [&](AttentionBuffers& b) { scaled(b.o, 1.05f); }},
+      {"dV of another scale", "WRONG", [&](AttentionBuffers& b) { scaled(b.dv, 0.9f); }},
+      {"dK of another scale", "WRONG", [&](AttentionBuffers& b) { scaled(b.dk, 1.2f); }},
+      {"dQ of another scale", "WRONG", [&](AttentionBuffers& b) { scaled(b.dq, 1.2f); }},
+      {"L of another base", "WRONG", [&](AttentionBuffers& b) { scaled(b.lse, 1.4427f); }},
+  };
+  for (const Fault& fault : faults) {
+    int found = 0;
+    for (const ConformResult& r : judge_spoiled("flash2", fault.plant)[0].results)
+      found += std::string_view(r.verdict()).starts_with(fault.verdict);
+    EXPECT_GT(found, 0) << fault.name;
+  }
+}
+
+TEST(Conform, NothingToJudgeIsAnErrorAndNoPass) {
+  std::vector<ConformPlan> plans = {{"fp32", parse_plan("fp32"), {}}}, none;
+  EXPECT_FALSE(plans[0].passes());
+  EXPECT_THROW(conform(plans, {}, 64, 1, conform_cpu_kernel, {}), std::invalid_argument);
+  EXPECT_THROW(conform(none, conform_cases(), 64, 1, conform_cpu_kernel, {}), std::invalid_argument);
+  EXPECT_THROW(conform(plans, conform_cases(), 0, 1, conform_cpu_kernel, {}), std::invalid_argument);
+}
+
 TEST(Conform, EveryCaseRunsOnEveryStabiliser) {
   std::vector<ConformPlan> plans;
   for (std::string_view stabiliser : kStabiliserNames)
@@ -98,8 +170,28 @@ TEST(Conform, EveryCaseRunsOnEveryStabiliser) {
       // The published shift underflows where scores reach 100: that hole is its own.
       if (plan.plan.stabiliser != Stabiliser::paper) {
         EXPECT_EQ(r.nonfinite, 0) << plan.name << " on " << r.case_name;
+        EXPECT_FALSE(r.wrong()) << plan.name << " on " << r.case_name << ": " << r.what_to_fix();
       }
+      EXPECT_EQ(r.unwritten, 0) << plan.name << " on " << r.case_name;
     }
+}
+
+// Right outputs stay within the bounds of every plan, and the bounds are not idle: rounding comes near them.
+TEST(Conform, RoundingStaysWithinItsWorstCase) {
+  std::vector<ConformPlan> plans;
+  for (const char* plan :
+       {"fp32", "flash2", "flash2,stabiliser=zero_sum", "flash2,accumulate=tensor_core", "bf16_all",
+        "bf16_all,stabiliser=consistent", "fp8", "fp32,row_sum=e5m2", "fp32,output=e8m2/stochastic",
+        "fp32,pv=e4m3", "fp32,dscores=e5m2", "fp32,scores=bf16,shifted=bf16"})
+    plans.push_back({plan, parse_plan(plan), {}});
+  conform(plans, conform_cases(), 640, 5, conform_cpu_kernel, {});
+  double nearest = 0;
+  for (const ConformPlan& plan : plans)
+    for (const ConformResult& r : plan.results) {
+      EXPECT_FALSE(r.wrong()) << plan.name << " on " << r.case_name << ": " << r.what_to_fix();
+      if (plan.name == "flash2") nearest = std::max(nearest, r.over_o);
+    }
+  EXPECT_GT(nearest, 0.1);
 }
 
 TEST(Conform, InputsRepeat) {

@@ -88,6 +88,15 @@ TEST(Guard, only_tells_where_that_is_all_it_may) {
   ASSERT_EQ(end.events.size(), 1u);
   EXPECT_EQ(end.events[0].kind, GuardEvent::Kind::warning);
   EXPECT_TRUE(end.changes.empty());
+  // What it would do is a command, and the command does it.
+  const std::string& command = end.events[0].next_command;
+  ASSERT_EQ(command.substr(0, 15), "evenkeel train ") << command;
+  const Output mended = run_shell(EVENKEEL_PROGRAM + command.substr(8) + " --guard=off 2>&1");
+  ASSERT_EQ(mended.code, 0) << command << "\n" << mended.out;
+  double offset = 0;
+  for (const double value : read_run_record(planted.run().string() + "-mended").offset.back())
+    offset = std::max(offset, value);
+  EXPECT_LT(offset, 100);
 }
 
 TEST(Guard, is_quiet_on_healthy_runs) {

@@ -272,15 +272,35 @@ TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
   EXPECT_EQ(broken.guard->step, 150);
 }
 
-// The run's own heads say how far is far, between two limits that hold for all.
-TEST(Drift, TheLimitIsSoManyTimesTheMedianBetweenTwoLimits) {
-  EXPECT_EQ(drifted_beyond({}, 4), kDriftedOffset);
-  EXPECT_EQ(drifted_beyond({1, 1, 1}, 4), kDriftedOffset);
-  EXPECT_EQ(drifted_beyond({1, 30, 1e9}, 4), 120);
-  EXPECT_EQ(drifted_beyond({1e9, 30, 1}, 8), 240);
-  EXPECT_EQ(drifted_beyond({1e9, 30, 20, 1}, 4), 80);  // the lower of two
-  EXPECT_EQ(drifted_beyond({1e9, 1e9, 1}, 4), kFarOffset);
-  EXPECT_EQ(drifted_beyond({NAN, NAN, 1}, 4), kFarOffset);  // not known is far
+// The run's own heads say how far is far, between two limits that hold for all; an FP32 control has no upper one.
+TEST(Health, TheLimitIsSoManyTimesTheMedianHead) {
+  EXPECT_EQ(limit_from_run({}).limit, kLowestDriftLimit);
+  EXPECT_EQ(limit_from_run({1, 1, 1}).limit, kLowestDriftLimit);
+  EXPECT_EQ(limit_from_run({1e9, 30, 1}).limit, 240);
+  EXPECT_EQ(limit_from_run({1e9, 30, 20, 1}).limit, 160);  // the lower of two
+  EXPECT_EQ(limit_from_run({1e9, 1e9, 1}).limit, kHighestDriftLimit);
+  EXPECT_EQ(limit_from_run({NAN, NAN, 1}).limit, kHighestDriftLimit);  // not known is far
+  EXPECT_EQ(limit_from_control({1, 1, 1}).limit, kLowestDriftLimit);
+  EXPECT_EQ(limit_from_control({10, 20, 30}).limit, 160);
+  EXPECT_EQ(limit_from_control({10, 20, 171}).limit, 342);  // the control is healthy
+  EXPECT_EQ(limit_from_control({200, 200, 200}).limit, 1600);
+}
+TEST(Health, TheLimitIsSaidWithItsSource) {
+  EXPECT_EQ(in_words(limit_from_control({10, 20, 30})),
+            "limit 160: 8 times 20, the median head of the FP32 control");
+  EXPECT_EQ(in_words(limit_from_control({10, 20, 171})),
+            "limit 342: twice the largest head of the FP32 control");
+  EXPECT_NE(in_words(limit_from_run({1, 1, 1})).find("no smaller offset is called drift"), std::string::npos);
+  EXPECT_NE(in_words(limit_from_run({1e3, 1e3, 1e3})).find("the highest without"), std::string::npos);
+}
+// The guard acts half way to the limit, and never below the lowest one.
+TEST(Health, TheGuardActsBeforeTheLimit) {
+  EXPECT_EQ(mend_limit(std::vector<double>()), kLowestDriftLimit);
+  EXPECT_EQ(mend_limit({1, 1, 1}), kLowestDriftLimit);
+  EXPECT_EQ(mend_limit({1, 30, 1e9}), 120);
+  EXPECT_EQ(mend_limit({1e9, 30, 20, 1}), 80);
+  EXPECT_EQ(mend_limit({1e9, 1e9, 1}), kHighestDriftLimit / 2);
+  EXPECT_EQ(mend_limit({NAN, NAN, 1}), kHighestDriftLimit / 2);
 }
 
 // Offsets of a healthy model of 13.8 M parameters (median 18, largest 117), and of one whose head 5 has left them behind.
@@ -326,13 +346,13 @@ TEST_F(Records, TheGuardsAlarmIsItsOwn) {
   const auto drifting = [&](const char* name, double leak) {
     return run(name, 300, [=](int64_t step, Json& line) {
       line["leak_rms"] = by_head(leak);
-      if (step >= 100) line["largest_lse"][1][0] = 4 * kDriftedOffset;
+      if (step >= 100) line["largest_lse"][1][0] = 4 * kLowestDriftLimit;
     });
   };
   const IndicatorRun leaking = drifting("leaking", 1e-2), tight = drifting("tight", 1e-7);
   ASSERT_TRUE(leaking.guard);
   // From 12 to 4 limits; the limit is passed when the mean of the logarithms is on it.
-  const double way = std::log(kDriftedOffset / 12) / std::log(4 * kDriftedOffset / 12);
+  const double way = std::log(kLowestDriftLimit / 12) / std::log(4 * kLowestDriftLimit / 12);
   const auto k = static_cast<int64_t>(std::ceil(std::log(1 - way) / std::log(0.875)));
   EXPECT_EQ(*leaking.guard, (Reached{0, 99 + k, 1 * kH}));
   EXPECT_TRUE(tight.guard_judged);

@@ -35,6 +35,12 @@ Isolation isolated(const PlantedRun& planted, Replays& replays) {
   return found;
 }
 
+// The program of this build in place of the one that a user has on the path.
+std::string as_typed(const std::string& command) {
+  EXPECT_EQ(command.substr(0, 9), "evenkeel ");
+  return EVENKEEL_PROGRAM + command.substr(8);
+}
+
 TEST(SmallestCure, finds_one_a_pair_and_all) {
   const std::vector<int64_t> units = {5, 0, 7, 3, 1, 2, 6, 4};
   const std::vector<std::set<int64_t>> planted = {{5},    {4},       {0, 6},
@@ -65,6 +71,19 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
   EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
   EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
+  // Healthy and drifting replays lie on the two sides of the limit, which follows from the control.
+  const Evidence& e = found.evidence;
+  EXPECT_TRUE(e.limit.of_control);
+  EXPECT_GT(e.recorded->health.offset, e.limit.limit);
+  EXPECT_LT(e.control->health.offset, e.limit.limit);
+  EXPECT_LT(e.cured->health.offset, e.limit.limit);
+  // The command that the verdict ends with makes a run that is healthy.
+  EXPECT_NE(found.verdict.next_command.find("stabiliser=zero_sum"), std::string::npos)
+      << found.verdict.next_command;
+  const Output mended = run_shell(as_typed(found.verdict.next_command) + " 2>&1");
+  ASSERT_EQ(mended.code, 0) << mended.out;
+  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string() + "-mended");
+  EXPECT_EQ(told.code, 0) << told.out;
   ASSERT_TRUE(found.evidence.zero_sum && found.evidence.wide_pv && found.evidence.placebo);
   EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));  // the sham: noise whose rows sum to zero
   EXPECT_FALSE(found.evidence.heals(*found.evidence.wide_pv));  // PV is not to blame
@@ -81,6 +100,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   const Output nothing_yet = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
   EXPECT_EQ(nothing_yet.code, 1);
   EXPECT_NE(nothing_yet.out.find("not_established"), std::string::npos) << nothing_yet.out;
+  EXPECT_NE(nothing_yet.out.find("next: evenkeel isolate " + planted.run().string()), std::string::npos);
   {
     Replays replays(planted.run(), keeping(5));
     const Isolation stopped = isolated(planted, replays);
@@ -97,6 +117,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
   EXPECT_EQ(told.code, 1);
   EXPECT_NE(told.out.find("row_sum"), std::string::npos) << told.out;
+  EXPECT_NE(told.out.find("next: " + found.verdict.next_command), std::string::npos) << told.out;
   // The report has it from here.
   const nlohmann::json kept =
       nlohmann::json::parse(read_whole_file(planted.run() / "verdict.json", 1 << 20), nullptr, false);
@@ -104,6 +125,8 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_EQ(kept["cause"], "common_mode_drift");
   EXPECT_EQ(kept["sites"], nlohmann::json{"row_sum"});
   EXPECT_EQ(kept["formats"].size(), 1u);
+  EXPECT_EQ(kept["next_command"], found.verdict.next_command);
+  EXPECT_EQ(kept["limit"], found.evidence.limit.limit);
   const auto part = [&](const char* name) {
     for (const nlohmann::json& entry : kept["parts"])
       if (entry["part"] == name) return entry;
@@ -115,6 +138,40 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   // A record that is none is an error with words.
   write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
   EXPECT_THROW(Replays(planted.run(), keeping()), DataError);
+}
+
+// The stretch that can be replayed ends before the symptom begins, and there FP32 looks no better: nothing follows from it.
+TEST(Isolate, is_not_sure_where_the_replayed_stretch_does_not_show_the_symptom) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  planted.config.plan = "fp32,row_sum=e5m2";
+  planted.config.checkpoint_every = 0;
+  planted.train();
+  Replays replays(planted.run(), keeping());
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.evidence.symptom.kind, Symptom::Kind::offset);
+  ASSERT_GT(found.evidence.symptom.since, kSteps);  // of the one stretch, from the beginning
+  EXPECT_EQ(found.verdict.cause, Cause::not_established);
+  EXPECT_FALSE(found.evidence.shows_symptom);
+  EXPECT_EQ(found.verdict.certainty.substr(0, 8), "not sure");
+  EXPECT_EQ(replays.trials().size(), 1u);  // as recorded, no more: whether it repeats
+  ASSERT_GT(found.evidence.missing_checkpoint, 0);
+  EXPECT_NE(found.verdict.words.find(
+                fmt::format("a checkpoint of step {} is missing", found.evidence.missing_checkpoint)),
+            std::string::npos)
+      << found.verdict.words;
+  // The command makes the checkpoint, and with it the answer is found.
+  EXPECT_NE(found.verdict.next_command.find(fmt::format("run.keep_every={}", kSteps / 2)), std::string::npos);
+  const Output trained = run_shell(as_typed(found.verdict.next_command) + " 2>&1");
+  ASSERT_EQ(trained.code, 0) << trained.out;
+  const std::filesystem::path again = planted.run().string() + "-again";
+  Replays of_again(again, Replays::Options());
+  IsolateOptions options;
+  options.steps = kSteps;
+  const Isolation answer = isolate(of_again, options);
+  EXPECT_EQ(answer.verdict.cause, Cause::common_mode_drift) << answer.verdict.words;
+  EXPECT_EQ(answer.evidence.sites, std::vector<Site>{Site::row_sum});
+  EXPECT_TRUE(answer.evidence.shows_symptom);
 }
 
 TEST(Isolate, a_learning_rate_that_explodes_in_fp32_too_is_not_blamed_on_rounding) {
@@ -191,6 +248,25 @@ TEST(Isolate, a_healthy_run_is_left_alone) {
     const Output told = run_shell(EVENKEEL_PROGRAM " isolate " + planted.run().string());
     EXPECT_EQ(told.code, 0) << told.out;
   }
+}
+
+TEST(Isolate, a_run_that_it_could_not_explain_says_so_when_it_starts) {
+  RunConfig config;
+  config.schedule.steps = 1000;
+  EXPECT_NE(isolate_will_lack(config).find("run.keep_every=100"), std::string::npos);
+  config.checkpoint_every = 0;
+  EXPECT_NE(isolate_will_lack(config).find("no checkpoint is written before the end"), std::string::npos);
+  config.keep_every = 1000;
+  EXPECT_NE(isolate_will_lack(config).find("1000 steps apart"), std::string::npos);
+  config.keep_every = 100;
+  EXPECT_EQ(isolate_will_lack(config), "");
+  config.facts_every = 0;
+  EXPECT_NE(isolate_will_lack(config).find("--facts-every"), std::string::npos);
+  config.guard = GuardMode::warn;
+  EXPECT_EQ(isolate_will_lack(config), "");
+  config = RunConfig();
+  config.schedule.steps = kReplaySteps;
+  EXPECT_EQ(isolate_will_lack(config), "");
 }
 
 TEST(Isolate, says_what_it_expected) {

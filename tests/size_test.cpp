@@ -27,8 +27,6 @@ constexpr size_t kMostLinesOfFile = 700, kMostLinesOfFunction = 80, kMostLinesOf
 // more fails the test.
 const std::set<std::string> kKnown = {
     "python/twin_torch.py: main",
-    "src/cli/conform.cpp: run_conform",
-    "src/diagnosis/verdict.cpp: judge",
     "tests/attention_cases.h: make_problem",
     "tests/attention_test.cpp",
     "tests/attention_test.cpp: AttentionSites.EachFollowsFromTheOnesBefore",

@@ -81,6 +81,9 @@ class ConformResult(ctypes.Structure):
         *[(name, ctypes.c_double)
           for name in ("residual_mean", "residual_z", "residual_rms", "residual_bound", "o_bias", "o_z", "dq_bias",
                        "dq_z", "dk_bias", "dk_z", "dv_bias", "dv_z")],
+        ("unwritten", ctypes.c_int64),
+        *[(name, ctypes.c_double) for name in ("residual_allowed", "o_over", "dq_over", "dk_over", "dv_over")],
+        ("what_to_fix", ctypes.c_char_p),
     ]
 
 

@@ -11,6 +11,9 @@ namespace evenkeel {
 // A piece of text for a message: short, and with nothing in it that a terminal would obey.
 std::string shown(std::string_view text, size_t longest = 40);
 
+// A word of a shell's command, quoted where it must be.
+std::string shell_word(const std::string& text);
+
 // Where the text stops being UTF-8 (RFC 3629: no surrogates, nothing overlong, nothing above U+10FFFF), or
 // npos.
 size_t find_not_utf8(std::string_view text);

@@ -59,6 +59,7 @@ void print_text(const Isolation& found, const Replays& replays, bool colour) {
                to_text(*found.bits, colour));
   fmt::print("{}\n{}\n", bold(fmt::format("verdict: {}", name(found.verdict.cause))), found.verdict.words);
   fmt::print("how sure: {}\n", found.verdict.certainty);
+  if (!found.verdict.next_command.empty()) fmt::print("next: {}\n", bold(found.verdict.next_command));
   if (!replays.trials().empty())
     fmt::print("{} replays of at most {} steps, {} of them now; kept in {}\n", replays.trials().size(),
                found.evidence.window.end - found.evidence.window.begin, replays.fresh_trials(),
@@ -83,7 +84,7 @@ void tell(const Isolation& found, const Replays& replays, bool json) {
 int run_isolate(int argc, char** argv) {
   std::vector<std::string> words;
   std::string backend;
-  int64_t budget = 40, steps = 200, begin = -1, threads = 0;
+  int64_t budget = 40, steps = kReplaySteps, begin = -1, threads = 0;
   bool json = false;
   Options options(
       "isolate RUN [options]",

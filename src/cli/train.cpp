@@ -18,6 +18,8 @@
 #include "base/threads.h"
 #include "cli/options.h"
 #include "diagnosis/guard.h"
+#include "diagnosis/isolate.h"
+#include "diagnosis/next_command.h"
 #include "training/replay.h"
 
 namespace evenkeel::cli {
@@ -227,27 +229,6 @@ void share_threads(const Launch& launch) {
   if (launch.local_size > 1) set_thread_count(std::min(own, std::max(1, thread_count() / launch.local_size)));
 }
 
-// Whether a failure of this run could be explained later: replays start from checkpoints before it. "" where they can.
-std::string checkpoint_note(const RunConfig& config) {
-  const int64_t every = config.checkpoint_every, kept = config.checkpoints_kept;
-  if (every == 0)
-    return config.keep_every == 0 ? ""
-                                  : "run.keep_every has no effect: there is a checkpoint at the end only "
-                                    "(--checkpoint-every 0)";
-  if (config.keep_every > 0)
-    return config.keep_every % every == 0
-               ? ""
-               : fmt::format(
-                     "run.keep_every = {} keeps only checkpoints that are written, every {} steps; "
-                     "--checkpoint-every {} writes them more often",
-                     config.keep_every, every, config.keep_every);
-  if (config.schedule.steps <= every * (kept + 1)) return "";
-  return fmt::format(
-      "only the newest {} checkpoints stay ({} steps): `evenkeel isolate` cannot explain what began "
-      "before them; --set run.keep_every={} keeps more",
-      kept, every * kept, every);
-}
-
 // What is said before the first step.
 void print_start(const std::string& folder, Trainer& trainer, const Ranks& ranks, const CudaDevice& device) {
   const RunConfig& config = trainer.config();
@@ -263,7 +244,8 @@ void print_start(const std::string& folder, Trainer& trainer, const Ranks& ranks
                config.accumulate / ranks.size(), config.accumulate, trainer.way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer.next_step() > 0) fmt::print("going on at step {}\n", trainer.next_step());
-  if (const std::string note = checkpoint_note(config); !note.empty()) fmt::print("note: {}\n", note);
+  for (const std::string& note : trainer.notes()) fmt::print("note: {}\n", note);
+  if (const std::string lack = isolate_will_lack(config); !lack.empty()) fmt::print("note: {}\n", lack);
 }
 
 // Steps until the run is over or somebody asks to stop; what the guard does is said as it happens. Returns the last loss,
@@ -282,6 +264,8 @@ double run_steps(GuardedRun& run, const RunConfig& config, std::optional<double>
       line.clear();
       fmt::print("guard, {} at step {}: {}\n", name(run.events()[told].kind), run.events()[told].step,
                  run.events()[told].words);
+      if (const std::string& next = run.events()[told].next_command; !next.empty())
+        fmt::print("next: {}\n", next);
       std::fflush(stdout);
     }
   }
@@ -290,8 +274,8 @@ double run_steps(GuardedRun& run, const RunConfig& config, std::optional<double>
 
 void print_end(const std::string& folder, const Trainer& last) {
   if (const auto& finding = last.finding())
-    fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\n", finding->kind, finding->words,
-               folder);
+    fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\nnext: {}\n", finding->kind,
+               finding->words, folder, isolate_command(folder));
   else if (!last.done())
     fmt::print("stopped after step {}; go on with: evenkeel train --resume {}\n", last.next_step(), folder);
   else

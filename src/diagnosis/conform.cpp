@@ -2,18 +2,20 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "diagnosis/conform_bounds.h"
 #include "numerics/random.h"
 
 namespace evenkeel {
 namespace {
 
 // --- Inputs
-// -------------------------------------------------------------------------------------------------------
 // Scores are set exactly by one-hot keys: with k_j = sqrt(D) e_j and a = 1 / sqrt(D), S_ij = q_ij. The last
 // kOffsetFeatures features are the same in every key, so that q sets there what is common to a row's scores.
 constexpr int64_t kHeadSize = 64, kOffsetFeatures = 16, kKeys = kHeadSize - kOffsetFeatures;
@@ -120,7 +122,6 @@ void fill_head(const ConformCase& which, HeadInputs h, RandomStream draw) {
 }
 
 // --- Judgement
-// ------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kRowsAChunk = 6400;
 
@@ -182,8 +183,9 @@ double arithmetic_noise(double lse) { return 0x1p-24 * (16 + std::fabs(lse)); }
 // 2^-24.
 constexpr double kArithmeticBias = 4 * 0x1p-24;
 
-void judge(const ConformInputs& inputs, const AttentionReference& exact, const AttentionBuffers& found,
-           Totals& totals, ConformResult& result) {
+// Every row's residual, delta and what arithmetic leaves, into the totals.
+void add_residuals(const ConformInputs& inputs, const AttentionReference& exact,
+                   const AttentionBuffers& found, Totals& totals, ConformResult& result) {
   const auto [B, H, T, D] = inputs.q.shape();
   const int64_t N = inputs.k.shape()[2];
   for (int64_t h = 0; h < H; ++h) {
@@ -208,6 +210,10 @@ void judge(const ConformInputs& inputs, const AttentionReference& exact, const A
       totals.size_squares += size * size;
     }
   }
+}
+
+// Errors of the outputs against FP64, as statistics.
+void add_errors(const AttentionReference& exact, const AttentionBuffers& found, ConformResult& result) {
   struct Comparison {
     const Tensor<float>& found;
     const Tensor<double>& exact;
@@ -225,6 +231,104 @@ void judge(const ConformInputs& inputs, const AttentionReference& exact, const A
     compare(c.found, c.exact, c.stats, c.max_error, c.nonfinite);
   });
   for (const Comparison& c : comparisons) result.nonfinite += c.nonfinite;
+}
+
+// --- Whole and right
+
+bool is_unwritten(float x) { return std::bit_cast<uint32_t>(x) == kUnwritten; }
+
+void poison(AttentionBuffers& buffers) {
+  for (Tensor<float>* tensor :
+       {&buffers.o, &buffers.lse, &buffers.dq, &buffers.dk, &buffers.dv, &buffers.delta})
+    std::fill(tensor->values().begin(), tensor->values().end(), std::bit_cast<float>(kUnwritten));
+  for (Tensor<double>* tensor : {&buffers.residual, &buffers.residual_floor})
+    std::fill(tensor->values().begin(), tensor->values().end(), std::numeric_limits<double>::quiet_NaN());
+}
+
+// The kernel on outputs that hold nothing of an earlier call.
+void run_kernel(const ConformKernel& kernel, const AttentionProblem& config, const ConformInputs& inputs,
+                AttentionBuffers& found) {
+  poison(found);
+  kernel(config, inputs.inputs(), inputs.grad_output(), found);
+}
+
+// Largest error over its bound, of one head's rows of a tensor. What is not finite is counted elsewhere.
+double largest_over(const Tensor<float>& found, const Tensor<double>& exact,
+                    std::span<const Tensor<double>> scales, std::span<const double> relative, double absolute,
+                    int64_t head) {
+  double over = 0;
+  const auto [B, H, rows, width] = found.shape();
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < width; ++d) {
+      const double error =
+          std::fabs(double{*found.view().at(0, head, i, d)} - *exact.view().at(0, head, i, d));
+      double allowed = absolute;
+      for (size_t n = 0; n < scales.size(); ++n) allowed += relative[n] * *scales[n].view().at(0, head, i, d);
+      if (error > 0) over = std::max(over, error / allowed);
+    }
+  return over;
+}
+double largest_over(const Tensor<float>& found, const Tensor<double>& exact, const Tensor<double>& scale,
+                    OutputBounds::Bound bound, int64_t head) {
+  return largest_over(found, exact, {&scale, 1}, {&bound.relative, 1}, bound.absolute, head);
+}
+double largest_over(const Tensor<float>& found, const Tensor<double>& exact,
+                    const std::array<Tensor<double>, 3>& scales, const OutputBounds::GradientBound& bound,
+                    int64_t head) {
+  return largest_over(found, exact, scales, bound.relative, bound.absolute, head);
+}
+
+// The same of O's distance from the range of V's rows.
+double largest_outside(const Tensor<float>& o, const AttentionReference& exact, const OutputScales& scales,
+                       double allowed, int64_t head) {
+  double over = 0;
+  const auto [B, H, rows, width] = o.shape();
+  for (int64_t i = 0; i < rows; ++i) {
+    if (!std::isfinite(*exact.lse.view().at(0, head, i))) continue;  // sees no key
+    for (int64_t d = 0; d < width; ++d) {
+      const double value = *o.view().at(0, head, i, d);
+      const double outside = std::max(*scales.v_low.view().at(0, head, 0, d) - value,
+                                      value - *scales.v_high.view().at(0, head, 0, d));
+      if (outside > 0) over = std::max(over, outside / allowed);
+    }
+  }
+  return over;
+}
+
+double largest_over_of_lse(const Tensor<float>& found, const Tensor<double>& exact, OutputBounds::Bound bound,
+                           int64_t head) {
+  double over = 0;
+  for (int64_t i = 0; i < found.shape()[2]; ++i) {
+    const double truth = *exact.view().at(0, head, i), value = *found.view().at(0, head, i);
+    if (truth == value) continue;  // also of a row that sees no key: -inf
+    const double error = std::fabs(value - truth) / (bound.relative * std::fabs(truth) + bound.absolute);
+    over = std::max(over, std::isnan(error) ? HUGE_VAL : error);
+  }
+  return over;
+}
+
+// Are the outputs wholly written, and within the worst case of the plan's roundings?
+void check_outputs(const AttentionProblem& config, const ConformInputs& inputs, const OutputScales& scales,
+                   const AttentionReference& exact, const AttentionBuffers& found, ConformResult& result) {
+  for (const Tensor<float>* tensor : {&found.o, &found.dq, &found.dk, &found.dv})
+    result.unwritten += std::count_if(tensor->values().begin(), tensor->values().end(), is_unwritten);
+  const auto lse = std::count_if(found.lse.values().begin(), found.lse.values().end(), is_unwritten);
+  const bool has_lse = lse < static_cast<int64_t>(found.lse.values().size());
+  if (has_lse) result.unwritten += lse;
+  const AttentionProblem shape = problem_of(config, inputs.inputs());
+  // `exact` has no keel, which changes dQ and dK.
+  const bool has_keel = config.plans[0].keel != 0;
+  for (int64_t h = 0; h < shape.H; ++h) {
+    const OutputBounds bounds = output_bounds(shape, scales, h);
+    const auto raise = [](double& to, double over) { to = std::max(to, over); };
+    raise(result.over_o, largest_over(found.o, exact.o, scales.o, bounds.o, h));
+    raise(result.over_o, largest_outside(found.o, exact, scales, bounds.hull, h));
+    raise(result.over_dv, largest_over(found.dv, exact.dv, scales.dv, bounds.dv, h));
+    if (has_lse) raise(result.over_lse, largest_over_of_lse(found.lse, exact.lse, bounds.lse, h));
+    if (has_keel) continue;
+    raise(result.over_dq, largest_over(found.dq, exact.dq, scales.dq, bounds.dq, h));
+    raise(result.over_dk, largest_over(found.dk, exact.dk, scales.dk, bounds.dk, h));
+  }
 }
 
 void finish(const Totals& totals, ConformResult& result) {
@@ -326,13 +430,44 @@ bool ConformResult::biased() const {
 }
 
 const char* ConformResult::verdict() const {
+  if (unwritten > 0) return "NOT WRITTEN";
   if (nonfinite > 0) return "NOT FINITE";
-  if (biased() && noisy()) return "BIASED, NOISY";
-  return biased() ? "BIASED" : noisy() ? "NOISY" : "ok";
+  static constexpr const char* kWords[] = {"ok",    "NOISY",        "BIASED",        "BIASED, NOISY",
+                                           "WRONG", "WRONG, NOISY", "WRONG, BIASED", "WRONG, BIASED, NOISY"};
+  return kWords[4 * wrong() + 2 * biased() + noisy()];
+}
+
+std::string ConformResult::what_to_fix() const {
+  if (unwritten > 0)
+    return fmt::format(
+        "{} values of O, L, dQ, dK or dV were not written: the kernel must write every element in every call",
+        unwritten);
+  if (nonfinite > 0)
+    return fmt::format(
+        "{} values are NaN or infinite: look for an overflow of exp, a division by an empty row's sum, or a "
+        "mask",
+        nonfinite);
+  if (wrong()) {
+    const std::pair<double, const char*> outputs[] = {
+        {over_o, "O"}, {over_lse, "L"}, {over_dq, "dQ"}, {over_dk, "dK"}, {over_dv, "dV"}};
+    const auto [over, output] = *std::max_element(std::begin(outputs), std::end(outputs));
+    return fmt::format(
+        "{} is {:.3g} times as far from FP64 as the plan's roundings allow: look for a wrong scale, mask or "
+        "index, or name the plan that the kernel really has",
+        output, over);
+  }
+  if (biased() || noisy())
+    return fmt::format(
+        "rows of dS do not sum to zero ({}): compute delta from an O with 8 more bits (stabiliser "
+        "wide_output), "
+        "from the forward's own probabilities (consistent), or as sum P dP / sum P (zero_sum)",
+        biased() ? "with one sign" : "by more than rounding dS leaves");
+  return "";
 }
 
 bool ConformPlan::passes() const {
-  return std::all_of(results.begin(), results.end(), [](const ConformResult& r) { return r.passes(); });
+  return !results.empty() &&
+         std::all_of(results.begin(), results.end(), [](const ConformResult& r) { return r.passes(); });
 }
 
 std::vector<std::string> default_conform_plans() {
@@ -354,34 +489,69 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
   return work;
 }
 
+namespace {
+
+// One chunk of a case: the same inputs for every plan.
+struct Chunk {
+  Chunk(const ConformCase& c, int64_t heads, uint64_t chunk_seed, uint32_t step, bool constant_feature)
+      : seed(chunk_seed),
+        inputs(c, heads, chunk_seed, constant_feature),
+        found(inputs.inputs(), /*with_facts=*/true) {
+    config.plans = {PrecisionPlan{}};
+    config.mask = inputs.mask();
+    config.tile_keys = c.tile_keys;
+    config.step = step;
+    find_truth();
+  }
+
+  void find_truth() {
+    exact = attention_reference(config, inputs.inputs(), inputs.grad_output());
+    scales = output_scales(config, inputs.inputs(), inputs.grad_output());
+  }
+
+  void judge(const PrecisionPlan& plan, const ConformKernel& kernel, Totals& totals, ConformResult& result) {
+    config.plans = {plan};
+    run_kernel(kernel, config, inputs, found);
+    // A loss of numbers that are not finite has no gradient; judged as it is.
+    const auto is_finite = [](float x) { return std::isfinite(x); };
+    if (inputs.which->feedback && std::all_of(found.o.values().begin(), found.o.values().end(), is_finite)) {
+      inputs.set_feedback(found.o, exact.o, seed);
+      find_truth();
+      run_kernel(kernel, config, inputs, found);
+    }
+    add_residuals(inputs, exact, found, totals, result);
+    add_errors(exact, found, result);
+    check_outputs(config, inputs, scales, exact, found, result);
+  }
+
+  const uint64_t seed;
+  ConformInputs inputs;
+  AttentionProblem config;
+  AttentionReference exact;
+  OutputScales scales;
+  AttentionBuffers found;
+};
+
+}  // namespace
+
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
              uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
              bool constant_feature) {
+  require(
+      !plans.empty() && !cases.empty() && rows > 0,
+      "[conform] expected a plan, a family of inputs and a row to judge, got {} plans, {} families, {} rows",
+      plans.size(), cases.size(), rows);
   for (ConformPlan& plan : plans) plan.results.clear();
   for (const ConformCase& c : cases) {
     std::vector<Totals> totals(plans.size());
     for (ConformPlan& plan : plans) plan.results.emplace_back().case_name = c.name;
     const Chunks chunks(c, rows);
-    for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-      // The same inputs for every plan, other ones in every chunk.
-      const uint64_t chunk_seed = seed * 1'000'003 + static_cast<uint64_t>(chunk);
-      ConformInputs inputs(c, chunks.heads, chunk_seed, constant_feature);
-      AttentionProblem config;
-      config.plans = {PrecisionPlan{}};
-      config.mask = inputs.mask();
-      config.tile_keys = c.tile_keys;
-      config.step = static_cast<uint32_t>(chunk);  // fresh random numbers for stochastic sites and shifts
-      AttentionReference exact = attention_reference(config, inputs.inputs(), inputs.grad_output());
-      AttentionBuffers found(inputs.inputs(), /*with_facts=*/true);
+    for (int64_t n = 0; n < chunks.count; ++n) {
+      // Other inputs in every chunk, and fresh random numbers for stochastic sites and shifts.
+      Chunk chunk(c, chunks.heads, seed * 1'000'003 + static_cast<uint64_t>(n), static_cast<uint32_t>(n),
+                  constant_feature);
       for (size_t p = 0; p < plans.size(); ++p) {
-        config.plans = {plans[p].plan};
-        kernel(config, inputs.inputs(), inputs.grad_output(), found);
-        if (c.feedback) {
-          inputs.set_feedback(found.o, exact.o, chunk_seed);
-          exact = attention_reference(config, inputs.inputs(), inputs.grad_output());
-          kernel(config, inputs.inputs(), inputs.grad_output(), found);
-        }
-        judge(inputs, exact, found, totals[p], plans[p].results.back());
+        chunk.judge(plans[p].plan, kernel, totals[p], plans[p].results.back());
         if (advance) advance();
       }
     }

@@ -1,8 +1,10 @@
 // Conformance of attention, judged by what training feels: the sign of errors on hard inputs, and above all
 // the zero-sum residual rho_i = sum_j dS_ij / a, which exact softmax makes 0 in every row and which nothing
-// in training pulls back (docs/numerics.md derives the bounds).
+// in training pulls back (docs/numerics.md derives the bounds). Before that the outputs must be right: wholly written,
+// finite, and within the worst case of the plan's roundings from FP64 (conform_bounds.h).
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -45,7 +47,8 @@ struct ConformInputs {
 
 inline constexpr float kKeyConstant = 0.5f;
 
-// A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config.
+// A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config, every element
+// of them in every call; lse or nothing of it.
 using ConformKernel = std::function<void(const AttentionProblem&, const AttentionInputs&,
                                          View<const float> grad_output, AttentionBuffers&)>;
 
@@ -64,12 +67,21 @@ struct ConformResult {
   ErrorStats o, delta, dq, dk, dv;
   double max_o = 0, max_delta = 0, max_dq = 0, max_dk = 0, max_dv = 0;  // largest absolute errors
   int64_t nonfinite = 0;                                                // values that are NaN or Inf
+  int64_t unwritten = 0;  // values of O, L, dQ, dK, dV that are as they were before the call
+  // Largest error over its bound (OutputBounds), by output; 0: not judged.
+  double over_o = 0, over_lse = 0, over_dq = 0, over_dk = 0, over_dv = 0;
 
   double noise_bound() const;  // on residual.rms()
   bool biased() const;         // |z| >= kBiasZ on at least kBiasRows rows, and above FP32's own arithmetic
   bool noisy() const { return residual.rms() > noise_bound(); }
-  bool passes() const { return nonfinite == 0 && !biased() && !noisy(); }
-  const char* verdict() const;  // "ok", "BIASED", "NOISY", "BIASED, NOISY" or "NOT FINITE"
+  bool wrong() const { return std::max({over_o, over_lse, over_dq, over_dk, over_dv}) > 1; }
+  bool passes() const {
+    return rows > 0 && unwritten == 0 && nonfinite == 0 && !wrong() && !biased() && !noisy();
+  }
+  // "ok"; "NOT WRITTEN"; "NOT FINITE"; or which of WRONG, BIASED and NOISY it is: "WRONG, NOISY". Static.
+  const char* verdict() const;
+  // What is wrong and what mends it, in a sentence; empty where it passes.
+  std::string what_to_fix() const;
 };
 inline constexpr double kBiasZ = 4;
 inline constexpr int64_t kBiasRows = 100'000;
@@ -80,17 +92,21 @@ struct ConformPlan {
   std::string name;
   PrecisionPlan plan;
   std::vector<ConformResult> results;  // one a case
-  bool passes() const;
+  bool passes() const;                 // false where nothing was judged
 };
 // The plans that are judged where none is named.
 std::vector<std::string> default_conform_plans();
 
-// Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is told of
-// every finished (plan, chunk of rows) pair; `conform_work` says how many there will be.
+// Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is called after
+// every (plan, chunk of rows) pair; `conform_work` says how many there will be. std::invalid_argument where there is no
+// plan, no case or no row to judge.
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
              uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
              bool constant_feature = false);
 int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_t rows);
+
+// What the outputs hold before each call: a NaN that no arithmetic makes, and one of BF16 too.
+inline constexpr uint32_t kUnwritten = 0x7fe50000;
 
 // For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel): the residual, read off dQ at
 // the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.

@@ -32,6 +32,15 @@ class Transfer {
     std::transform(values.begin(), values.end(), narrow.begin(), bf16_bits);
     memory_.upload(narrow.data(), bytes(narrow.size()), offset(to));
   }
+  // What the kernel does not write is found there as kUnwritten.
+  void poison(size_t count, void* to) {
+    if (type_ == TensorType::fp32) {
+      const std::vector<uint32_t> values(count, kUnwritten);
+      return memory_.upload(values.data(), bytes(count), offset(to));
+    }
+    const std::vector<uint16_t> values(count, uint16_t{kUnwritten >> 16});
+    memory_.upload(values.data(), bytes(count), offset(to));
+  }
   void down(const void* from, Tensor<float>& to) const {
     std::vector<float>& values = to.values();
     if (type_ == TensorType::fp32) return memory_.download(values.data(), bytes(values.size()), offset(from));
@@ -102,6 +111,8 @@ void GpuConform::run(const AttentionProblem& config, const AttentionInputs& in, 
   transfer.up(in.k, k);
   transfer.up(in.v, v);
   transfer.up(grad_output, d_o);
+  for (void* output : {o, dq}) transfer.poison(static_cast<size_t>(in.q.count()), output);
+  for (void* output : {dk, dv}) transfer.poison(static_cast<size_t>(in.k.count()), output);
   if (visible.present()) {
     memory_.upload(visible.data, extent(visible), transfer.offset(mask));
     problem.mask.visible.data = static_cast<const uint8_t*>(mask);

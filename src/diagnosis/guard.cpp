@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "diagnosis/next_command.h"
 #include "diagnosis/verdict.h"
 #include "records/metrics.h"
 #include "training/head_facts.h"
@@ -76,7 +77,7 @@ void Guard::follow(int64_t step, const std::vector<double>& lse, const std::vect
   const bool known = !residual.empty() && !delta.empty();
   for (size_t n = 0; n < heads_.size(); ++n)
     drift_[n].take(step, lse[n], known ? residual[n] : kNotKnown, known ? delta[n] : kNotKnown);
-  limit_ = drifted_beyond(drift_);
+  limit_ = mend_limit(drift_);
   for (size_t n = 0; n < heads_.size(); ++n)
     if (drift_[n].size() <= limit_) heads_[n].last_good = step;
 }
@@ -89,15 +90,18 @@ double Guard::too_late(const PrecisionPlan& plan, LinearPrecision precision) {
   return kScoreUnit * std::exp2(bits);
 }
 
-void Guard::decide(int64_t step, const Gpt2& model) {
-  const int64_t H = config_.model.heads;
-  const bool act = config_.guard == GuardMode::act;
-  GuardEvent event;
-  event.step = step;
-  std::vector<int64_t> alarmed, others;  // to be set right; to be told of
+// The heads that are to be mended, and those that drift without a leak.
+struct Guard::Alarms {
+  std::vector<int64_t> leaking, others;
   bool late = false;
-  int64_t last_good = step;
-  std::string why;
+  std::string why;        // it is too late to mend them as they are
+  int64_t last_good = 0;  // the last step at which none of the leaking heads was beyond the limit
+};
+
+Guard::Alarms Guard::find_alarms(const Gpt2& model) {
+  const int64_t H = config_.model.heads;
+  Alarms found;
+  found.last_good = std::numeric_limits<int64_t>::max();
   for (size_t n = 0; n < heads_.size(); ++n) {
     Head& head = heads_[n];
     const HeadDrift& drift = drift_[n];
@@ -109,57 +113,81 @@ void Guard::decide(int64_t step, const Gpt2& model) {
       // Without a leak there is nothing that the remedy could mend.
       if (head.remedied) continue;
       head.warned = true;
-      others.push_back(number);
+      found.others.push_back(number);
       continue;
     }
-    alarmed.push_back(number);
-    last_good = std::min(last_good, head.last_good);
+    found.leaking.push_back(number);
+    found.last_good = std::min(found.last_good, head.last_good);
     if (grown)
-      late = true, why = "it has grown twofold since it has the remedy";
+      found.late = true, found.why = "it has grown twofold since it has the remedy";
     else if (drift.size() > useless)
-      late = true,
-      why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}", useless, kScoreUnit);
+      found.late = true, found.why = fmt::format("beyond {:.0f} its scores come in steps of more than {:.0f}",
+                                                 useless, kScoreUnit);
   }
-  if (alarmed.empty() && others.empty()) return;
-  const bool leaking = !alarmed.empty();
-  event.heads = leaking ? alarmed : others;
+  return found;
+}
+
+std::string Guard::figures(const std::vector<int64_t>& heads, size_t worst, const Gpt2& model) const {
+  const HeadFacts& facts = model.facts()[worst];
+  return fmt::format(
+      "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}, where the guard acts (half of the limit of drift, "
+      "at least "
+      "{:.0f}); rows of dS miss their zero sum by {:.1e} of delta (z {:+.1f}), ties in {:.1f} % of the rows",
+      heads_in_words(heads, config_.model.heads), drift_[worst].size(), limit_, kLowestDriftLimit,
+      drift_[worst].leak(), facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0,
+      100.0 * facts.tied_rows);
+}
+
+int64_t Guard::checkpoint_before(int64_t step) const {
+  int64_t newest = -1;
+  for (const Checkpoint& c : find_checkpoints(folder_ / "checkpoints"))
+    if (c.step <= step) newest = std::max(newest, c.step);
+  return newest;
+}
+
+std::string Guard::command_with(const std::string& clauses, int64_t last_good) const {
+  return train_command(folder_, config_, checkpoint_before(last_good), clauses, "mended");
+}
+
+void Guard::decide(int64_t step, const Gpt2& model) {
+  const int64_t H = config_.model.heads;
+  const Alarms alarms = find_alarms(model);
+  const bool leaking = !alarms.leaking.empty();
+  if (!leaking && alarms.others.empty()) return;
+  GuardEvent event;
+  event.step = step;
+  event.heads = leaking ? alarms.leaking : alarms.others;
   const auto worst = static_cast<size_t>(
       *std::max_element(event.heads.begin(), event.heads.end(), [&](int64_t a, int64_t b) {
         return drift_[static_cast<size_t>(a)].log_lse() < drift_[static_cast<size_t>(b)].log_lse();
       }));
-  const HeadFacts& facts = model.facts()[worst];
-  event.words = fmt::format(
-      "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}; rows of dS miss their zero sum by {:.1e} of delta "
-      "(z {:+.1f}), ties in "
-      "{:.1f} % of the rows",
-      heads_in_words(event.heads, H), drift_[worst].size(), limit_, drift_[worst].leak(),
-      facts.residual_error > 0 ? facts.residual_mean / facts.residual_error : 0.0, 100.0 * facts.tied_rows);
+  event.words = figures(event.heads, worst, model);
   if (!leaking) {
     event.words += ": drift without a leak, which no remedy here mends (learning rate?)";
+    event.next_command = isolate_command(folder_);
     event_ = event;
     return;
   }
-  for (const int64_t head : alarmed)
+  for (const int64_t head : alarms.leaking)
     event.clauses +=
         fmt::format("{}layer {} head {}: {}", event.clauses.empty() ? "" : "; ", head / H, head % H, kRemedy);
-  // The newest checkpoint of a time when none of these heads was beyond the limit.
-  int64_t to = -1;
-  if (late)
-    for (const Checkpoint& c : find_checkpoints(folder_ / "checkpoints"))
-      if (c.step <= last_good) to = std::max(to, c.step);
-  if (!act) {
+  const int64_t to = alarms.late ? checkpoint_before(alarms.last_good) : -1;
+  if (config_.guard != GuardMode::act) {
     event.words += "; would add to the plan: " + event.clauses;
-  } else if (late && to >= 0) {
+    event.next_command = command_with(event.clauses, alarms.last_good);
+  } else if (alarms.late && to >= 0) {
     event.kind = GuardEvent::Kind::roll_back;
     event.to = to;
-    event.words += fmt::format("; too late to heal ({}): back to step {}, with {}", why, to, event.clauses);
-  } else if (late && heads_[worst].remedied) {
-    event.words += fmt::format("; {}, and no checkpoint of before is left", why);
+    event.words +=
+        fmt::format("; too late to heal ({}): back to step {}, with {}", alarms.why, to, event.clauses);
+  } else if (alarms.late && heads_[worst].remedied) {
+    event.words += fmt::format("; {}, and no checkpoint of before is left", alarms.why);
+    event.next_command = command_with(event.clauses, alarms.last_good);
   } else {
     event.kind = GuardEvent::Kind::remedy;
     event.words += "; from the next step on " + event.clauses;
   }
-  for (const int64_t number : alarmed) {
+  for (const int64_t number : alarms.leaking) {
     Head& head = heads_[static_cast<size_t>(number)];
     head.warned = event.kind == GuardEvent::Kind::warning;
     head.remedied = event.kind != GuardEvent::Kind::warning;

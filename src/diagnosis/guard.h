@@ -1,8 +1,7 @@
 // The guard: watches the cheap probes of a run that trains, and sets right the heads that drift before the loss notices.
 //
 // A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where, over the last steps,
-//   its log-sum-exp, which any drift of the scores' common part moves, is beyond what a softmax needs and far beyond what
-//   the run's other heads have (drifted_beyond of replays.h),
+//   its log-sum-exp, which any drift of the offset moves, is half way to the limit of drift (mend_limit of health.h),
 //   it still rises, and
 //   the rows of its dS miss their zero sum by more than FP32 does (kLeak): what drifts without a leak is not rounding's.
 // On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,
@@ -54,6 +53,12 @@ class Guard : public StepWatcher {
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
               const std::vector<double>& delta);
   void decide(int64_t step, const Gpt2& model);
+  struct Alarms;
+  Alarms find_alarms(const Gpt2& model);
+  std::string figures(const std::vector<int64_t>& heads, size_t worst, const Gpt2& model) const;
+  // The newest checkpoint at or before a step; -1: none.
+  int64_t checkpoint_before(int64_t step) const;
+  std::string command_with(const std::string& clauses, int64_t last_good) const;
 
   const RunConfig config_;
   const std::filesystem::path folder_;
@@ -61,7 +66,7 @@ class Guard : public StepWatcher {
   const ScopedPlan plan_;         // at next_step; changes on the way are the guard's own
   std::vector<Head> heads_;       // (L H)
   std::vector<HeadDrift> drift_;  // (L H)
-  double limit_ = 0;              // drifted_beyond of them
+  double limit_ = 0;              // mend_limit of them
   std::optional<GuardEvent> event_;
 };
 

@@ -6,8 +6,8 @@
 
 #include "base/error.h"
 #include "base/toml.h"
+#include "diagnosis/health.h"
 #include "diagnosis/probes.h"
-#include "diagnosis/replays.h"
 #include "records/record_json.h"
 
 namespace evenkeel {
@@ -258,7 +258,7 @@ class IndicatorReader {
     drift_.resize(lse.size());
     run_.guard_judged = true;
     for (size_t n = 0; n < drift_.size(); ++n) drift_[n].take(step, lse[n], leak[n], delta[n]);
-    const double limit = drifted_beyond(drift_);
+    const double limit = mend_limit(drift_);
     for (size_t n = 0; n < drift_.size(); ++n)
       if (!run_.guard && drift_[n].alarm(limit)) run_.guard = {0, step, static_cast<int64_t>(n)};
   }
@@ -310,10 +310,10 @@ void HeadDrift::take(int64_t step, double lse, double leak, double delta) {
 
 double HeadDrift::leak() const { return delta_.value() > 0 ? std::sqrt(leak_.value() / delta_.value()) : 0; }
 
-double drifted_beyond(const std::vector<HeadDrift>& heads) {
+double mend_limit(const std::vector<HeadDrift>& heads) {
   std::vector<double> sizes;
   for (const HeadDrift& head : heads) sizes.push_back(head.size());
-  return drifted_beyond(std::move(sizes), kTimesToMend);
+  return mend_limit(sizes);
 }
 
 std::string needs(const Indicator& indicator) {

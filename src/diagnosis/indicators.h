@@ -45,7 +45,7 @@ class RunningMean {
   int64_t last_ = 0;
 };
 
-// The guard's alarm (guard.h), one head: the log-sum-exp is beyond a limit (drifted_beyond of all heads' sizes) and still
+// The guard's alarm (guard.h), one head: the log-sum-exp is beyond a limit (mend_limit of all heads, health.h) and still
 // rises, and the rows of dS miss their zero sum by more than FP32 does.
 class HeadDrift {
  public:
@@ -66,7 +66,7 @@ class HeadDrift {
   RunningMean leak_{kSlow}, delta_{kSlow};  // of squares
 };
 
-double drifted_beyond(const std::vector<HeadDrift>& heads);
+double mend_limit(const std::vector<HeadDrift>& heads);
 
 enum class Rule { level, growth, deviation };
 inline constexpr std::array<std::string_view, 3> kRuleNames = {"level", "growth", "deviation"};

@@ -9,9 +9,9 @@
 
 #include "base/error.h"
 #include "base/json_lines.h"
+#include "diagnosis/bad_sequences.h"
 #include "diagnosis/head_analysis.h"
 #include "records/record_json.h"
-#include "training/token_file.h"
 
 namespace evenkeel {
 namespace {
@@ -24,11 +24,8 @@ constexpr std::array kSuspects = {Site::row_sum,     Site::pv,    Site::output_f
                                   Site::v,           Site::dq,    Site::dk,
                                   Site::grad_output, Site::dv,    Site::probs_bwd};
 static_assert(kSuspects.size() == kSiteCount);
-// A control must differ from the recorded course by a factor of two before anything is concluded from it.
-const double kLeastContrast = std::log(2.0);
 constexpr size_t kWindowsTried = 3;
 constexpr double kDeviations = 5;
-constexpr size_t kStepsOfData = 8;  // whose sequences are looked at, of either kind
 
 class Search {
  public:
@@ -49,7 +46,7 @@ class Search {
     if (e_.measure == Evidence::Measure::offset && !e_.guilty.empty() && !e_.sites.empty())
       found.bits = bits();
     found.evidence = e_;
-    found.verdict = judge(e_, replays_.config());
+    found.verdict = judge(e_, replays_.run(), replays_.config());
     return found;
   }
 
@@ -65,13 +62,16 @@ class Search {
     e_.symptom = find_symptom(record_);
     if (e_.symptom.kind == Symptom::Kind::none) return;
     tell("symptom: " + e_.symptom.words);
-    const std::vector<Window> windows = candidates();
+    std::vector<Window> windows = candidates();
+    if (std::none_of(windows.begin(), windows.end(), [&](const Window& w) { return shows(w); }))
+      return look_without_symptom(windows[0]);
+    std::erase_if(windows, [&](const Window& w) { return !shows(w); });
     Window grown;  // where FP32 goes furthest, for the learning rate's trial
     double furthest = -std::numeric_limits<double>::infinity();
     for (size_t n = 0; n < std::min(windows.size(), kWindowsTried); ++n) {
       look_at(windows[n]);
       if (e_.not_repeated) return;
-      if (n == 0 && !e_.symptom.spikes.empty() && from_data(e_.data.emplace(look_at_data()))) return;
+      if (n == 0 && comes_from_data()) return;
       if (e_.measure != Evidence::Measure::none && !e_.chaotic) break;
       if (!(e_.growth(*e_.control) <= furthest)) grown = windows[n], furthest = e_.growth(*e_.control);
     }
@@ -115,17 +115,47 @@ class Search {
     }
     double most = -std::numeric_limits<double>::infinity();
     for (const auto& [growth, window] : ranked) most = std::max(most, growth);
-    const auto shows = [&](const Window& window) {
-      return e_.symptom.kind != Symptom::Kind::offset ||
-             offset_in(last_quarter(window)) > std::log(kDriftedOffset) + kLeastContrast;
-    };
     const auto far = std::stable_partition(ranked.begin(), ranked.end(), [&](const auto& one) {
-      return one.first >= most / 2 && shows(one.second);
+      return one.first >= most / 2 && shows_clearly(one.second);
     });
     std::stable_sort(far, ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     std::vector<Window> windows;
     for (const auto& [growth, window] : ranked) windows.push_back(window);
     return windows;
+  }
+
+  // Beyond the limit by a factor of two, so that a control within it differs by as much.
+  bool shows_clearly(const Window& window) const {
+    return e_.symptom.kind != Symptom::Kind::offset ||
+           offset_in(last_quarter(window)) > std::log(2 * e_.symptom.limit.limit);
+  }
+  // By the records, which an unchanged replay repeats: does the stretch show the symptom? The offset of the symptom's head
+  // over the last quarter is beyond the limit; the loss at the end is half way from its best to where it ended; a step of
+  // the stretch jumps.
+  bool shows(const Window& window) const {
+    const Symptom& symptom = e_.symptom;
+    if (symptom.kind == Symptom::Kind::offset)
+      return symptom_offset_in(last_quarter(window)) > std::log(symptom.limit.limit);
+    if (symptom.kind == Symptom::Kind::loss)
+      return window.end > symptom.since &&
+             !(loss_before(window.end) <= (symptom.best_loss + symptom.loss) / 2);  // NaN is beyond
+    return std::any_of(symptom.spikes.begin(), symptom.spikes.end(),
+                       [&](int64_t step) { return step >= window.begin && step < window.end; });
+  }
+
+  // Only whether the run repeats and whether the data explains it; then what is missing.
+  void look_without_symptom(const Window& window) {
+    replay_as_recorded(window);
+    if (e_.not_repeated || comes_from_data()) return;
+    e_.shows_symptom = false;
+    tell(fmt::format("steps {} to {} do not show the symptom, which is there from step {} on", window.begin,
+                     window.end, e_.symptom.since));
+    const auto end = static_cast<int64_t>(record_.loss.size());
+    const int64_t every = std::max<int64_t>(1, options_.steps / 2);
+    for (int64_t begin = 0; begin < end && e_.missing_checkpoint < 0; begin += every)
+      if (shows({begin, std::min(end, begin + options_.steps)})) e_.missing_checkpoint = begin;
+    for (const Checkpoint& c : find_checkpoints(replays_.run() / "checkpoints"))
+      if (c.step <= e_.missing_checkpoint) e_.earlier_checkpoint = std::max(e_.earlier_checkpoint, c.step);
   }
 
   static Window first_quarter(const Window& w) { return {w.begin, w.begin + (w.end - w.begin + 3) / 4}; }
@@ -139,6 +169,20 @@ class Search {
         sum += std::log(std::max(recorded_offset(record_.fact_steps[n]), kScoreUnit)), ++count;
     return count > 0 ? sum / count : std::log(std::max(recorded_offset(window.begin), kScoreUnit));
   }
+  // The same of the symptom's head alone, where the latest record is taken if the window has none.
+  double symptom_offset_in(const Window& window) const {
+    const auto head = static_cast<size_t>(e_.symptom.layer * H_ + e_.symptom.head);
+    const auto log_at = [&](size_t n) {
+      const double offset = head < record_.offset[n].size() ? record_.offset[n][head] : 0;
+      return std::isnan(offset) ? HUGE_VAL : std::log(std::max(offset, kScoreUnit));
+    };
+    double sum = 0, count = 0, latest = 0;
+    for (size_t n = 0; n < record_.fact_steps.size() && record_.fact_steps[n] < window.end; ++n) {
+      latest = log_at(n);
+      if (record_.fact_steps[n] >= window.begin) sum += latest, ++count;
+    }
+    return count > 0 ? sum / count : latest;
+  }
   static constexpr int64_t kMeanOf = 10;
   double loss_before(int64_t step) const {
     const auto end = std::clamp<int64_t>(step, 1, static_cast<int64_t>(record_.loss.size()));
@@ -147,8 +191,8 @@ class Search {
            static_cast<double>(end - begin);
   }
 
-  // The stretch as recorded and in FP32: does it repeat, and does rounding make the difference?
-  void look_at(const Window& window) {
+  // The stretch as it was: does it repeat?
+  void replay_as_recorded(const Window& window) {
     e_.window = window;
     e_.control = e_.placebo = e_.control_placebo = nullptr;
     e_.measure = Evidence::Measure::none;
@@ -165,15 +209,21 @@ class Search {
       e_.recorded_loss = recorded;
       return;
     }
+  }
+
+  // The stretch as recorded and in FP32: does it repeat, and does rounding make the difference?
+  void look_at(const Window& window) {
+    replay_as_recorded(window);
+    if (e_.not_repeated) return;
     e_.control = &trial("control: all in FP32", "fp32");
-    tell(fmt::format("control, all in FP32: offset {:.4g}, loss {:.4f}", e_.control->health.offset,
-                     e_.control->health.loss));
+    e_.limit = limit_from_control(e_.control->health.head_offset);
+    tell(fmt::format("control, all in FP32: offset {:.4g}, loss {:.4f}; {}", e_.control->health.offset,
+                     e_.control->health.loss, in_words(e_.limit)));
     const double steps = std::max(1.0, static_cast<double>(window.end - window.begin) / 4);
     e_.loss_tolerance = std::max(0.01 * std::fabs(e_.control->health.loss),
                                  kDeviations * loss_noise(record_.loss) * std::sqrt(2 / steps));
     const Health &bad = e_.recorded->health, &good = e_.control->health;
-    if (bad.offset > kDriftedOffset && std::log(bad.offset / good.offset) > kLeastContrast &&
-        e_.growth(*e_.control) < e_.growth(*e_.recorded) / 2)
+    if (bad.offset > e_.limit.limit && e_.growth(*e_.control) < e_.growth(*e_.recorded) / 2)
       e_.measure = Evidence::Measure::offset;
     else if (bad.loss > good.loss + e_.loss_tolerance)
       e_.measure = Evidence::Measure::loss;
@@ -195,69 +245,10 @@ class Search {
     return *std::max_element(heads.begin(), heads.end());
   }
 
-  // --- Data
-
-  BadSequences look_at_data() const {
-    BadSequences bad;
-    // The steps that jump most, and as many that do not jump at all, evenly spread.
-    const std::vector<int64_t>& spikes = e_.symptom.spikes;
-    std::vector<size_t> order(spikes.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(),
-                     [&](size_t a, size_t b) { return e_.symptom.heights[a] > e_.symptom.heights[b]; });
-    std::vector<int64_t> worst, ordinary;
-    for (size_t n = 0; n < std::min(order.size(), kStepsOfData); ++n) worst.push_back(spikes[order[n]]);
-    const auto steps = static_cast<int64_t>(record_.loss.size());
-    for (size_t n = 0; n < kStepsOfData; ++n) {
-      int64_t step = steps * static_cast<int64_t>(n) / static_cast<int64_t>(kStepsOfData);
-      while (step < steps && std::binary_search(spikes.begin(), spikes.end(), step)) ++step;
-      if (step < steps) ordinary.push_back(step);
-    }
-    const std::unique_ptr<Replay> replay = replays_.at(e_.window.begin);
-    const TokenSource source = TokenSource::open(replays_.config().data);
-    const BatchRecord batches(replays_.run() / "batches.bin");
-    const int64_t T = replays_.config().model.context;
-    const auto losses_of = [&](int64_t step) {
-      std::vector<std::pair<double, int64_t>> found;  // loss, offset
-      std::vector<int32_t> tokens(static_cast<size_t>(T + 1));
-      for (const int64_t offset : batches.offsets(step)) {
-        source.read(offset, T + 1, tokens.data());
-        const Batch batch{1, T, std::span(tokens).first(static_cast<size_t>(T)),
-                          std::span(tokens).last(static_cast<size_t>(T))};
-        found.emplace_back(replay->trainer().model().loss(batch), offset);
-      }
-      return found;
-    };
-    std::vector<double> usual, hard;
-    for (const int64_t step : ordinary)
-      for (const auto& [value, offset] : losses_of(step)) usual.push_back(value);
-    if (usual.empty()) return bad;
-    std::sort(usual.begin(), usual.end());
-    bad.ordinary_loss = usual[usual.size() / 2];
-    // Robustly: some of the ordinary steps may hold a little of what is looked for.
-    std::vector<double> deviations;
-    for (const double value : usual) deviations.push_back(std::fabs(value - bad.ordinary_loss));
-    std::sort(deviations.begin(), deviations.end());
-    constexpr double kNormal = 1.4826;  // deviation of normal numbers over the median of their sizes
-    const double limit = bad.ordinary_loss + kDeviations * kNormal * deviations[deviations.size() / 2];
-    bad.looked_at = static_cast<int64_t>(worst.size());
-    bad.first_token = source.size();
-    for (const int64_t step : worst) {
-      bool with = false;
-      for (const auto& [value, offset] : losses_of(step)) {
-        if (!(value > limit)) continue;
-        with = true;
-        hard.push_back(value);
-        bad.first_token = std::min(bad.first_token, offset);
-        bad.end_token = std::max(bad.end_token, offset + T + 1);
-      }
-      bad.steps_with += with;
-    }
-    bad.count = static_cast<int64_t>(hard.size());
-    if (hard.empty()) return bad;
-    std::sort(hard.begin(), hard.end());
-    bad.loss = hard[hard.size() / 2];
-    return bad;
+  // Steps whose loss jumps hold a sequence that is hard for the model.
+  bool comes_from_data() {
+    return !e_.symptom.spikes.empty() &&
+           from_data(e_.data.emplace(find_bad_sequences(replays_, record_, e_.symptom, e_.window.begin)));
   }
 
   // --- Heads and sites
@@ -509,6 +500,24 @@ std::vector<int64_t> smallest_cure(const std::vector<int64_t>& units,
   return current;
 }
 
+std::string isolate_will_lack(const RunConfig& c) {
+  if (c.schedule.steps <= kReplaySteps) return "";
+  if (c.facts_every == 0 && c.guard == GuardMode::off && c.probe_every == 0)
+    return "isolate will see no offsets of this run: --facts-every 10 records them";
+  const bool kept = c.keep_every > 0 && c.keep_every <= kReplaySteps;
+  const bool dense = c.checkpoint_every > 0 && c.checkpoint_every <= kReplaySteps &&
+                     c.schedule.steps <= c.checkpoint_every * c.checkpoints_kept;
+  if (kept || dense) return "";
+  return fmt::format(
+      "isolate may not be able to explain this run: {}; --set run.keep_every={} keeps enough",
+      c.checkpoint_every == 0 && c.keep_every == 0 ? std::string("no checkpoint is written before the end")
+      : c.keep_every > 0 ? fmt::format("checkpoints that stay are {} steps apart, a replay has {}",
+                                       c.keep_every, kReplaySteps)
+                         : fmt::format("only the newest {} checkpoints stay, {} steps apart",
+                                       c.checkpoints_kept, c.checkpoint_every),
+      kReplaySteps / 2);
+}
+
 Isolation isolate(Replays& replays, const IsolateOptions& options) {
   require(options.steps >= 4, "[isolate] expected replays of 4 steps or more, got {}", options.steps);
   return Search(replays, options).run();
@@ -527,6 +536,9 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
                                    .at(static_cast<int>(e.guilty[0] / H), static_cast<int>(e.guilty[0] % H));
     for (const Site site : e.sites) formats.push_back(to_string(plan.at(site)));
   }
+  // The limit that the verdict goes by: the control's, or the run's own where none was replayed.
+  const bool has_limit = e.control || e.symptom.kind == Symptom::Kind::offset;
+  const DriftLimit& limit = e.control ? e.limit : e.symptom.limit;
   // Each part a trial plays in the argument, and whether it healed.
   Json parts = Json::array(), trials = Json::array();
   for (size_t n = 0; n < kVerdictPartCount; ++n) {
@@ -544,9 +556,13 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
                           {"cause", name(found.verdict.cause)},
                           {"words", found.verdict.words},
                           {"certainty", found.verdict.certainty},
+                          {"next_command", found.verdict.next_command},
                           {"evidence", found.verdict.evidence},
                           {"symptom", e.symptom.words},
                           {"since", e.symptom.since},
+                          {"limit", has_limit ? Json(limit.limit) : Json(nullptr)},
+                          {"limit_words", has_limit ? in_words(limit) : ""},
+                          {"shows_symptom", e.shows_symptom},
                           {"begin", e.window.begin},
                           {"end", e.window.end},
                           {"heads", heads},

@@ -1,7 +1,8 @@
-// From a recorded run to the rounding that derails it: the smallest change that restores health, found by replays of a
+// From a recorded run to the rounding that makes it drift: the smallest change that restores health, found by replays of a
 // stretch of the run on its own batches. Layers, then heads, then sites, each by delta debugging (Zeller and Hildebrandt,
 // "Simplifying and isolating failure-inducing input", 2002) over "these in FP32"; then what the answer predicts: equivalent
-// remedies, a sham, an unbiased rounding, and the guilty rounding all by itself.
+// remedies, a sham, an unbiased rounding, and the guilty rounding all by itself. Nothing is concluded from a stretch whose
+// unchanged replay does not show the recorded symptom: then the verdict says which checkpoint is missing.
 #pragma once
 
 #include <functional>
@@ -15,9 +16,11 @@
 
 namespace evenkeel {
 
+inline constexpr int64_t kReplaySteps = 200;
+
 struct IsolateOptions {
-  int64_t steps = 200;  // of a replay at most
-  int64_t begin = -1;   // the step to replay from; -1: the checkpoint from which the symptom grows most
+  int64_t steps = kReplaySteps;  // of a replay at most
+  int64_t begin = -1;  // the step to replay from; -1: the checkpoint from which the symptom grows most
   std::function<void(const std::string&)> tell = {};  // each link of the chain as it is found
 };
 
@@ -30,6 +33,9 @@ struct Isolation {
 // REQUIRES: replays of a run whose records are there. DataError otherwise. Spends at most the replays' budget, and says
 // so where that was not enough; kept trials make it go on where it stopped.
 Isolation isolate(Replays& replays, const IsolateOptions& options);
+
+// In one line, what isolate will lack in a run of this configuration, and which option gives it; empty: nothing.
+std::string isolate_will_lack(const RunConfig& config);
 
 // All of it for programs, and what RUN/verdict.json holds: the report reads that. Numbers that are not finite are strings,
 // as in metrics.jsonl.

@@ -9,16 +9,6 @@
 
 namespace evenkeel {
 
-double drifted_beyond(std::vector<double> of_heads, double times) {
-  for (double& value : of_heads)
-    if (std::isnan(value)) value = std::numeric_limits<double>::infinity();
-  if (of_heads.empty()) return kDriftedOffset;
-  const auto middle =
-      of_heads.begin() + static_cast<std::ptrdiff_t>((of_heads.size() - 1) / 2);  // the lower one
-  std::nth_element(of_heads.begin(), middle, of_heads.end());
-  return std::clamp(times * *middle, kDriftedOffset, kFarOffset);
-}
-
 namespace {
 
 namespace fs = std::filesystem;

@@ -16,20 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "diagnosis/health.h"
 #include "training/replay.h"
 
 namespace evenkeel {
-
-// The natural unit of scores: of two that lie further apart, the smaller is lost in an FP32 row sum, so no softmax has a
-// use for more. Healthy heads were seen at up to 2.6 of it in small models, at up to 11 in one of 13.8 M parameters.
-inline const double kScoreUnit = 24 * std::log(2.0);
-// A head whose offset is not above this has not drifted. Above kFarOffset, every one has.
-inline const double kDriftedOffset = 4 * kScoreUnit, kFarOffset = 16 * kScoreUnit;
-// Between them the run's own heads decide: a drift begins in one or two of them, and what all have is what text and size
-// ask for (a healthy model of 13.8 M parameters had offsets of 117 with a median of 18, log-sum-exps of 291 with one of
-// 37). A head has drifted beyond so many times the median of all (L H): to be mended, or to be named as a failure.
-inline constexpr double kTimesToMend = 4, kTimesToName = 8;
-double drifted_beyond(std::vector<double> of_heads, double times);
 
 // Steps [begin, end) of a run. A trial starts where the newest checkpoint at or before `begin` ends.
 struct Window {

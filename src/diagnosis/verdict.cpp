@@ -4,6 +4,8 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "base/text.h"
+#include "diagnosis/next_command.h"
 #include "records/metrics.h"
 
 namespace evenkeel {
@@ -83,41 +85,42 @@ double loss_noise(const std::vector<double>& loss) {
   return above.empty() ? kUnknown : kNormal * median(above);
 }
 
-Symptom find_symptom(const RunRecord& record) {
+namespace {
+
+// An offset beyond the limit of drift at the end of the record. Drift spreads, so the head that has gone furthest need not
+// be the one it began with: of those that have gone at least half as far (in logarithms), the first to leave for good.
+std::optional<Symptom> find_offset(const RunRecord& record) {
+  if (record.offset.empty()) return {};
+  const std::vector<double>& last = record.offset.back();
+  double worst = 0;
+  for (const double value : last) worst = std::max(worst, std::isnan(value) ? HUGE_VAL : value);
   Symptom symptom;
-  // The common mode, where an offset is beyond the limit (drifted_beyond) at the end. Drift spreads, so the head that has gone furthest need
-  // not be the one it began with: of those that have gone at least half as far (in logarithms), the first to leave for
-  // good.
-  if (!record.offset.empty()) {
-    const std::vector<double>& last = record.offset.back();
-    double worst = 0;
-    for (const double value : last) worst = std::max(worst, std::isnan(value) ? HUGE_VAL : value);
-    const double limit = drifted_beyond(last, kTimesToName);
-    if (worst > limit) {
-      const double far = std::isinf(worst) ? worst : std::sqrt(worst * limit);
-      size_t head = 0, since = record.offset.size();
-      for (size_t n = 0; n < last.size(); ++n) {
-        if (last[n] < far) continue;
-        size_t first = record.offset.size() - 1;
-        while (first > 0 && !(record.offset[first - 1][n] <= limit)) --first;
-        if (first < since) since = first, head = n;
-      }
-      symptom.kind = Symptom::Kind::offset;
-      symptom.layer = static_cast<int64_t>(head) / record.heads;
-      symptom.head = static_cast<int64_t>(head) % record.heads;
-      symptom.since = record.fact_steps[since];
-      symptom.words = fmt::format(
-          "layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} (no softmax has a use for more "
-          "than {:.0f})",
-          symptom.layer, symptom.head, record.offset_is, limit, symptom.since, last[head],
-          record.fact_steps.back(), kScoreUnit);
-      return symptom;
-    }
+  symptom.limit = limit_from_run(last);
+  const double limit = symptom.limit.limit;
+  if (!(worst > limit)) return {};
+  const double far = std::isinf(worst) ? worst : std::sqrt(worst * limit);
+  size_t head = 0, since = record.offset.size();
+  for (size_t n = 0; n < last.size(); ++n) {
+    if (last[n] < far) continue;
+    size_t first = record.offset.size() - 1;
+    while (first > 0 && !(record.offset[first - 1][n] <= limit)) --first;
+    if (first < since) since = first, head = n;
   }
-  // The loss: means of as many steps as the trainer's own watch, against the best.
+  symptom.kind = Symptom::Kind::offset;
+  symptom.layer = static_cast<int64_t>(head) / record.heads;
+  symptom.head = static_cast<int64_t>(head) % record.heads;
+  symptom.since = record.fact_steps[since];
+  symptom.words =
+      fmt::format("layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} ({})", symptom.layer,
+                  symptom.head, record.offset_is == "largest_lse" ? "log-sum-exp" : "offset", limit,
+                  symptom.since, last[head], record.fact_steps.back(), in_words(symptom.limit));
+  return symptom;
+}
+
+// The loss: means of as many steps as the trainer's own watch, against the best.
+std::optional<Symptom> find_rise(const RunRecord& record, double noise) {
   const std::vector<double>& loss = record.loss;
   constexpr size_t kWindow = DivergenceWatch::kWindow;
-  const double noise = loss_noise(loss);
   double best = std::numeric_limits<double>::infinity(), mean = 0;
   size_t best_at = 0;
   for (size_t n = 0; n < loss.size(); ++n) {
@@ -128,28 +131,37 @@ Symptom find_symptom(const RunRecord& record) {
   const bool ended = record.finding.has_value();
   const bool risen = loss.size() > kWindow &&
                      mean > best + std::max(kSmallestRise * best, kJump * noise * std::sqrt(2.0 / kWindow));
-  if (ended || risen || record.not_finite) {
-    symptom.kind = Symptom::Kind::loss;
-    symptom.since = record.not_finite ? *record.not_finite : static_cast<int64_t>(best_at);
-    symptom.words =
-        ended ? record.finding->words
-        : record.not_finite
-            ? fmt::format("the loss of step {} is not finite", *record.not_finite)
-            : fmt::format("the mean loss of the last {} steps is {:.4f}, {:.4f} above its best (step {})",
-                          kWindow, mean, mean - best, best_at);
-    return symptom;
-  }
-  const std::vector<double> above = jumps(loss);
+  if (!ended && !risen && !record.not_finite) return {};
+  Symptom symptom;
+  symptom.kind = Symptom::Kind::loss;
+  symptom.since = record.not_finite ? *record.not_finite : static_cast<int64_t>(best_at);
+  symptom.loss = mean, symptom.best_loss = best;
+  symptom.words =
+      ended ? record.finding->words
+      : record.not_finite
+          ? fmt::format("the loss of step {} is not finite", *record.not_finite)
+          : fmt::format("the mean loss of the last {} steps is {:.4f}, {:.4f} above its best (step {})",
+                        kWindow, mean, mean - best, best_at);
+  return symptom;
+}
+
+}  // namespace
+
+Symptom find_symptom(const RunRecord& record) {
+  if (const auto offset = find_offset(record)) return *offset;
+  const double noise = loss_noise(record.loss);
+  if (const auto rise = find_rise(record, noise)) return *rise;
+  Symptom symptom;
+  const std::vector<double> above = jumps(record.loss);
   for (size_t n = 0; n < above.size(); ++n)
-    if (above[n] > kJump * noise && above[n] > kSmallestRise * loss[n])
+    if (above[n] > kJump * noise && above[n] > kSmallestRise * record.loss[n])
       symptom.spikes.push_back(static_cast<int64_t>(n)), symptom.heights.push_back(above[n]);
   if (symptom.spikes.size() >= kFewestSpikes) {
     symptom.kind = Symptom::Kind::spikes;
     symptom.since = symptom.spikes.front();
     symptom.words = fmt::format(
         "the loss of {} single steps is more than {:.2f} ({:.0f} deviations) above their neighbours', first "
-        "at "
-        "step {}",
+        "at step {}",
         symptom.spikes.size(), kJump * noise, kJump, symptom.since);
   }
   return symptom;
@@ -200,6 +212,7 @@ bool Evidence::heals(const Trial& trial) const {
   };
   const double bad = level(recorded, placebo), good = level(control, control_placebo),
                this_one = value(trial);
+  if (by_offset && !(trial.health.offset <= limit.limit)) return false;
   if (!std::isfinite(bad)) return std::isfinite(this_one) && this_one < good + std::max(1.0, std::fabs(good));
   return this_one < (bad + good) / 2;
 }
@@ -237,66 +250,121 @@ std::string figures(const Trial& t) {
                      t.health.lse, t.health.loss, t.health.gradient_norm);
 }
 
+// What a replay gave, beside the recorded course and the control: "offset 201 (as recorded 950, control 171, limit 342)".
+std::string compared(const Evidence& e, const Trial& t) {
+  if (e.measure == Evidence::Measure::offset)
+    return fmt::format("offset {:.0f} (as recorded {:.0f}, control in FP32 {:.0f}, limit {:.0f})",
+                       t.health.offset, e.recorded->health.offset, e.control->health.offset, e.limit.limit);
+  return fmt::format("loss {:.4f} (as recorded {:.4f}, control in FP32 {:.4f})", t.health.loss,
+                     e.recorded->health.loss, e.control->health.loss);
+}
+
+// The stretch as recorded and in FP32, and where the limit comes from.
+void add_control(const Evidence& e, const RunConfig& config, std::vector<std::string>& chain) {
+  chain.push_back(
+      fmt::format("steps {} to {} as recorded: {}", e.window.begin, e.window.end, figures(*e.recorded)));
+  if (e.symptom.kind == Symptom::Kind::offset) {
+    const auto n = static_cast<size_t>(e.symptom.layer * config.model.heads + e.symptom.head);
+    if (n < e.recorded->health.head_offset.size())
+      chain.back() += fmt::format("; layer {} head {}, where the symptom is: offset {:.3g}", e.symptom.layer,
+                                  e.symptom.head, e.recorded->health.head_offset[n]);
+  }
+  if (e.control)
+    chain.push_back(fmt::format("control, all in FP32 on the same batches: {}; {}", figures(*e.control),
+                                in_words(e.limit)));
+}
+
 // Everything that could be tried on the guilty heads and sites, with what it says.
-void add_trials(const Evidence& e, std::vector<std::string>& chain) {
-  const auto add = [&](const Trial* trial, const char* what, const char* healed, const char* not_healed) {
+void add_trials(const Evidence& e, const std::string& site, std::vector<std::string>& chain) {
+  const auto add = [&](const Trial* trial, const std::string& what, const char* healed,
+                       const char* not_healed) {
     if (trial)
       chain.push_back(
-          fmt::format("{}: {}: {}", what, figures(*trial), e.heals(*trial) ? healed : not_healed));
+          fmt::format("{}: {}: {}", what, compared(e, *trial), e.heals(*trial) ? healed : not_healed));
   };
-  add(e.cured, "proof: only that in FP32", "heals", "does not heal");
-  add(e.alone_guilty, "proof the other way: only that rounded, all else in FP32",
-      "stays healthy: something else takes part", "derails: it is enough by itself");
+  const bool all_heal = e.zero_sum_all && e.heals(*e.zero_sum_all);
+  add(e.cured, fmt::format("proof: {} there in FP32, nothing else changed", site), "heals", "does not heal");
+  add(e.alone_guilty, fmt::format("proof the other way: only {} there rounded, all else in FP32", site),
+      "healthy: something else takes part", "drifts: it is enough by itself");
   add(e.zero_sum, "remedy zero_sum on these heads (and the sham: the same rounding, its rows' sums kept)",
-      "heals: it is the broken sum that derails, not the size of the error",
-      e.zero_sum_all ? "does not heal" : "does not heal: the sum is not what derails");
-  add(e.zero_sum_all, "zero_sum on all heads",
-      "heals: the broken sum derails, and other heads break theirs, too",
-      "does not heal: the sum is not what derails");
+      "heals: the leak makes it drift, not the size of the error",
+      all_heal         ? "does not heal: other heads leak, too"
+      : e.zero_sum_all ? "does not heal"
+                       : "does not heal: the leak is not the cause");
+  add(e.zero_sum_all, "zero_sum on all heads", "heals: the leak makes it drift, and other heads leak, too",
+      "does not heal: the leak is not the cause");
   add(e.wide_output, "equivalent: wide_output (O for delta in FP32)", "heals", "does not heal");
   add(e.consistent, "equivalent: consistent", "heals", "does not heal");
   add(e.wide_pv, "equivalent: the product PV in FP32", "heals", "does not heal");
   add(e.unbiased, "the same site rounded stochastically, without bias",
-      "does not, within the window: bias takes part", "derails too: noise is enough");
+      "healthy within the window: bias takes part", "drifts too: noise is enough");
 }
 
-Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
-  const int64_t H = config.model.heads;
-  Verdict v;
-  const bool drift = e.measure == Evidence::Measure::offset;
-  const auto heals = [&](const Trial* trial) { return trial && e.heals(*trial); };
-  const bool through_the_sum = !e.zero_sum || heals(e.zero_sum) || heals(e.zero_sum_all);
-  v.cause = drift && through_the_sum ? Cause::common_mode_drift : Cause::other_rounding;
-  v.evidence.push_back(
-      fmt::format("steps {} to {} as recorded: {}", e.window.begin, e.window.end, figures(*e.recorded)));
-  v.evidence.push_back(fmt::format("control, all in FP32 on the same batches: {}", figures(*e.control)));
-  if (e.guilty.empty()) {
-    v.words = "FP32 attention heals this run, so rounding derails it; where was not established.";
-    v.certainty = e.budget_spent
-                      ? "not sure: the budget of replays was spent before the search ended; a larger "
-                        "--budget goes on from here"
-                      : "not sure: no smaller set of heads heals";
-    return v;
-  }
-  const std::string where = heads_in_words(e.guilty, H);
-  v.evidence.push_back(fmt::format("smallest set of heads whose FP32 heals: {}", where));
+bool heals(const Evidence& e, const Trial* trial) { return trial && e.heals(*trial); }
+
+// With the smallest change that was seen to heal; on no evidence of one, with more replays.
+std::string mending_command(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
+  for (const Trial* const remedy : {e.zero_sum, e.zero_sum_all, e.consistent, e.wide_output, e.cured})
+    if (heals(e, remedy)) return train_command(run, config, e.window.begin, remedy->setup.clauses, "mended");
+  return isolate_command(run, " --budget 80");
+}
+
+// The heads, and what their rows of dS leak.
+void add_heads(const Evidence& e, const std::string& where, int64_t H, std::vector<std::string>& chain) {
+  const int64_t symptom = e.symptom.layer * H + e.symptom.head;
+  const bool elsewhere = e.symptom.kind == Symptom::Kind::offset &&
+                         std::find(e.guilty.begin(), e.guilty.end(), symptom) == e.guilty.end();
+  chain.push_back(
+      fmt::format("guilty: {}: the smallest set of heads whose FP32 heals{}", where,
+                  elsewhere ? "; drift spreads, so the head with the symptom need not be among them" : ""));
   double bias = 0, share = 0;
   for (const int64_t head : e.guilty) {
     const auto n = static_cast<size_t>(head);
     bias = std::max(bias, e.recorded->health.residual_bias[n]);
     share = std::max(share, e.recorded->health.residual_share[n]);
   }
-  v.evidence.push_back(
-      fmt::format("rows of dS there miss their sum of zero by {:.2g} of delta (root mean squares; FP32 "
-                  "leaves {:.1g}); of its squares "
-                  "{:.1f} % are bias, the rest is noise",
+  chain.push_back(
+      fmt::format("leak: rows of dS there miss their sum of zero by {:.2g} of delta (root mean squares; FP32 "
+                  "leaves {:.1g}); of its squares {:.1f} % are bias, the rest is noise",
                   share, e.control->health.residual_share[static_cast<size_t>(e.guilty[0])], 100 * bias));
+}
+
+std::string words_of_rounding(const Evidence& e, Cause cause, const std::string& site,
+                              const std::string& where) {
+  if (cause == Cause::common_mode_drift)
+    return fmt::format(
+        "Drift: rounding {} in {} makes rows of dS leak{}, and the offset grows, since softmax cannot see "
+        "it.{}",
+        site, where,
+        e.unbiased ? (e.heals(*e.unbiased) ? ", with its bias" : ", by noise as much as by bias") : "",
+        heals(e, e.zero_sum)       ? " stabiliser=zero_sum on these heads heals it."
+        : heals(e, e.zero_sum_all) ? " stabiliser=zero_sum on all heads heals it; on these alone it does not."
+                                   : "");
+  return fmt::format("Rounding {} in {} harms this run, {}.", site, where,
+                     e.measure == Evidence::Measure::offset ? "but not through a leak of dS"
+                                                            : "and the offset plays no part in it");
+}
+
+Verdict judge_rounding(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
+  const int64_t H = config.model.heads;
+  Verdict v;
+  const bool through_the_sum = !e.zero_sum || heals(e, e.zero_sum) || heals(e, e.zero_sum_all);
+  v.cause = e.measure == Evidence::Measure::offset && through_the_sum ? Cause::common_mode_drift
+                                                                      : Cause::other_rounding;
+  v.next_command = mending_command(e, run, config);
+  add_control(e, config, v.evidence);
+  const char* const more = "the budget of replays was spent; a larger --budget goes on from here";
+  if (e.guilty.empty()) {
+    v.words = "FP32 attention heals this run, so rounding is the cause; where was not established.";
+    v.certainty = fmt::format("not sure: {}", e.budget_spent ? more : "no smaller set of heads heals");
+    return v;
+  }
+  const std::string where = heads_in_words(e.guilty, H);
+  add_heads(e, where, H, v.evidence);
   if (e.sites.empty()) {
-    v.words = fmt::format("Rounding in {} derails this run; which site was not established.", where);
-    v.certainty = e.budget_spent
-                      ? "half sure: heads yes, site no; the budget of replays was spent, a larger --budget "
-                        "goes on from here"
-                      : "half sure: heads yes, site no";
+    v.words = fmt::format("Rounding in {} harms this run; which site was not established.", where);
+    v.certainty =
+        fmt::format("half sure: heads yes, site no{}", e.budget_spent ? std::string("; ") + more : "");
     return v;
   }
   const ScopedPlan plan = ScopedPlan::parse(config.plan_at(e.window.begin));
@@ -311,93 +379,87 @@ Verdict judge_rounding(const Evidence& e, const RunConfig& config) {
     v.evidence.push_back(fmt::format(
         "placebo, another format of dv: offset {:.3g} as recorded, {:.3g} in FP32: each stays on its side",
         e.placebo->health.offset, e.control_placebo->health.offset));
-  add_trials(e, v.evidence);
-  if (v.cause == Cause::common_mode_drift)
-    v.words = fmt::format(
-        "Common-mode drift: rounding {} ({}) in {} breaks the zero sum of dS{}, and nothing pulls the "
-        "scores' common "
-        "part back.{}",
-        site, joined(formats, ", "), where,
-        e.unbiased ? (e.heals(*e.unbiased) ? ", with its bias" : ", by noise as much as by bias") : "",
-        heals(e.zero_sum)       ? " stabiliser=zero_sum on these heads heals it."
-        : heals(e.zero_sum_all) ? " stabiliser=zero_sum on all heads heals it; on these alone it does not."
-                                : "");
-  else
-    v.words = fmt::format(
-        "Rounding {} ({}) in {} derails this run, {}.", site, joined(formats, ", "), where,
-        drift ? "but not through the zero sum of dS" : "and the scores' common part plays no part in it");
-  const bool both = e.cured && e.heals(*e.cured) && e.alone_guilty && !e.heals(*e.alone_guilty);
-  v.certainty = both ? "sure: to leave it out heals, and to leave only it in derails"
+  add_trials(e, site, v.evidence);
+  v.words = words_of_rounding(e, v.cause, fmt::format("{} ({})", site, joined(formats, ", ")), where);
+  const bool both = heals(e, e.cured) && e.alone_guilty && !e.heals(*e.alone_guilty);
+  v.certainty = both ? "sure: to leave it out heals, and to leave only it in does not"
                 : e.alone_guilty
-                    ? "fairly sure: to leave it out heals; by itself it does not derail within a window"
+                    ? "fairly sure: to leave it out heals; by itself it does no harm within a window"
                     : "fairly sure: to leave it out heals; the other way was not tried";
   return v;
 }
 
-}  // namespace
-
-Verdict judge(const Evidence& e, const RunConfig& config) {
+Verdict judge_corruption(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   Verdict v;
-  if (e.symptom.kind == Symptom::Kind::none) {
-    v.cause = Cause::healthy;
-    v.words = "Healthy, by its records: no offset beyond need, no rise of the loss, no jumps.";
-    v.certainty = "as sure as records are: nothing was replayed";
-    return v;
-  }
-  const auto with_symptom = [&](Verdict found) {
-    found.evidence.insert(found.evidence.begin(), "symptom: " + e.symptom.words);
-    return found;
-  };
-  if (!e.recorded) {
-    v.words = "Something is wrong; the cause was not established: no replay was made (`evenkeel isolate`).";
-    v.certainty = "not sure";
-    return with_symptom(v);
-  }
-  if (e.not_repeated) {
-    const auto n = static_cast<size_t>(*e.not_repeated - e.window.begin);
-    v.cause = Cause::corruption;
-    v.words = fmt::format(
-        "The run does not repeat: from the checkpoint of step {} the same batches give other numbers from "
-        "step {} on. "
-        "What ran then was not this program on this data: memory, hardware, or a hand in it.",
-        e.window.begin, *e.not_repeated);
-    v.evidence.push_back(fmt::format("loss of step {}: recorded {:.9g}, replayed {:.9g}", *e.not_repeated,
-                                     e.recorded_loss, e.recorded->health.step_loss[n]));
-    v.evidence.push_back(fmt::format("all {} steps before it in the window repeat to the last bit", n));
-    v.certainty = "sure that it does not repeat; not what did it";
-    return with_symptom(v);
-  }
-  if (e.data && from_data(*e.data)) {
-    const BadSequences& d = *e.data;
-    v.cause = Cause::data;
-    v.words = fmt::format(
-        "Data: the loss jumps on particular batches; what is hard in them lies in tokens {} to {} of the "
-        "source.",
-        d.first_token, d.end_token);
-    v.evidence.push_back(
-        fmt::format("{} of the {} steps with the largest jumps hold a sequence that the model of step {} "
-                    "finds harder (loss {:.2f}) than "
-                    "any of ordinary steps (median {:.2f}); {} such sequences in all",
-                    d.steps_with, d.looked_at, e.window.begin, d.loss, d.ordinary_loss, d.count));
-    v.certainty = "fairly sure: hard text is not always bad text; look at it";
-    return with_symptom(v);
-  }
-  if (e.measure != Evidence::Measure::none && !e.chaotic) return with_symptom(judge_rounding(e, config));
+  const auto n = static_cast<size_t>(*e.not_repeated - e.window.begin);
+  v.cause = Cause::corruption;
+  v.words = fmt::format(
+      "The run does not repeat: from the checkpoint of step {} the same batches give other numbers from step "
+      "{} on. "
+      "Likely cause: a memory or hardware fault, or files edited by hand.",
+      e.window.begin, *e.not_repeated);
+  v.evidence.push_back(fmt::format("loss of step {}: recorded {:.9g}, replayed {:.9g}", *e.not_repeated,
+                                   e.recorded_loss, e.recorded->health.step_loss[n]));
+  v.evidence.push_back(fmt::format("all {} steps before it in the window repeat to the last bit", n));
+  v.certainty = "sure that it does not repeat; not what did it";
+  v.next_command = train_command(run, config, e.window.begin, "", "again");
+  return v;
+}
+
+Verdict judge_data(const BadSequences& d, int64_t step, const std::filesystem::path& run,
+                   const RunConfig& config) {
+  Verdict v;
+  v.cause = Cause::data;
+  v.words = fmt::format(
+      "Data: the loss jumps on particular batches; what is hard in them lies in tokens {} to {} of the "
+      "source.",
+      d.first_token, d.end_token);
+  v.evidence.push_back(fmt::format(
+      "{} of the {} steps with the largest jumps hold a sequence that the model of step {} finds harder "
+      "(loss {:.2f}) than any of ordinary steps (median {:.2f}); {} such sequences in all",
+      d.steps_with, d.looked_at, step, d.loss, d.ordinary_loss, d.count));
+  v.certainty = "fairly sure: hard text is not always bad text; look at it";
+  // With another seed the batches are others; the text must be mended by hand.
+  v.next_command =
+      train_command(run, config, 0, "", "other-batches", fmt::format(" --seed {}", config.seed + 1));
+  return v;
+}
+
+// No stretch that can be replayed shows the symptom: whatever FP32 does there says nothing about it.
+Verdict judge_unseen(const Evidence& e, const std::filesystem::path& run, const RunConfig& config,
+                     int64_t every) {
+  Verdict v;
+  v.words = fmt::format(
+      "Not established: the symptom shows from step {} on, and no stretch that can be replayed comes to "
+      "it{}.",
+      e.symptom.since,
+      e.missing_checkpoint >= 0 ? fmt::format("; a checkpoint of step {} is missing", e.missing_checkpoint)
+                                : "");
+  add_control(e, config, v.evidence);
+  if (e.symptom.kind == Symptom::Kind::offset)
+    v.evidence.back() += fmt::format(", below the limit of {:.0f}: this stretch does not show the symptom",
+                                     e.symptom.limit.limit);
+  v.certainty =
+      "not sure: nothing can be concluded from a stretch without the symptom. Train again with checkpoints "
+      "that stay, then isolate that run";
+  v.next_command = train_with_checkpoints_command(run, config, e.earlier_checkpoint, every);
+  return v;
+}
+
+// FP32 does no better: the learning rate, or nothing that was tried.
+Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
+  Verdict v;
   if (e.chaotic)
     v.evidence.push_back(
         "placebo: changes that cannot matter alter the outcome as much as FP32 does: this stretch is "
         "chaotic");
-  if (e.control) {
-    v.evidence.push_back(
-        fmt::format("steps {} to {} as recorded: {}", e.window.begin, e.window.end, figures(*e.recorded)));
-    v.evidence.push_back(fmt::format("control, all in FP32 on the same batches: {}", figures(*e.control)));
-  }
+  if (e.control) add_control(e, config, v.evidence);
   if (e.slower) {
     v.evidence.push_back(fmt::format("FP32 at a quarter of the learning rate: {}", figures(*e.slower)));
-    // FP32 must fail as the recorded run does: a control that is merely not much better clears nobody.
+    // FP32 must show the symptom as the recorded run does: a control that is merely not much better clears nobody.
     const bool fails_alike =
-        e.symptom.kind != Symptom::Kind::offset ||
-        (e.control->health.offset > kDriftedOffset && e.growth(*e.control) > e.growth(*e.recorded) / 2);
+        e.symptom.kind != Symptom::Kind::offset || (e.control->health.offset > e.symptom.limit.limit &&
+                                                    e.growth(*e.control) > e.growth(*e.recorded) / 2);
     const bool healed = e.symptom.kind == Symptom::Kind::offset
                             ? e.growth(*e.slower) < e.growth(*e.control) / 2
                             : e.slower->health.loss < e.control->health.loss - e.loss_tolerance;
@@ -405,10 +467,13 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
       v.cause = Cause::learning_rate;
       v.words =
           "Learning rate: the run fails in FP32 too, and at a quarter of the learning rate it does not. "
-          "Rounding is "
-          "not to blame.";
+          "Rounding is not to blame.";
       v.certainty = "sure that it is not rounding; fairly sure that it is the learning rate";
-      return with_symptom(v);
+      std::string slower = fmt::format(" --lr {:.6g}", config.schedule.peak / 4);
+      if (config.schedule.floor > 0)
+        slower += fmt::format(" --set schedule.last_lr={:.6g}", config.schedule.floor / 4);
+      v.next_command = train_command(run, config, e.window.begin, "", "slower", slower);
+      return v;
     }
   }
   v.words =
@@ -418,7 +483,41 @@ Verdict judge(const Evidence& e, const RunConfig& config) {
           : "Not established: all-FP32 attention does no better, so rounding in attention is not shown to "
             "be the cause; nor is anything else.";
   v.certainty = "not sure";
-  return with_symptom(v);
+  v.next_command = !e.control ? isolate_command(run, " --budget 80")
+                   : e.chaotic
+                       ? train_with_checkpoints_command(
+                             run, config, 0, std::max<int64_t>(1, (e.window.end - e.window.begin) / 2))
+                       : fmt::format("evenkeel report {} -o report.html", shell_word(run.string()));
+  return v;
+}
+
+}  // namespace
+
+Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
+  Verdict v;
+  if (e.symptom.kind == Symptom::Kind::none) {
+    v.cause = Cause::healthy;
+    v.words = "Healthy, by its records: no offset beyond the limit of drift, no rise of the loss, no jumps.";
+    v.certainty = "as sure as records are: nothing was replayed";
+    return v;
+  }
+  if (!e.recorded) {
+    v.words = "Something is wrong; the cause was not established: no replay was made.";
+    v.certainty = "not sure";
+    v.next_command = isolate_command(run);
+  } else if (e.not_repeated) {
+    v = judge_corruption(e, run, config);
+  } else if (e.data && from_data(*e.data)) {
+    v = judge_data(*e.data, e.window.begin, run, config);
+  } else if (!e.shows_symptom) {
+    v = judge_unseen(e, run, config, std::max<int64_t>(1, (e.window.end - e.window.begin) / 2));
+  } else if (e.measure != Evidence::Measure::none && !e.chaotic) {
+    v = judge_rounding(e, run, config);
+  } else {
+    v = judge_rest(e, run, config);
+  }
+  v.evidence.insert(v.evidence.begin(), "symptom: " + e.symptom.words);
+  return v;
 }
 
 }  // namespace evenkeel

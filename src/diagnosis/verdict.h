@@ -38,15 +38,17 @@ double loss_noise(const std::vector<double>& loss);
 struct Symptom {
   enum class Kind {
     none,
-    offset,  // the scores' common part is beyond what any softmax needs
+    offset,  // an offset is beyond the limit of drift (health.h)
     loss,    // the loss has risen, or was not finite
     spikes,  // single steps with a loss far above their neighbours'
   };
   Kind kind = Kind::none;
-  int64_t since = 0;              // the step from which it holds; spikes: the first
-  int64_t layer = -1, head = -1;  // offset: where it is largest
-  std::vector<int64_t> spikes;    // steps
-  std::vector<double> heights;    // (spikes): of the loss above its neighbours'
+  int64_t since = 0;               // the step from which it holds; spikes: the first
+  int64_t layer = -1, head = -1;   // offset: where it began
+  DriftLimit limit;                // offset: from the run's own heads at its end
+  double loss = 0, best_loss = 0;  // loss: means at the end and at the best step
+  std::vector<int64_t> spikes;     // steps
+  std::vector<double> heights;     // (spikes): of the loss above its neighbours'
   std::string words;
 };
 Symptom find_symptom(const RunRecord& record);
@@ -104,8 +106,14 @@ struct Evidence : VerdictTrials {
   std::optional<int64_t> not_repeated;  // the first step whose loss is not the recorded one
   double recorded_loss = 0;             // there
   double begin_offset = 0;              // recorded at the window's begin, largest over heads
-  bool chaotic = false;                 // a placebo changed the outcome, or most sites do
-  double loss_tolerance = 0;            // means over a window's last quarter differ by less by chance
+  // The unchanged replay shows the recorded symptom: the symptom's head is beyond the limit, the loss has risen, a step
+  // jumps. Nothing is concluded from a stretch that does not.
+  bool shows_symptom = true;
+  int64_t missing_checkpoint = -1;  // the step from which a replay would show it; -1: not known
+  int64_t earlier_checkpoint = 0;   // the newest checkpoint before it; 0: the beginning
+  DriftLimit limit;                 // of the stretch, from its FP32 control
+  bool chaotic = false;             // a placebo changed the outcome, or most sites do
+  double loss_tolerance = 0;        // means over a window's last quarter differ by less by chance
   enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
   std::vector<int64_t> layers,
       guilty;               // the smallest set of layers, then of heads (l H + h), whose FP32 heals
@@ -116,7 +124,8 @@ struct Evidence : VerdictTrials {
 
   // log of how many times larger than at the begin; what a healthy head has counts as nothing.
   double growth(const Trial& trial) const;
-  // Nearer to the control than to the recorded course, on the scale of the measure. REQUIRES: a measure.
+  // Nearer to the control than to the recorded course, on the scale of the measure; of offsets also within the limit.
+  // REQUIRES: a measure.
   bool heals(const Trial& trial) const;
 };
 
@@ -125,9 +134,10 @@ struct Verdict {
   std::string words;                  // one or two sentences
   std::vector<std::string> evidence;  // the chain, link by link, with figures
   std::string certainty;              // how sure, and why
+  std::string next_command;           // what to type next; empty where there is nothing to do
 };
-// config: for names and plans.
-Verdict judge(const Evidence& evidence, const RunConfig& config);
+// run, config: for names, plans and commands.
+Verdict judge(const Evidence& evidence, const std::filesystem::path& run, const RunConfig& config);
 
 // "layer 0 head 1", "layer 2 heads 0, 3 and layer 3 head 1"; heads: l H + h, ascending.
 std::string heads_in_words(const std::vector<int64_t>& heads, int64_t H);

@@ -50,6 +50,7 @@ Json to_json(const GuardEvent& event, int64_t H) {
                {"plan", event.clauses},
                {"words", event.words}};
   if (event.to >= 0) json["to"] = event.to;
+  if (!event.next_command.empty()) json["next_command"] = event.next_command;
   return json;
 }
 

@@ -38,7 +38,8 @@ struct GuardEvent {
   std::vector<int64_t> heads;  // l H + h, ascending
   std::string clauses;         // what was or would be added to the plan
   int64_t to = -1;
-  std::string words;  // with the figures
+  std::string words;         // with the figures
+  std::string next_command;  // what to type; empty where the guard has done all there is to do
 };
 inline constexpr std::string_view kGuardEventNames[] = {"warning", "remedy", "roll_back"};
 constexpr std::string_view name(GuardEvent::Kind kind) { return kGuardEventNames[static_cast<size_t>(kind)]; }

@@ -63,10 +63,10 @@ ChainLink proof_link(const RecordObject& verdict) {
              alone = part_of(verdict, VerdictPart::alone_guilty);
   if (!cured && !alone) return {"proof", "", ""};
   return {"proof", cured && alone && heals(*cured) && !heals(*alone) ? "both ways" : "one way",
-          fmt::format("{}{}{}",
-                      cured ? fmt::format("in FP32 it {}", heals(*cured) ? "heals" : "does not heal") : "",
-                      cured && alone ? "; " : "",
-                      alone ? fmt::format("alone it {}", heals(*alone) ? "stays healthy" : "derails") : "")};
+          fmt::format(
+              "{}{}{}", cured ? fmt::format("in FP32 it {}", heals(*cured) ? "heals" : "does not heal") : "",
+              cured && alone ? "; " : "",
+              alone ? fmt::format("alone it {}", heals(*alone) ? "stays healthy" : "is enough") : "")};
 }
 
 std::string list_of_numbers(const std::set<int64_t>& numbers) {
@@ -174,14 +174,15 @@ std::string trials_of(const RunRecords& run) {
   plot.description =
       "Each replay of the same stretch with one thing changed: how large the offset was at its end, and "
       "whether that counts as healed.";
-  plot.guides.push_back({kDriftedOffset, "drifted beyond here"});
+  if (const auto limit = verdict.number("limit"); limit && std::isfinite(*limit))
+    plot.guides.push_back({*limit, "limit of drift"});
   for (size_t n = 0; n < kVerdictPartCount; ++n)
     if (const auto trial = part_of(verdict, static_cast<VerdictPart>(n))) {
       const bool judged = trial->flag("heals").has_value(), healed = heals(*trial);
       plot.dots.push_back({std::string(kVerdictParts[n].label),
                            figure(offset_of(*trial)) + (!judged  ? ""
                                                         : healed ? " · heals"
-                                                                 : " · derails"),
+                                                                 : " · does not heal"),
                            !judged  ? "unknown"
                            : healed ? "good"
                                     : "bad",

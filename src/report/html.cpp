@@ -39,7 +39,7 @@ constexpr Term kTerms[] = {
     {"log-sum-exp",
      "The logarithm of a row's sum of exponentials: the number every flash kernel keeps, and a direct "
      "view of the offset."},
-    {"drift", "A slow walk of the weights along the direction that softmax cannot see."},
+    {"drift", "The offset of a head grows beyond 8 times its healthy level, and keeps growing."},
     {"tie", "A row in which another score is as large as the largest, in the plan's own numbers."},
     {"delta", "The number each row's backward pass subtracts, so that its gradient sums to zero: dO · O."},
     {"delta error", "Delta as the plan computes it, less delta in 64 bits."},

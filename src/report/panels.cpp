@@ -102,17 +102,6 @@ std::string missing(const std::string& what, const std::string& command) {
                      command.empty() ? "" : fmt::format(" <code>{}</code>", escape(command)));
 }
 
-std::string shell_word(const std::string& text) {
-  const bool is_plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
-    return std::isalnum(c) ||
-           std::string_view("_-./,:=@+").find(static_cast<char>(c)) != std::string_view::npos;
-  });
-  if (is_plain) return text;
-  std::string out = "'";
-  for (const char c : text) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return out + "'";
-}
-
 std::string colour_of(const PageData& data, size_t run) {
   constexpr size_t kColours = 8;  // page.css
   if (run == data.subject) return "c0";
@@ -151,6 +140,12 @@ double last_largest(const RunRecords& run, std::string_view field) {
   return largest;
 }
 
+double limit_of(const RunRecords& run) {
+  const Series* const series = find_offset(run);
+  if (!series || series->empty()) return limit_from_run({}).limit;
+  const std::span<const double> last = series->row(series->steps.size() - 1);
+  return limit_from_run({last.begin(), last.end()}).limit;
+}
 double last_offset(const RunRecords& run) {
   const double offset = last_largest(run, name(HeadFact::offset));
   return std::isnan(offset) ? last_largest(run, name(HeadFact::largest_lse)) : offset;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/text.h"
 #include "diagnosis/verdict.h"
 #include "records/run_records.h"
 #include "report/capture_view.h"
@@ -57,8 +58,6 @@ std::string section(const std::string& id, const std::string& heading, const std
 std::string missing(const std::string& what, const std::string& command);
 // One addition bit by bit; explanation: as numerics/explain writes it in JSON.
 std::string bits_of(const nlohmann::json& explanation);
-// A word of a shell.
-std::string shell_word(const std::string& text);
 // Does the run's own verdict, or without one its symptom, say that it ails?
 bool ails(const RunRecords& run, const Symptom& symptom);
 // The same in one or two words, as a badge.
@@ -66,6 +65,8 @@ std::string badge(const RunRecords& run, const Symptom& symptom);
 // The largest over heads at the last record, by the records' name; of the offset, or else of the log-sum-exp. NaN: none.
 double last_largest(const RunRecords& run, std::string_view field);
 double last_offset(const RunRecords& run);
+// Of drift, by the run's own heads at the last record.
+double limit_of(const RunRecords& run);
 // The class of a run's colour: the subject has the first.
 std::string colour_of(const PageData& data, size_t run);
 // Mean of the last 20 recorded values that are finite; NaN for none.

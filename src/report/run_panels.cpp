@@ -365,7 +365,7 @@ std::vector<Chart> offset_charts(const PageData& data, size_t n) {
         "{}: the offset of each head (solid) and the spread of its scores (dashed) against steps, on "
         "a logarithmic axis.",
         chart.title);
-    for (const double level : {kScoreUnit, kDriftedOffset, kFarOffset}) chart.guides.push_back({level, ""});
+    chart.guides.push_back({limit_of(run), ""});
   }
   return charts;
 }
@@ -392,13 +392,13 @@ std::string offset_panel(const PageData& data) {
       fmt::format("{} (solid) against {} (dashed), by head, on a log axis: softmax sees only the second.",
                   term("offset", "Offset"), term("spread")),
       content,
-      fmt::format(
-          "<p>Lowest rule: {}, beyond which no softmax has a use for scores. Between the upper two, {} "
-          "and {}, a head counts as drifted where it has {} times the median of the run's heads; above "
-          "them, every one.</p><p>The {} has no restoring force: where the {} is far beyond "
-          "the spread, the differences that softmax needs are lost.</p>",
-          figure(kScoreUnit, 3), figure(kDriftedOffset, 3), figure(kFarOffset, 3), figure(kTimesToName, 1),
-          term("common mode"), term("offset")));
+      fmt::format("<p>The rule is the limit of {}: {} times the median of the run's heads at its end, at "
+                  "least {} and at most "
+                  "{}. Where isolate has replayed the run in FP32, the verdict goes by that control's heads "
+                  "instead.</p><p>The {} has no restoring force: where the {} is far beyond "
+                  "the spread, the differences that softmax needs are lost.</p>",
+                  term("drift"), figure(kDriftTimes, 1), figure(kLowestDriftLimit, 3),
+                  figure(kHighestDriftLimit, 3), term("common mode"), term("offset")));
 }
 
 std::string run_panels(const PageData& data) {

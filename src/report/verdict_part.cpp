@@ -43,8 +43,10 @@ Statement statement_of(const PageData& data) {
   } else if (symptom.kind == Symptom::Kind::none) {
     s.sentence =
         data.runs.size() > 1
-            ? "All runs are healthy by their records: no offset beyond need, no rise of the loss, no jumps."
-            : "Healthy, by its records: no offset beyond need, no rise of the loss, no jumps.";
+            ? "All runs are healthy by their records: no offset beyond the limit of drift, no rise of the "
+              "loss, no "
+              "jumps."
+            : "Healthy, by its records: no offset beyond the limit of drift, no rise of the loss, no jumps.";
     s.sure = "as sure as records are: nothing was replayed";
   } else {
     s.sentence = fmt::format("Something is wrong in {}: {}.", run.label, symptom.words);
@@ -74,7 +76,7 @@ std::string tiles(const PageData& data) {
                std::isnan(best) ? "mean of the last 20 steps"
                                 : fmt::format("{} in {}", figure(best, 4), escape(best_label)));
   text += tile(term("offset", "largest offset"), figure(last_offset(run)),
-               fmt::format("no softmax needs more than {}", figure(kScoreUnit, 2)));
+               fmt::format("drift is beyond {}", figure(limit_of(run), 3)));
   text += tile(term("gradient norm"), figure(recent(run.gradient_norm)), "mean of the last 20 steps");
   if (const double ties = last_largest(run, name(HeadFact::tied_rows)); !std::isnan(ties))
     text += tile(term("tie", "rows with ties"), figure(100 * ties, 2) + " %", "in the head that has most");
@@ -108,9 +110,10 @@ std::string verdict_part(const PageData& data) {
   if (!statement.more.empty()) text += fmt::format("<p class=\"more\">{}</p>\n", escape(statement.more));
   if (!statement.sure.empty())
     text += fmt::format("<p class=\"sure\">How sure? {}.</p>\n", escape(capital(statement.sure)));
-  if (!run.verdict && symptom.kind != Symptom::Kind::none)
-    text +=
-        missing("The cause is found by", fmt::format("evenkeel isolate {}", shell_word(run.folder.string())));
+  if (const std::string next = run.verdict_record().text("next_command"); !next.empty())
+    text += missing("Next:", next);
+  else if (!run.verdict && symptom.kind != Symptom::Kind::none)
+    text += missing("Next:", fmt::format("evenkeel isolate {}", shell_word(run.folder.string())));
   if (run.has_steps()) text += tiles(data);
   return text + "</header>\n" + notes_of(data);
 }

@@ -64,7 +64,7 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
     : scratch_(scratch_folder()) {
   RunConfig config = config_of_run(run);
   check_batches(run, config, step);
-  config.checkpoint_every = config.validate_every = config.probe_every = 0;
+  config.checkpoint_every = config.keep_every = config.validate_every = config.probe_every = 0;
   config.guard = GuardMode::off;
   config.divergence = 0;  // a replay goes where the run went
   if (change) change(config);

@@ -44,7 +44,7 @@ struct RunConfig {
   int64_t keel_ramp = 0;
   int64_t checkpoint_every = 500;  // steps; 0: only at the end
   int64_t checkpoints_kept = 3;    // the newest so many; the prehistory of a spike is in them
-  int64_t keep_every = 0;          // checkpoints of these steps stay for good; 0: none
+  int64_t keep_every = 0;          // so many steps apart, checkpoints are written that stay for good; 0: none
   int64_t validate_every = 0, validation_batches = 8;  // 0: never
   int64_t facts_every = 10;                            // scores, log-sum-exp and row means by head; 0: never
   // Steps between full sets of probes (diagnosis/probes.h); the cheap ones are then recorded every step. 0: none.

@@ -463,8 +463,8 @@ StepReport Trainer::step(bool stop_asked) {
       record(report, told, std::move(seen));
     });
   if (finding_ && ranks_->first()) write_finding(folder_, *finding_);
-  const bool due = config_.checkpoint_every > 0 && next_step_ % config_.checkpoint_every == 0;
-  if (due || done()) save();
+  const auto due = [&](int64_t every) { return every > 0 && next_step_ % every == 0; };
+  if (due(config_.checkpoint_every) || due(config_.keep_every) || done()) save();
   return report;
 }
 

@@ -1,4 +1,6 @@
 """evenkeel.Monitor, evenkeel.capture and evenkeel.conform, on the CPU; with transformers where it is."""
+import contextlib
+import io
 import json
 import math
 import struct
@@ -198,7 +200,7 @@ class Conform(TorchCase):
 
         report = judged(lambda q, k, v, is_causal: plain(Leaky.apply(q), k, v, is_causal), families=families)
         self.assertFalse(report.passes)
-        self.assertTrue(all(r["verdict"] == "NOISY" and r["residual_mean"] > 0 for r in report.results), str(report))
+        self.assertTrue(all(r["verdict"] == "WRONG, NOISY" and r["residual_mean"] > 0 for r in report.results), str(report))
         report = judged(lambda q, k, v, is_causal: plain(q, k, v, is_causal) * float("nan"), families=["random"])
         self.assertEqual(report.results[0]["verdict"], "NOT FINITE")
 
@@ -215,14 +217,51 @@ class Conform(TorchCase):
         self.assertTrue(report.passes, str(report))
         self.assertNotIn("masked_rows", [r["family"] for r in evenkeel.conform(masked, dtype=torch.float32, rows=64).results])
         report = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, rows=64, families=["random"])
-        self.assertEqual(report.results[0]["verdict"], "raised ZeroDivisionError: division by zero")
+        self.assertEqual(report.results[0]["verdict"], "ERROR: ZeroDivisionError: division by zero")
+        self.assertEqual((report.verdict, report.passes), ("ERROR", False))
         report = evenkeel.conform(lambda q, k, v, is_causal: q[:, :1], rows=640, families=["random"])
-        self.assertIn("raised TypeError: expected a tensor of shape", report.results[0]["verdict"])
+        self.assertIn("ERROR: TypeError: expected a tensor of shape", report.results[0]["verdict"])
         self.assertFalse(report.passes)
         self.assert_says(ValueError, lambda: evenkeel.conform(masked, families=["x"]), "conform: expected families", "'x'")
         self.assert_says(TypeError, lambda: evenkeel.conform(3), "conform: expected a function", "int")
         self.assert_says(TypeError, lambda: evenkeel.conform(masked, dtype=torch.int8), "found torch.int8")
         self.assert_says(ValueError, lambda: evenkeel.conform(masked, rows=0, families=["random"]), "rows", "0")
+        self.assert_says(ValueError, lambda: evenkeel.conform(masked, families=[]), "at least one family")
+        self.assert_says(TypeError, lambda: evenkeel.conform(lambda q, k, v: q), "is_causal", "(q, k, v)")
+
+    def test_no_null_kernel_passes(self):
+        every = [family for family, (_, masked) in evenkeel.conform_families().items() if not masked]
+        nulls = {"zeros": lambda q, k, v, causal: 0 * (q + k.sum() + v.sum()),
+                 "q": lambda q, k, v, causal: q + 0 * (k.sum() + v.sum()),
+                 "a million": lambda q, k, v, causal: 1e6 + 0 * (q + k.sum() + v.sum())}
+        for name, null in nulls.items():
+            report = evenkeel.conform(null, dtype=torch.float32, rows=64, families=every, name=name)
+            self.assertEqual(report.verdict, "FAIL")
+            for r in report.results:
+                self.assertFalse(r["passes"], f"{name} on {r['family']}: {r['verdict']}")
+        self.assertIn("WRONG", str(report))
+        self.assertIn("times as far from FP64", "\n".join(report.what_to_fix()))
+
+    def test_the_documented_signatures_work(self):
+        plain = lambda q, k, v, is_causal: exact(q, k, v, lower(q.shape[2], k.shape[2]) if is_causal else None)
+        signatures = [lambda q, k, v, causal: plain(q, k, v, causal), lambda q, k, v, is_causal: plain(q, k, v, is_causal),
+                      lambda a, b, c, d: plain(a, b, c, d), lambda *a: plain(*a),
+                      lambda q, k, v, **options: plain(q, k, v, options["is_causal"]),
+                      lambda q, k, v, *, causal: plain(q, k, v, causal)]
+        for fn in signatures:
+            report = evenkeel.conform(fn, dtype=torch.float32, rows=64, families=["random", "odd_rows"])
+            self.assertTrue(report.passes, str(report))
+
+    def test_an_interrupt_is_an_interrupt_and_progress_is_told(self):
+        def interrupted(q, k, v, causal):
+            raise KeyboardInterrupt
+        with self.assertRaises(KeyboardInterrupt):
+            evenkeel.conform(interrupted, rows=64, families=["random"])
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told):
+            evenkeel.conform(lambda q, k, v, causal: q, rows=64, families=["random", "sink"], progress=True)
+        self.assertEqual(told.getvalue().count("\n"), 2)
+        self.assertIn("1 of 2, random", told.getvalue())
 
 
 class HuggingFace(TorchCase):

@@ -1,0 +1,48 @@
+// How far a kernel's outputs may lie from FP64, by the roundings of its plan: worst-case bounds, so that what lies beyond
+// is no rounding but a wrong scale, mask, index or a result that was not computed (docs/numerics.md, section 5).
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace evenkeel {
+
+// Sums of the absolute values of an output's terms, from exact inputs: what relative errors of the terms are relative to.
+// P: probabilities, G = |dO| |V|^T, W_i = sum_j P_ij G_ij (which bounds |delta|).
+struct OutputScales {
+  Tensor<double> o;  // (1, H, T, D): sum_j P |v|
+  // (1, H, T or N, D) each, for errors relative to dS, for those of dP's terms, and for that of delta, which is common to
+  // a row: a sum P |dP - delta| |k|; a sum P (G + W) |k|; a W |sum P k|. dK: with |q|, and sums of absolute values.
+  std::array<Tensor<double>, 3> dq, dk;
+  Tensor<double> dv;             // (1, H, N, D): sum_i P |dO|
+  Tensor<double> v_low, v_high;  // (1, H, 1, D): O is a mean of V's rows, so it lies between
+  // (H): largest a sum_d |q| |k| of a score, and of one within kNear of its row's largest.
+  std::vector<double> score, near_score;
+  std::array<double, 4> largest;  // |q|, |k|, |v|, |dO|, over all heads
+};
+// Scores further below hold e^-60 of a row at most: their errors do not matter unless they are as large as half of that distance.
+inline constexpr double kNear = 60;
+// Computes as much as attention_reference does. REQUIRES: B is 1, G is H, no softcap.
+OutputScales output_scales(const AttentionProblem& config, const AttentionInputs& in,
+                           View<const float> grad_output);
+
+// One head's bounds: |found - exact| <= relative * scale (summed over the scales of dQ and dK) + absolute.
+struct OutputBounds {
+  struct Bound {
+    double relative = 0, absolute = 0;
+  };
+  struct GradientBound {
+    std::array<double, 3> relative = {};
+    double absolute = 0;
+  };
+  Bound o, dv;
+  GradientBound dq, dk;
+  Bound lse;        // relative: of |L|
+  double hull = 0;  // how far O may lie outside of V's rows, however wrong the scores are
+};
+// REQUIRES: sizes and scale are set (problem_of).
+OutputBounds output_bounds(const AttentionProblem& problem, const OutputScales& scales, int64_t head);
+
+}  // namespace evenkeel

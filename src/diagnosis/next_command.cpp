@@ -1,0 +1,40 @@
+#include "diagnosis/next_command.h"
+
+#include <fmt/format.h>
+
+#include "base/text.h"
+#include "records/schema.h"
+
+namespace evenkeel {
+namespace {
+
+// "runs/a" and "runs/a/" are one folder.
+std::filesystem::path without_slash(const std::filesystem::path& run) {
+  return run.has_filename() ? run : run.parent_path();
+}
+
+}  // namespace
+
+std::string train_command(const std::filesystem::path& run, const RunConfig& config, int64_t from,
+                          const std::string& clauses, const std::string& suffix, const std::string& more) {
+  std::string command = "evenkeel train ";
+  if (from > 0) {
+    command += "--branch " + shell_word(fmt::format("{}@{}", run.string(), from));
+    if (!clauses.empty()) command += " --at " + shell_word(fmt::format("{} {}", from, clauses));
+  } else {
+    command += "--config " + shell_word(record_path(run, RecordFile::config).string());
+    if (!clauses.empty()) command += " --plan " + shell_word(config.plan + "; " + clauses);
+  }
+  return command + more + " --out " + shell_word(without_slash(run).string() + "-" + suffix);
+}
+
+std::string train_with_checkpoints_command(const std::filesystem::path& run, const RunConfig& config,
+                                           int64_t from, int64_t every) {
+  return train_command(run, config, from, "", "again", fmt::format(" --set run.keep_every={}", every));
+}
+
+std::string isolate_command(const std::filesystem::path& run, const std::string& options) {
+  return "evenkeel isolate " + shell_word(run.string()) + options;
+}
+
+}  // namespace evenkeel
