@@ -1,10 +1,13 @@
 // The command `evenkeel`: picks the subcommand, turns exceptions into messages and exit codes.
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <stdexcept>
 
 #include "base/error.h"
@@ -50,9 +53,18 @@ void print_usage(std::FILE* to) {
              "exit codes: 0 ok, 1 finding or failed check, 2 usage, 3 data or environment\n");
 }
 
+// A standard stream that is closed leaves its number to the next file that is opened, and what is printed goes into that
+// file. Called before anything opens one. False: the system has no /dev/null.
+bool open_closed_streams() {
+  for (int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) != stream) return false;
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (!open_closed_streams()) return 3;
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
   if (argc < 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
     print_usage(argc < 2 ? stderr : stdout);
@@ -72,6 +84,12 @@ int main(int argc, char** argv) {
     } catch (const std::invalid_argument& error) {
       fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
       return 2;
+    } catch (const std::bad_alloc&) {
+      fmt::print(stderr,
+                 "evenkeel {}: not enough memory for these settings; a smaller model or fewer sequences need "
+                 "less\n",
+                 command.name);
+      return 3;
     } catch (const std::exception& error) {
       fmt::print(stderr, "evenkeel {}: {}\n", command.name, error.what());
       return 3;

@@ -244,14 +244,6 @@ void Trainer::follow_plan() {
 
 namespace {
 
-void remove_checkpoint(const fs::path& checkpoint) {
-  // Under the name of something unfinished first: half of a checkpoint must not look like one.
-  const fs::path dying = checkpoint.parent_path() / ("." + checkpoint.filename().string() + ".partial");
-  std::error_code error;
-  fs::rename(checkpoint, dying, error);
-  if (!error) fs::remove_all(dying, error);
-}
-
 void add_change(RunConfig& config, int64_t step, const std::string& clauses) {
   const auto later = std::find_if(config.changes.begin(), config.changes.end(),
                                   [&](const PlanChange& change) { return change.step > step; });
@@ -278,7 +270,7 @@ void Trainer::roll_back(const fs::path& folder, int64_t step, const std::string&
   // The plan first: killed in between, the run goes on from where it was with the clauses in force.
   write_config_of_run(folder, config);
   for (auto c = checkpoints.rbegin(); c != checkpoints.rend() && c->step > step; ++c)
-    remove_checkpoint(c->folder);
+    remove_whole_folder(c->folder);
 }
 
 std::vector<int64_t> Trainer::offsets_of(int64_t step) const {
@@ -521,7 +513,7 @@ void Trainer::save() {
       ring, [&](const Checkpoint& c) { return config_.keep_every > 0 && c.step % config_.keep_every == 0; });
   const auto spare =
       static_cast<std::ptrdiff_t>(ring.size()) - static_cast<std::ptrdiff_t>(config_.checkpoints_kept);
-  for (std::ptrdiff_t n = 0; n < spare; ++n) remove_checkpoint(ring[static_cast<size_t>(n)].folder);
+  for (std::ptrdiff_t n = 0; n < spare; ++n) remove_whole_folder(ring[static_cast<size_t>(n)].folder);
 }
 
 }  // namespace evenkeel
