@@ -202,6 +202,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
       if (given) to = static_cast<std::remove_reference_t<decltype(to)>>(value);
     };
     take(config.data, data, !data.empty());
+    if (!data.empty()) config.data_digest.clear();  // which is of other data
     take(config.validation, validation, !validation.empty());
     take(config.batches, batches, !batches.empty());
     take(config.plan, plan, !plan.empty());
@@ -256,6 +257,7 @@ int train(int argc, char** argv, std::shared_ptr<Ranks>& ranks) {
                config.accumulate / ranks->size(), config.accumulate, trainer->way_of_sums(),
                config.shard_optimizer ? "; optimiser states sharded" : "");
   if (trainer->next_step() > 0) fmt::print("going on at step {}\n", trainer->next_step());
+  for (const std::string& note : trainer->notes()) fmt::print("note: {}\n", note);
   GuardedRun run(out, std::move(trainer));
   {
     std::optional<double> peak = peak_flops(config.backend, device, config.model.precision);
@@ -333,7 +335,8 @@ int run_sample(int argc, char** argv) {
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none",
                (folder / "checkpoints").string());
   const std::unique_ptr<Gpt2> model = make_gpt2_cpu(config.model, config.seed);
-  load_weights(checkpoints.back().folder / "model.safetensors", *model);
+  if (!load_weights(checkpoints.back().folder / "model.safetensors", *model))
+    fmt::print(stderr, "note: the checkpoint has no checksums (an older version wrote it): not verified\n");
   model->set_plan(ScopedPlan::parse(config.plan_at(checkpoints.back().step)));
 
   std::optional<Tokenizer> tokenizer;

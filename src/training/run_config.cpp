@@ -34,6 +34,7 @@ void walk(Walker& w, RunConfig& c) {
   w.key("precision", c.model.precision, std::array<std::string_view, 2>{"fp32", "bf16"});
   w.table("data");
   w.key("train", c.data);
+  w.key("digest", c.data_digest);
   w.key("validation", c.validation);
   w.key("batches", c.batches);
   w.key("sequences", c.sequences);
@@ -277,6 +278,8 @@ void validate(const RunConfig& c) {
 void read_run_config(const TomlTable& table, RunConfig& config) {
   if (const TomlValue* model = table.find("model"))
     if (const TomlValue* preset = model->table().find("preset")) config.model = gpt2_preset(preset->string());
+  if (const TomlValue* data = table.find("data"); data && data->table().find("train"))
+    config.data_digest.clear();  // which is of what was named before
   Reader reader(table);
   walk(reader, config);
   const std::vector<std::string> unknown = unused_keys(table);
@@ -286,7 +289,7 @@ void read_run_config(const TomlTable& table, RunConfig& config) {
 
 void read_run_config(const std::filesystem::path& file, RunConfig& config) {
   constexpr size_t kLargest = 1 << 20;  // bytes
-  read_run_config(parse_toml(read_whole_file(file, kLargest), file.string()), config);
+  read_run_config(parse_toml(read_regular_file(file, kLargest), file.string()), config);
 }
 
 TomlTable to_toml_table(const RunConfig& config) {

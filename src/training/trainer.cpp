@@ -42,21 +42,6 @@ void check_share(const RunConfig& config, const Ranks& ranks) {
           config.accumulate, size);
 }
 
-// Of tokens here and there: enough to tell one file from another, in no time.
-uint64_t digest_of(const TokenSource& source) {
-  constexpr int64_t kSamples = 4096, kTokens = 16;
-  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a
-  int32_t tokens[kTokens];
-  const int64_t places = std::max<int64_t>(1, source.size() - kTokens),
-                count = std::min(kTokens, source.size());
-  for (int64_t n = 0; n < std::min(kSamples, places); ++n) {
-    source.read(static_cast<int64_t>(static_cast<double>(places) * static_cast<double>(n) / kSamples), count,
-                tokens);
-    for (int64_t t = 0; t < count; ++t) digest = (digest ^ static_cast<uint64_t>(tokens[t])) * 0x100000001b3;
-  }
-  return digest;
-}
-
 }  // namespace
 
 std::optional<Finding> DivergenceWatch::see(int64_t step, double loss) {
@@ -160,6 +145,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
         given_batches_->shape().source_size);
   }
 
+  check_data(fresh);
   if (ranks_->size() > 1) {
     ranks_->agree("settings and tokens", description());
     if (device_memory_) ranks_->use_device_link(connect_nccl(*ranks_, model_->stream(), way_of_sums_));
@@ -178,13 +164,32 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
 
 Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
 
+// A run goes on with the tokens that it was started with, or its bits would be others.
+void Trainer::check_data(bool fresh) {
+  if (config_.data_digest.empty()) {
+    if (fresh)
+      config_.data_digest = tokens_.digest();
+    else
+      notes_.push_back(
+          "its config.toml has no data.digest (an older version made it): whether the text is the same is "
+          "not known");
+    return;
+  }
+  const std::string found = tokens_.digest();
+  require_data(
+      found == config_.data_digest,
+      "{}: expected the tokens that the run was started with (data.digest = {:.16}... in its config.toml), "
+      "found {} others (digest {:.16}...): the data has changed since",
+      config_.data, config_.data_digest, tokens_.size(), found);
+}
+
 // What all ranks must have alike.
 std::string Trainer::description() const {
   std::string text = to_toml(to_toml_table(config_));
   for (const TokenSource* source : {&tokens_, validation_ ? &*validation_ : nullptr})
     if (source)
-      text += fmt::format("{} tokens, vocabulary {}, digest {:016x}\n", source->size(), source->vocabulary(),
-                          digest_of(*source));
+      text += fmt::format("{} tokens, vocabulary {}, digest {}\n", source->size(), source->vocabulary(),
+                          source->digest());
   if (given_batches_) {
     uint64_t digest = 0;
     for (int64_t step = 0; step < config_.schedule.steps; ++step)
@@ -205,6 +210,8 @@ void Trainer::go_on() {
         !checkpoints.empty()) {
       state = load_checkpoint(checkpoints.back(), model_->table());
       next_step_ = checkpoints.back().step;
+      if (!state.verified)
+        notes_.push_back("its checkpoint has no checksums (an older version wrote it): not verified");
     }
     std::error_code error;
     if (fs::exists(record_path(folder_, RecordFile::metrics), error)) {
