@@ -13,6 +13,7 @@
 #include <exception>
 #include <filesystem>
 #include <map>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,6 +43,15 @@ struct BoundSocket {
 // Free a moment ago; the system hands out others before it comes back to this one.
 inline int free_port() { return BoundSocket().port; }
 
+// As a launcher makes it for each job. A test has one for all of its jobs.
+inline const std::string& job_secret() {
+  static const std::string secret = [] {
+    std::random_device random;
+    return fmt::format("{:08x}{:08x}{:08x}{:08x}", random(), random(), random(), random());
+  }();
+  return secret;
+}
+
 inline Launch launch_of(int rank, int size, int port) {
   Launch launch;
   launch.by = Launch::By::environment;
@@ -49,6 +59,7 @@ inline Launch launch_of(int rank, int size, int port) {
   launch.size = launch.local_size = size;
   launch.address = "127.0.0.1";
   launch.port = port;
+  launch.secret = job_secret();
   return launch;
 }
 

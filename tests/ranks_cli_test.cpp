@@ -1,5 +1,6 @@
 // Ranks as processes of the program, started as launchers do: the same bits, and every way to end.
 #include <gtest/gtest.h>
+#include <ifaddrs.h>
 
 #include <csignal>
 #include <fstream>
@@ -8,6 +9,7 @@
 #include "base/whole_file.h"
 #include "rank_cases.h"
 #include "run_program.h"
+#include "training/secure_channel.h"
 #include "training/trainer.h"
 
 namespace evenkeel {
@@ -62,12 +64,14 @@ class RanksCli : public ::testing::Test {
   }
 
   using Variables = std::map<std::string, std::string>;
-  Process rank_of(int rank, int size, int port, const Words& words, Variables more = {}) const {
+  Process rank_of(int rank, int size, int port, const Words& words, Variables more = {},
+                  const std::string& output = "") const {
     more["RANK"] = std::to_string(rank);
     more["WORLD_SIZE"] = std::to_string(size);
-    more["MASTER_ADDR"] = "127.0.0.1";
+    more.emplace("MASTER_ADDR", "127.0.0.1");
     more["MASTER_PORT"] = std::to_string(port);
-    return Process(words, more, folder / fmt::format("rank-{}", rank));
+    more.emplace("EVENKEEL_SECRET", job_secret());
+    return Process(words, more, folder / (output.empty() ? fmt::format("rank-{}", rank) : output));
   }
   std::vector<Process> job(int size, const Words& words, const Variables& more = {}) const {
     std::vector<Process> ranks;
@@ -262,6 +266,204 @@ TEST_F(RanksCli, strangers_at_the_door_are_passed_over) {
   Process second = rank_of(1, 2, port, training("run", 5));
   EXPECT_EQ(first.wait(), 0) << first.err();
   EXPECT_EQ(second.wait(), 0) << second.err();
+}
+
+// --- the secret
+
+int connect_to(const std::string& address, int port) {
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<uint16_t>(port));
+  inet_pton(AF_INET, address.c_str(), &to.sin_addr);
+  const int number = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (connect(number, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0) return number;
+  close(number);
+  return -1;
+}
+int connect_when_it_listens(int port) {
+  for (int number;;)
+    if ((number = connect_to("127.0.0.1", port)) >= 0) return number;
+}
+
+// Stands between rank 1 and rank 0 and passes on every byte, but for one that it alters: byte `at` of what goes up (to
+// rank 0) or down on the `which`-th connection.
+class AlteringProxy {
+ public:
+  AlteringProxy(int port_of_first, int which, bool up, size_t at) {
+    listen(door_.number, 8);
+    thread_ = std::thread([=, this] {
+      for (int n = 0;;) {
+        const int caller = accept(door_.number, nullptr, nullptr);
+        if (caller < 0) return;
+        const int first = connect_to("127.0.0.1", port_of_first);
+        if (first < 0) {  // not there yet, or gone
+          close(caller);
+          continue;
+        }
+        for (const bool goes_up : {true, false})
+          streams_.emplace_back([=] {
+            pass(goes_up ? caller : first, goes_up ? first : caller, n == which && goes_up == up, at);
+          });
+        ++n;
+      }
+    });
+  }
+  ~AlteringProxy() {
+    shutdown(door_.number, SHUT_RDWR);
+    thread_.join();
+    for (std::thread& stream : streams_) stream.join();
+  }
+  int port() const { return door_.port; }
+
+ private:
+  static void pass(int from, int to, bool alters, size_t at) {
+    char bytes[4096];
+    size_t seen = 0;
+    for (ssize_t count; (count = read(from, bytes, sizeof bytes)) > 0; seen += static_cast<size_t>(count)) {
+      if (alters && at >= seen && at < seen + static_cast<size_t>(count)) bytes[at - seen] ^= 0x10;
+      for (ssize_t sent = 0, now; sent < count; sent += now)
+        if ((now = send(to, bytes + sent, static_cast<size_t>(count - sent), MSG_NOSIGNAL)) <= 0) break;
+    }
+    shutdown(to, SHUT_WR);
+  }
+  BoundSocket door_;
+  std::vector<std::thread> streams_;
+  std::thread thread_;
+};
+
+TEST_F(RanksCli, one_altered_byte_ends_the_job_on_both_ranks) {
+  struct Alteration {
+    const char* what;
+    int connection;
+    bool up;
+    size_t at;
+  };
+  constexpr size_t kHello = sizeof(Hello), kProof = sizeof(Digest);
+  const Alteration alterations[] = {
+      {"a rank's number as it calls", 0, true, 8},    {"its proof", 0, true, kHello + 3},
+      {"rank 0's challenge", 0, false, 12},           {"a header", 0, true, kHello + kProof + 4},
+      {"numbers for rank 0", 0, true, 20000},         {"numbers from rank 0", 0, false, 20001},
+      {"the hello of the alarm channel", 1, true, 20}};
+  // All at once: where ranks do not come together, rank 0 goes on waiting until its time is over.
+  std::vector<std::unique_ptr<AlteringProxy>> proxies;
+  std::vector<Process> ranks;
+  for (const Alteration& a : alterations) {
+    const int port = free_port();
+    const Words words = training(fmt::format("run-{}", proxies.size()), 30);
+    proxies.push_back(std::make_unique<AlteringProxy>(port, a.connection, a.up, a.at));
+    for (int r = 0; r < 2; ++r) {
+      Variables variables = {{"EVENKEEL_JOIN_SECONDS", "20"}};
+      const std::string output = fmt::format("rank-{}-{}", r, proxies.size());
+      ranks.push_back(rank_of(r, 2, r == 0 ? port : proxies.back()->port(), words, variables, output));
+    }
+  }
+  for (size_t n = 0; n < ranks.size(); ++n) {
+    Process& rank = ranks[n];
+    const char* const what = alterations[n / 2].what;
+    EXPECT_EQ(rank.wait(), 3) << what << rank.out();
+    EXPECT_NE(rank.err().find("authentication failed"), std::string::npos) << what << ": " << rank.err();
+    EXPECT_EQ((rank.out() + rank.err()).find(job_secret()), std::string::npos);
+  }
+}
+
+TEST_F(RanksCli, a_proxy_that_alters_nothing_is_no_harm) {
+  const int port = free_port();
+  AlteringProxy proxy(port, -1, true, 0);
+  std::vector<Process> ranks;
+  ranks.push_back(rank_of(0, 2, port, training("run", 5)));
+  ranks.push_back(rank_of(1, 2, proxy.port(), training("run", 5)));
+  expect_codes(ranks, 0);
+}
+
+TEST_F(RanksCli, strangers_take_no_seat_and_end_no_job) {
+  const int port = free_port();
+  Process first = rank_of(0, 2, port, training("run", 5));
+  std::vector<int> strangers;
+  Hello hello;  // as rank 1 would say it
+  hello.rank = 1;
+  hello.size = 2;
+  const std::string as_rank_1(reinterpret_cast<const char*>(&hello), sizeof hello);
+  hello.rank = 7;
+  hello.size = 9;
+  const std::string as_rank_7(reinterpret_cast<const char*>(&hello), sizeof hello);
+  for (const std::string& words : {std::string(), as_rank_1.substr(0, 20), as_rank_1, as_rank_1, as_rank_7,
+                                   as_rank_1 + std::string(sizeof(Digest), '\0'), std::string(5000, 'x')}) {
+    strangers.push_back(connect_when_it_listens(port));
+    EXPECT_GE(send(strangers.back(), words.data(), words.size(), MSG_NOSIGNAL), 0);
+  }
+  for (int n = 0; n < 100; ++n)
+    strangers.push_back(connect_when_it_listens(port));  // and more, who are silent
+  Process second = rank_of(1, 2, port, training("run", 5));
+  EXPECT_EQ(first.wait(), 0) << first.err();
+  EXPECT_EQ(second.wait(), 0) << second.err();
+  for (int stranger : strangers) close(stranger);
+}
+
+TEST_F(RanksCli, a_rank_with_another_secret_is_told_so_and_takes_no_seat) {
+  const int port = free_port();
+  const std::string other = "another secret of some length";
+  Process first = rank_of(0, 2, port, training("run", 5), {{"EVENKEEL_JOIN_SECONDS", "5"}});
+  Process second = rank_of(1, 2, port, training("run", 5), {{"EVENKEEL_SECRET", other}});
+  EXPECT_EQ(second.wait(), 3);
+  EXPECT_NE(second.err().find("rank 1: authentication failed"), std::string::npos) << second.err();
+  EXPECT_NE(second.err().find("EVENKEEL_SECRET must be the same on every rank"), std::string::npos);
+  EXPECT_EQ(first.wait(), 3);
+  EXPECT_NE(first.err().find("without these: 1; authentication failed for 1 who called"), std::string::npos)
+      << first.err();
+  for (const Process* rank : {&first, &second})
+    for (const std::string& secret : {job_secret(), other})
+      EXPECT_EQ((rank->out() + rank->err()).find(secret), std::string::npos);
+  EXPECT_FALSE(fs::exists(folder / "run"));
+}
+
+TEST_F(RanksCli, without_a_secret_only_ranks_of_one_machine_come_together) {
+  const std::string before = "unset EVENKEEL_SECRET; exec \"$@\"";
+  const auto without = [&](Words words) {
+    words.insert(words.begin(), {"sh", "-c", before, "sh"});
+    return words;
+  };
+  // 192.0.2.1 is of a network that is nobody's.
+  Process far = rank_of(0, 2, free_port(), without(training("far", 5)), {{"MASTER_ADDR", "192.0.2.1"}});
+  EXPECT_EQ(far.wait(), 3);
+  EXPECT_NE(far.err().find("expected a secret"), std::string::npos) << far.err();
+  EXPECT_NE(far.err().find("EVENKEEL_SECRET"), std::string::npos) << far.err();
+  Process open = rank_of(0, 2, free_port(), without(training("open", 5)), {{"EVENKEEL_LISTEN", "0.0.0.0"}});
+  EXPECT_EQ(open.wait(), 3);
+  EXPECT_NE(open.err().find("0.0.0.0: expected a secret"), std::string::npos) << open.err();
+
+  std::vector<Process> ranks =
+      job(2, without(training("near", 5)), {{"XDG_CONFIG_HOME", folder / "settings"}});
+  expect_codes(ranks, 0);
+  const fs::path file = folder / "settings" / "evenkeel" / "ranks.secret";
+  EXPECT_EQ(fs::status(file).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  EXPECT_GE(read_whole_file(file, 1000).size(), 64u);
+  EXPECT_EQ(std::distance(fs::directory_iterator(file.parent_path()), fs::directory_iterator()), 1);
+  fs::permissions(file, fs::perms::others_read, fs::perm_options::add);
+  Process careless =
+      rank_of(0, 2, free_port(), without(training("near-2", 5)), {{"XDG_CONFIG_HOME", folder / "settings"}});
+  EXPECT_EQ(careless.wait(), 3);
+  EXPECT_NE(careless.err().find("chmod 600"), std::string::npos) << careless.err();
+}
+
+TEST_F(RanksCli, rank_0_listens_only_where_it_is_called) {
+  std::string address;  // of this machine, but not loopback
+  ifaddrs* list = nullptr;
+  ASSERT_EQ(getifaddrs(&list), 0);
+  for (const ifaddrs* at = list; at; at = at->ifa_next) {
+    if (!at->ifa_addr || at->ifa_addr->sa_family != AF_INET) continue;
+    char text[INET_ADDRSTRLEN] = "";
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(at->ifa_addr)->sin_addr, text, sizeof text);
+    if (!std::string(text).starts_with("127.")) address = text;
+  }
+  freeifaddrs(list);
+  if (address.empty()) GTEST_SKIP() << "this machine has no address but loopback";
+  const int port = free_port();
+  Process first = rank_of(0, 2, port, training("run", 5), {{"MASTER_ADDR", address}});
+  int door = -1;
+  while ((door = connect_to(address, port)) < 0) {
+  }
+  close(door);
+  EXPECT_LT(connect_to("127.0.0.1", port), 0);
 }
 
 // A rank in the middle of something long is not waited for: it ends by itself when another one dies. The ranks are

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/stat.h>
 
 #include <barrier>
 #include <bit>
@@ -13,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/whole_file.h"
 #include "numerics/random.h"
 #include "rank_cases.h"
 #include "run_folder.h"
@@ -77,6 +79,30 @@ TEST(Launch, is_read_from_the_environment_of_each_launcher) {
     slurm["SLURM_STEP_NODELIST"] = list;
     EXPECT_EQ(launch_in(slurm).address, first) << list;
   }
+}
+
+TEST(Launch, takes_a_secret_from_the_environment_or_a_file) {
+  std::map<std::string, std::string> variables = {{"WORLD_SIZE", "2"}, {"RANK", "0"}};
+  EXPECT_EQ(launch_in(variables).secret, "");
+  variables["EVENKEEL_SECRET"] = "sixteen letters.";
+  EXPECT_EQ(launch_in(variables).secret, "sixteen letters.");
+  for (const char* shorter : {"", "fifteen letters"}) {
+    variables["EVENKEEL_SECRET"] = shorter;
+    EXPECT_THROW(launch_in(variables), DataError);
+  }
+  variables.erase("EVENKEEL_SECRET");
+  const ScratchFolder scratch("evenkeel-test");
+  const fs::path file = scratch.path() / "secret";
+  variables["EVENKEEL_SECRET_FILE"] = file;
+  EXPECT_THROW(launch_in(variables), DataError);  // none there
+  std::ofstream(file) << "a secret within a file\n";
+  fs::permissions(file, fs::perms::owner_read);
+  EXPECT_EQ(launch_in(variables).secret, "a secret within a file");
+  fs::permissions(file, fs::perms::group_read, fs::perm_options::add);
+  EXPECT_THROW(launch_in(variables), DataError);
+  fs::remove(file);
+  ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+  EXPECT_THROW(launch_in(variables), DataError);
 }
 
 TEST(Launch, refuses_what_cannot_be_meant) {

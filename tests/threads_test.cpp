@@ -1,6 +1,8 @@
 #include "base/threads.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <stdexcept>
@@ -58,6 +60,26 @@ TEST_P(Threads, TwoCallersAtOnce) {
   caller();
   other.join();
   EXPECT_EQ(count, 2000);
+}
+
+// A child of fork() has none of its parent's threads.
+TEST_P(Threads, AChildHasThreadsOfItsOwn) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizer allows no threads in a child";
+#endif
+  parallel_for(10, [](int64_t, int) {});
+  const pid_t child = fork();
+  if (child == 0) {
+    std::atomic<int> count = 0;
+    for (int n = 0; n < 3; ++n) parallel_for(100, [&](int64_t, int) { ++count; });
+    _exit(count == 300 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  std::atomic<int> count = 0;
+  parallel_for(100, [&](int64_t, int) { ++count; });
+  EXPECT_EQ(count, 100);
 }
 
 TEST(Background, TasksComeOneAfterTheOtherAndAreDoneInTheEnd) {

@@ -1,6 +1,7 @@
 // Token files, shards, text as tokens, and the offsets of batches.
 #include "training/token_file.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -153,6 +154,10 @@ TEST_F(TokenFiles, TextIsItsBytes) {
   write("text/empty.txt", "");
   fs::create_symlink("b.txt", folder_ / "text" / "link.txt");
   fs::create_symlink("..", folder_ / "text" / "loop");
+  fs::create_symlink("endless", folder_ / "text" / "endless");
+  write("text/runs/a/config.toml", "a run's own files are no text");
+  write("text/runs/a/metrics.jsonl", "{}");
+  fs::create_directories(folder_ / "text" / "runs" / "a" / "checkpoints");
   const TokenSource source = TokenSource::open((folder_ / "text").string());
   EXPECT_EQ(source.kind(), TokenKind::text);
   EXPECT_EQ(source.vocabulary(), 256);
@@ -164,11 +169,62 @@ TEST_F(TokenFiles, TextIsItsBytes) {
   EXPECT_EQ(files.binary, 1);
   EXPECT_EQ(find_text_files({(folder_ / "text").string()}, (folder_ / "text" / "a").string()).files.size(),
             2u);
-  // A file above the size of those that are copied is mapped; both ways give its bytes.
+  // A file above the size of those that are copied is read where it lies; both ways give its bytes.
   const std::string large(200001, 'x');
-  const TokenSource mapped = TokenSource::open(write("large.txt", large + "y"));
-  EXPECT_EQ(mapped.size(), 200002);
-  EXPECT_EQ(read_all(mapped).back(), 'y');
+  const TokenSource in_place = TokenSource::open(write("large.txt", large + "y"));
+  EXPECT_EQ(in_place.size(), 200002);
+  EXPECT_EQ(read_all(in_place).back(), 'y');
+}
+
+TEST_F(TokenFiles, AFileThatIsShortenedOrReplacedIsRefusedInWords) {
+  const std::string path = write("large.txt", std::string(200000, 'x'));
+  const TokenSource source = TokenSource::open(path);
+  fs::resize_file(path, 1000);
+  int32_t token = 0;
+  source.read(999, 1, &token);
+  EXPECT_EQ(token, 'x');
+  try {
+    source.read(1000, 1, &token);
+    ADD_FAILURE() << "expected a refusal";
+  } catch (const DataError& error) {
+    EXPECT_NE(std::string(error.what()).find("it was shortened"), std::string::npos) << error.what();
+  }
+  RandomAccessFile file(path);
+  file.close();  // as one of many: opened for each read
+  file.read_at(0, 1, &token);
+  fs::remove(path);
+  write("large.txt", std::string(1000, 'y'));
+  fs::rename(path, folder_ / "other");  // keeps its number, so that the next file has another
+  write("large.txt", std::string(1000, 'y'));
+  EXPECT_THROW(file.read_at(0, 1, &token), DataError);
+}
+
+TEST_F(TokenFiles, MoreFilesThanAProcessMayKeepOpen) {
+  std::string expected;
+  for (int n = 0; n < 300; ++n) {
+    const std::string text(70000, static_cast<char>('a' + n % 26));
+    write(fmt::format("many/{:03}.txt", n), text);
+    expected += text;
+  }
+  const std::vector<int32_t> tokens = read_all(TokenSource::open((folder_ / "many").string()));
+  EXPECT_TRUE(std::string(tokens.begin(), tokens.end()) == expected);
+}
+
+TEST_F(TokenFiles, ADigestIsOfTheTokensAlone) {
+  const std::string text(300000, 'a'), path = write("one/a.txt", text);
+  const std::string digest = TokenSource::open(path).digest();
+  EXPECT_EQ(digest.size(), 64u);
+  write("two/a.txt", text.substr(0, 100000));
+  write("two/b.txt", text.substr(100000));
+  EXPECT_EQ(TokenSource::open((folder_ / "two").string()).digest(), digest);
+  for (size_t at : {size_t{0}, size_t{150001}, text.size() - 1}) {
+    std::string changed = text;
+    changed[at] = 'b';
+    write("one/a.txt", changed);
+    EXPECT_NE(TokenSource::open(path).digest(), digest) << at;
+  }
+  write("one/a.txt", text);
+  EXPECT_EQ(TokenSource::open(path).digest(), digest);
 }
 
 TEST_F(TokenFiles, PathsThatAreNoFiles) {

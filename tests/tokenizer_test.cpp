@@ -328,6 +328,13 @@ TEST(BpeTrainer, LongWordsAreBounded) {
   RandomStream random({9, 0, 0});
   while (text.size() < 300000) text += static_cast<char>('a' + random.below(4));
   EXPECT_EQ(train(text, 2000).vocabulary(), 2000);
+  // Of 8 MB: found in parts, too. Looking for its end from every part would take minutes.
+  const std::string repeated = [] {
+    std::string part = "abcdefgh", all;
+    while (all.size() < (8 << 20)) all += part;
+    return all;
+  }();
+  EXPECT_EQ(train(repeated, 259).merges(), train(repeated.substr(0, 256 * 8), 259).merges());
 }
 
 // ----------------------------------------------------------------------------------------- encoding

@@ -104,6 +104,33 @@ TEST_F(TrainerTest, a_watcher_has_told_its_last_line_before_it_goes) {
   EXPECT_FALSE(lines[10].contains("told"));
 }
 
+// Another user may have made folders and links under any name that can be guessed.
+TEST_F(TrainerTest, a_replay_writes_through_nobody_elses_links) {
+  run_to_end(folder / "run", tiny());
+  const fs::path temporary = folder / "tmp", victim = folder / "victim";
+  std::ofstream(victim) << "precious";
+  for (int n = 0; n < 100; ++n) {
+    const fs::path guess = temporary / fmt::format("evenkeel-replay-{}-{}", getpid(), n);
+    fs::create_directories(guess);
+    for (const char* name : {"config.toml", "metrics.jsonl", "batches.bin"})
+      fs::create_symlink(victim, guess / name);
+  }
+  const char* const before = std::getenv("TMPDIR");
+  const std::string kept = before ? before : "";
+  setenv("TMPDIR", temporary.c_str(), 1);
+  const auto count = [&] {
+    return std::distance(fs::directory_iterator(temporary), fs::directory_iterator());
+  };
+  {
+    Replay replay(folder / "run", 5);
+    replay.run_to(6);
+    EXPECT_EQ(count(), 101);
+  }
+  EXPECT_EQ(count(), 100);
+  EXPECT_EQ(read_whole_file(victim, 100), "precious");
+  before ? setenv("TMPDIR", kept.c_str(), 1) : unsetenv("TMPDIR");
+}
+
 TEST_F(TrainerTest, the_same_bits_on_any_number_of_threads_and_from_recorded_batches) {
   const std::vector<float> once = run_to_end(folder / "a", tiny());
   const int threads = thread_count();

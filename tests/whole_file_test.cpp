@@ -393,6 +393,39 @@ TEST_F(WholeFile, FailingAnywhereTheFolderIsOldOrNew) {
       }
 }
 
+TEST_F(WholeFile, KilledAnywhereARemovedFolderIsWholeOrGone) {
+  const fs::path path = folder_ / "step-1";
+  int calls = 0;
+  for (bool finished = false; !finished; ++calls) {
+    put_folder(path, "old");
+    const int result = run_apart([&] {
+      failing_calls::arm(Fault::kill, calls);
+      remove_whole_folder(path);
+    });
+    ASSERT_TRUE(result == 0 || result == SIGKILL) << result;
+    finished = result == 0;
+    const std::string text = folder_text(path);
+    ASSERT_TRUE(text == "old" || text.empty()) << "after call " << calls << ": " << text;
+    remove_leftovers(folder_);
+    EXPECT_EQ(names_in(folder_), text.empty() ? Names{} : Names{"step-1"}) << "after call " << calls;
+  }
+  EXPECT_GE(calls, 3);
+}
+
+TEST_F(WholeFile, AScratchFolderIsPrivateAndGoes) {
+  fs::path path;
+  {
+    const ScratchFolder scratch("evenkeel-test"), other("evenkeel-test");
+    path = scratch.path();
+    EXPECT_NE(path, other.path());
+    EXPECT_EQ(fs::status(path).permissions(), fs::perms::owner_all);
+    put(path / "file", "text");
+    fs::create_directory_symlink(folder_, path / "link");
+  }
+  EXPECT_FALSE(fs::exists(path));
+  EXPECT_TRUE(fs::exists(folder_));
+}
+
 TEST_F(WholeFile, LeftoversOfTheLivingStay) {
   put(folder_ / ".file.1-0.partial", "of a killed writer");
   fs::create_directories(folder_ / ".step-3.77-2.partial" / "inner");

@@ -1,33 +1,50 @@
 #include "base/threads.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/error.h"
 
 namespace evenkeel {
 namespace {
 
 thread_local int current_worker = -1;  // >= 0 inside a parallel_for body
 
+// DataError, with words, where the system refuses.
+std::thread start_thread(std::function<void()> body) {
+  try {
+    return std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    throw DataError(fmt::format("cannot start a thread: {}", error.code().message()));
+  }
+}
+
 class Pool {
  public:
   explicit Pool(int count) {
-    for (int worker = 1; worker < count; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
-  }
-  ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      ending_ = true;
+    try {
+      for (int worker = 1; worker < count; ++worker)
+        threads_.push_back(start_thread([this, worker] { serve(worker); }));
+    } catch (const DataError& error) {
+      const size_t started = threads_.size();
+      end();  // those that did start wait for work, and must not outlive what they wait on
+      throw DataError(
+          fmt::format("expected to start {} threads, the system refused after {}: {}; --threads N sets "
+                      "fewer",
+                      count, started + 1, error.what()));
     }
-    wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
   }
+  ~Pool() { end(); }
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
 
@@ -51,6 +68,16 @@ class Pool {
   }
 
  private:
+  void end() {
+    {
+      std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
   void serve(int worker) {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
@@ -93,7 +120,22 @@ std::mutex pool_mutex;
 int wanted_threads = 0;
 std::shared_ptr<Pool> pool;
 
+// A child of fork() has one thread, and a pool whose threads are not there: left as it is, neither used nor destroyed.
+// The mutex is held over the fork, so that the child finds it in order.
+void handle_forks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    ::pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
+                     [] {
+                       new std::shared_ptr<Pool>(std::move(pool));
+                       current_worker = -1;
+                       pool_mutex.unlock();
+                     });
+  });
+}
+
 std::shared_ptr<Pool> current_pool() {
+  handle_forks();
   std::lock_guard lock(pool_mutex);
   if (wanted_threads == 0)
     wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -132,8 +174,8 @@ void Background::start(std::function<void()> task) {
   wait();
   {
     std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) thread_ = start_thread([this] { serve(); });  // waits for the mutex
     task_ = std::move(task);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
   }
   changed_.notify_all();
 }

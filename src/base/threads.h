@@ -16,8 +16,8 @@ int thread_count();
 void set_thread_count(int count);
 
 // body(item, worker) for every item in [0, items), in any order; worker in [0, thread_count()) names the
-// thread, for scratch memory. Returns when all are done; the first exception thrown is thrown again here.
-// A call from inside a body runs its items in order on that thread.
+// thread, for scratch memory. Returns when all are done; the first exception thrown is thrown again here (DataError where
+// threads cannot start). A call within a body runs its items in order on that thread. A child of fork() has its own pool.
 void parallel_for(int64_t items, const std::function<void(int64_t item, int worker)>& body);
 
 // One task at a time, beside whoever hands it over: what must not hold up the caller, in its order.

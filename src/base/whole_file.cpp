@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 #include <system_error>
 
@@ -365,6 +366,29 @@ std::vector<fs::path> remove_leftovers(const fs::path& folder) {
   }
   return handled;
 }
+
+void remove_whole_folder(const fs::path& folder) {
+  const FileDescriptor lock(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+  if (lock.valid()) try_lock(lock);
+  const fs::path dying = temporary_name(folder, kPartial);
+  if (::rename(folder.c_str(), dying.c_str()) != 0) return;
+  try {
+    sync_folder(folder_of(folder));  // before anything within goes, whatever ends the machine
+  } catch (const DataError&) {
+  }
+  remove_quietly(dying);
+}
+
+ScratchFolder::ScratchFolder(std::string_view prefix) {
+  std::error_code error;
+  const fs::path parent = fs::temp_directory_path(error);
+  require_data(!error, "TMPDIR: expected a folder for temporary files: {}", error.message());
+  std::string name = (parent / fmt::format("{}-XXXXXX", prefix)).string();
+  if (!::mkdtemp(name.data())) fail("{}: cannot make a folder for temporary files", parent.string());
+  path_ = name;
+}
+
+ScratchFolder::~ScratchFolder() { remove_quietly(path_); }  // links are removed, not what they point to
 
 AppendFile::AppendFile(const fs::path& path) : path_(path) {
   check_path(path);

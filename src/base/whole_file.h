@@ -113,6 +113,26 @@ class WholeFolderWriter {
 // its name where a writer was killed before the new one had it. Returns what was removed or given back.
 std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& folder);
 
+// Removes a folder under a temporary name: killed on the way, it leaves what remove_leftovers() finds, never half a
+// folder under its own name. Failures are ignored.
+void remove_whole_folder(const std::filesystem::path& folder);
+
+// A new folder for scratch files, removed with all it holds when this ends. Its name cannot be guessed and only this
+// user can enter it, so no other user can place links in it.
+class ScratchFolder {
+ public:
+  // In the system's folder for temporary files ($TMPDIR); the name begins with `prefix`.
+  explicit ScratchFolder(std::string_view prefix);
+  ~ScratchFolder();
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
 // A file that only grows, by whole records. One writer at a time; a second one is refused.
 class AppendFile {
  public:

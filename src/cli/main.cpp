@@ -1,6 +1,8 @@
 // The command `evenkeel`: picks the subcommand, turns exceptions into messages and exit codes.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -28,9 +30,18 @@ const cli::Command& find_command(const std::string& name) {
                                           cli::did_you_mean(name, names), fmt::join(names, ", ")));
 }
 
+// A standard stream that is closed leaves its number to the next file that is opened, and what is printed goes into that
+// file. Called before anything opens one. False: the system has no /dev/null.
+bool open_closed_streams() {
+  for (int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) != stream) return false;
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (!open_closed_streams()) return 3;
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with words, not a death
   const std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
   if (words.empty() || words[0] == "--help" || words[0] == "-h") {

@@ -133,7 +133,10 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
                  {"rows", sequences * rows}};
   for (const ProbeField& field : kProbeFields) {
     std::vector<double> values;
-    for (const HeadProbe& probe : probes) values.push_back(five_digits(probe.*field.value));
+    // In full where it is a sum with which a run that is resumed goes on.
+    const bool in_full = field.value == &HeadProbe::delta_error_running;
+    for (const HeadProbe& probe : probes)
+      values.push_back(in_full ? probe.*field.value : five_digits(probe.*field.value));
     record[std::string(field.name)] = heads_json(L, H, values);
   }
   Json& norms = record["norms"] = Json::object();

@@ -1,5 +1,6 @@
 #include "report/http_server.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -9,7 +10,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <deque>
 
@@ -58,11 +61,17 @@ bool is_loopback(const sockaddr* address) {
          IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
-// A page of another site may have its own name point here, and so ask as if it were ours: names are refused.
-bool is_loopback_host(const std::string& host) {
-  const bool numbers =
-      host.find_first_not_of("0123456789.") == std::string::npos;  // 127.0.0.1.example is a name
-  return host.empty() || host == "localhost" || (numbers && host.starts_with("127.")) || host == "[::1]";
+std::string lower_case(std::string text) {
+  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return text;
+}
+
+// An address, which nobody can have point elsewhere; 127.0.0.1.example is a name.
+bool is_number(const std::string& host) {
+  in6_addr unused;
+  if (host.starts_with('[') && host.ends_with(']'))
+    return ::inet_pton(AF_INET6, host.substr(1, host.size() - 2).c_str(), &unused) == 1;
+  return ::inet_pton(AF_INET, host.c_str(), &unused) == 1;
 }
 
 // "W/" and lists, as caches send them.
@@ -134,6 +143,9 @@ HttpServer::HttpServer(const std::string& address, int port, const Limits& limit
   address_ = bound.ss_family == AF_INET6 ? fmt::format("[{}]", host) : host;
   port_ = std::atoi(service);
   loopback_ = is_loopback(place);
+  char machine[HOST_NAME_MAX + 1] = "";
+  ::gethostname(machine, HOST_NAME_MAX);
+  names_ = {"localhost", lower_case(address), lower_case(machine)};
   int ends[2];
   const bool piped = ::pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0;
   require_data(piped, "cannot make a pipe: {}", std::strerror(errno));
@@ -142,6 +154,13 @@ HttpServer::HttpServer(const std::string& address, int port, const Limits& limit
 }
 
 HttpServer::~HttpServer() = default;
+
+bool HttpServer::accepts_host(const std::string& host) const {
+  if (loopback_)
+    return host.empty() || host == "localhost" || (is_number(host) && host.starts_with("127.")) ||
+           host == "[::1]";
+  return host.empty() || is_number(host) || std::find(names_.begin(), names_.end(), host) != names_.end();
+}
 
 std::string HttpServer::url() const { return fmt::format("http://{}:{}/", address_, port_); }
 
@@ -236,11 +255,18 @@ void HttpServer::accept_all(HttpClock::time_point now) {
     const int yes = 1;
     ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
     if (connections_.size() >= limits_.connections) {
-      auto longest = connections_.end();
-      for (auto at = connections_.begin(); at != connections_.end(); ++at)
-        if ((*at)->state != Connection::State::pending && (*at)->state != Connection::State::streaming &&
-            (longest == connections_.end() || (*at)->deadline < (*longest)->deadline))
-          longest = at;
+      auto longest = connections_.end(), oldest_stream = longest;
+      for (auto at = connections_.begin(); at != connections_.end(); ++at) {
+        const Connection& c = **at;
+        if (c.state == Connection::State::streaming) {
+          if (oldest_stream == connections_.end() || c.arrived < (*oldest_stream)->arrived)
+            oldest_stream = at;
+        } else if (c.state != Connection::State::pending) {
+          if (longest == connections_.end() || c.deadline < (*longest)->deadline) longest = at;
+        }
+      }
+      // A browser calls again when its stream ends; whoever only keeps seats taken loses them.
+      if (longest == connections_.end()) longest = oldest_stream;
       if (longest == connections_.end()) {
         constexpr std::string_view kFull =
             "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
@@ -287,8 +313,12 @@ void HttpServer::take(const HttpParse& parse, Connection& c, HttpClock::time_poi
   c.last = !c.request.keep_alive;
   if (c.request.method != "GET" && c.request.method != "HEAD")
     return refuse(c, 405, fmt::format("expected GET or HEAD, found {}", shown(c.request.method)), now);
-  if (loopback_ && !is_loopback_host(c.request.host))
-    return refuse(c, 421, fmt::format("expected the host localhost, found '{}'", shown(c.request.host)), now);
+  if (!accepts_host(c.request.host))
+    return refuse(c, 421,
+                  fmt::format("expected the host {}, found '{}'",
+                              loopback_ ? "localhost" : "as an address, or as --address names it",
+                              shown(c.request.host)),
+                  now);
   answer(c, now);
 }
 

@@ -31,8 +31,9 @@ struct HttpAnswer {
 class HttpServer {
  public:
   struct Limits {
-    size_t head_bytes = 8192;                     // of a request
-    size_t connections = 64;                      // at once; then the one whose time ends first must go
+    size_t head_bytes = 8192;  // of a request
+    size_t connections =
+        64;  // at once; then the one whose time ends first must go; without one, the oldest stream
     size_t unread_bytes = 1 << 16;                // that a reader of a stream may leave unread
     std::chrono::milliseconds head{10'000};       // for a whole request, from the end of the one before
     std::chrono::milliseconds stall{30'000};      // for taking some of an answer
@@ -50,6 +51,9 @@ class HttpServer {
   std::string url() const;  // "http://127.0.0.1:5335/"
   int port() const { return port_; }
   bool loopback() const { return loopback_; }  // reached from this machine alone
+  // Whether a request may name this host. A page of another site may have its own name point here and so ask as if it
+  // were ours, so that names are refused: but for the one that this server was given, and the machine's own.
+  bool accepts_host(const std::string& host) const;
 
   void run();   // until stop(); then every connection is closed
   void stop();  // from any thread or signal handler
@@ -73,7 +77,8 @@ class HttpServer {
 
   const Limits limits_;
   const Handler handler_;
-  std::string address_;  // as a URL has it
+  std::string address_;             // as a URL has it
+  std::vector<std::string> names_;  // lower case: hosts that are not numbers and may be asked for
   int port_ = 0;
   bool loopback_ = false;
   FileDescriptor listener_, wake_read_, wake_write_;

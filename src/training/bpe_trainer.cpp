@@ -233,7 +233,10 @@ BpeTrainer::~BpeTrainer() = default;
 void BpeTrainer::add(std::string_view text, int worker) {
   WordCounts& counts = *counts_.at(worker);
   for (size_t begin = 0, end; begin < text.size(); begin = end) {
-    end = std::min(word_end(text, begin), begin + kLongestCountedWord);
+    // Looked at no further than a counted word and a character more, or a word of n bytes would be read n / 256 times.
+    constexpr size_t kLook = kLongestCountedWord + 8;
+    end = std::min(word_end(text.substr(0, std::min(text.size(), begin + kLook)), begin),
+                   begin + kLongestCountedWord);
     counts.add(text.substr(begin, end - begin), 1);
   }
 }

@@ -6,8 +6,11 @@
 #include <charconv>
 #include <map>
 #include <span>
+#include <sstream>
 
+#include "base/digest.h"
 #include "base/error.h"
+#include "base/random_access_file.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
 #include "numerics/format.h"
@@ -69,6 +72,43 @@ int64_t read_integer(const Safetensors& file, const fs::path& path, const std::s
   return value;
 }
 
+constexpr const char* kChecksums = "checksums.txt";
+
+std::string checksum_of(const fs::path& path) {
+  const RandomAccessFile file(path);
+  return to_hex(digest_in_blocks(
+      file.size(), [&](uint64_t offset, size_t count, std::byte* to) { file.read_at(offset, count, to); }));
+}
+
+// The checksums beside a file, by name; none where there are none.
+std::map<std::string, std::string> read_checksums(const fs::path& folder) {
+  std::map<std::string, std::string> found;
+  const fs::path path = folder / kChecksums;
+  std::error_code error;
+  if (!fs::exists(path, error)) return found;
+  std::istringstream lines(read_regular_file(path, 1 << 16));
+  for (std::string checksum, name; lines >> checksum >> name;) found[name] = checksum;
+  return found;
+}
+
+// False: nothing says what it should be.
+bool verify(const fs::path& path) {
+  const auto checksums = read_checksums(path.parent_path());
+  const auto expected = checksums.find(path.filename().string());
+  if (expected == checksums.end()) {
+    require_data(checksums.empty(), "{}: expected a line for it in {}, found none", path.string(),
+                 kChecksums);
+    return false;
+  }
+  const std::string found = checksum_of(path);
+  require_data(
+      found == expected->second,
+      "{}: expected the checksum {:.16}... that {} holds, found {:.16}...: the file was damaged or changed "
+      "after it was written; an older checkpoint may be whole",
+      path.string(), expected->second, kChecksums, found);
+  return true;
+}
+
 }  // namespace
 
 std::vector<Checkpoint> find_checkpoints(const fs::path& folder) {
@@ -95,6 +135,10 @@ void save_checkpoint(const fs::path& folder, int64_t step, const ParameterTable&
   write_buffers(writer.folder() / "optimizer.safetensors", table,
                 {{"first.", state.first}, {"second.", state.second}},
                 {{"step", step_text}, {"applied", fmt::format("{}", state.applied)}});
+  std::string checksums;
+  for (const char* name : {"model.safetensors", "optimizer.safetensors"})
+    checksums += fmt::format("{}  {}\n", checksum_of(writer.folder() / name), name);
+  write_whole_file(writer.folder() / kChecksums, checksums);
   writer.commit();
 }
 
@@ -106,6 +150,7 @@ TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable
     require_data(read_integer(*file, *path, "step") == checkpoint.step, "{}: expected step {}, found {}",
                  path->string(), checkpoint.step, read_integer(*file, *path, "step"));
   TrainingState state;
+  state.verified = verify(weights) && verify(states);
   read_buffer(weights_file, table, "", state.parameters);
   read_buffer(states_file, table, "first.", state.first);
   read_buffer(states_file, table, "second.", state.second);
@@ -113,8 +158,9 @@ TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable
   return state;
 }
 
-void load_weights(const fs::path& path, Gpt2& model) {
+bool load_weights(const fs::path& path, Gpt2& model) {
   const Safetensors file(path);
+  const bool verified = verify(path);
   std::vector<float> parameters(static_cast<size_t>(model.table().size()));
   for (const ParameterTensor& tensor : model.table().tensors()) {
     const StoredTensor* stored = file.find(tensor.name);
@@ -140,6 +186,7 @@ void load_weights(const fs::path& path, Gpt2& model) {
     for (size_t n = 0; n < count; ++n) to[n] = decode(half ? kFp16 : kBf16, codes[n]);
   }
   model.write_parameters(parameters);
+  return verified;
 }
 
 void save_weights(const fs::path& path, const Gpt2& model) {

@@ -1,5 +1,5 @@
-// Checkpoints: a folder step-N with model.safetensors and optimizer.safetensors, written whole or not at all. Weights
-// have Hugging Face's names and shapes for GPT-2, so that its loaders take them.
+// Checkpoints: a folder step-N with model.safetensors, optimizer.safetensors and checksums.txt (a digest and a name a
+// line), written whole or not at all. Weights have Hugging Face's names and shapes for GPT-2, so that its loaders take them.
 #pragma once
 
 #include <filesystem>
@@ -22,15 +22,17 @@ std::vector<Checkpoint> find_checkpoints(const std::filesystem::path& folder);
 struct TrainingState {
   std::vector<float> parameters, first, second;  // (table.size()) each; of the optimiser: first and second
   int64_t applied = 0;                           // steps of the optimiser
+  bool verified = false;                         // by checksums, which checkpoints of older versions lack
 };
 void save_checkpoint(const std::filesystem::path& folder, int64_t step, const ParameterTable& table,
                      const TrainingState& state);
-// DataError: what in the files does not fit the model.
+// DataError: what in the files does not fit the model, or is not as it was written.
 TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable& table);
 
 // Weights alone, from any file with Hugging Face's names (with or without "transformer." before them); F32, F16 and
-// BF16. What GPT-2's files have besides (masks) is passed over; what the model needs and is not there is a DataError.
-void load_weights(const std::filesystem::path& file, Gpt2& model);
+// BF16. What GPT-2's files have besides (masks) is passed over; what the model needs and is not there is a DataError. So is
+// a checkpoint's file that is not as it was written. False: there is no checksum to verify it by.
+bool load_weights(const std::filesystem::path& file, Gpt2& model);
 void save_weights(const std::filesystem::path& file, const Gpt2& model);
 
 }  // namespace evenkeel

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "training/job_secret.h"
 
 namespace evenkeel {
 namespace {
@@ -85,6 +86,8 @@ Launch find_launch(const std::function<const char*(const char*)>& get) {
     launch.port = kFirst + environment.number("SLURM_JOB_ID", 0, 1 << 30, 0) % kPorts;
   }
   if (launch.by == Launch::By::nobody) return launch;
+  launch.secret = secret_of_environment(get);
+  launch.listen = environment.text("EVENKEEL_LISTEN");
   if (environment.has("MASTER_ADDR")) launch.address = environment.text("MASTER_ADDR");
   if (environment.has("MASTER_PORT")) {
     launch.port = environment.number("MASTER_PORT", 1, kMostPorts);

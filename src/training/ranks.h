@@ -27,9 +27,12 @@ struct Launch {
   int local_rank = 0, local_size = 1;  // on this machine
   std::string address;                 // where rank 0 can be reached; empty: not said
   int port = 0;
+  std::string listen;  // where rank 0 listens; empty: at `address`
+  std::string secret;  // job_secret.h; empty: none was set
 };
 // Of OMPI_COMM_WORLD_*; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; SLURM_* (within
-// srun). `environment` is std::getenv. DataError on numbers that cannot be meant.
+// srun); and EVENKEEL_SECRET, EVENKEEL_SECRET_FILE and EVENKEEL_LISTEN. `environment` is std::getenv. DataError on numbers
+// that cannot be meant.
 Launch find_launch(const std::function<const char*(const char*)>& environment);
 
 // A DataError of these calls names the rank that ended the job, and its cause.
@@ -44,7 +47,8 @@ class Link {
   virtual void abort(const std::string& cause, int code) noexcept = 0;
 };
 // A star around rank 0. Ranks that end without a word are noticed at once (by a machine that is gone, in half a
-// minute), also in the middle of a step. DataError where the ranks do not come together.
+// minute), also in the middle of a step. DataError where the ranks do not come together, or where what one of them
+// receives is not what another one sent.
 std::unique_ptr<Link> connect_tcp(const Launch& launch);
 // DataError where libevenkeel_mpi.so is not there or does not load.
 std::unique_ptr<Link> connect_mpi(const Launch& launch);

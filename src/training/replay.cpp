@@ -1,9 +1,6 @@
 #include "training/replay.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 
 #include "base/error.h"
 #include "base/whole_file.h"
@@ -12,11 +9,6 @@ namespace evenkeel {
 namespace {
 
 namespace fs = std::filesystem;
-
-fs::path scratch_folder() {
-  static std::atomic<int> count = 0;
-  return fs::temp_directory_path() / fmt::format("evenkeel-replay-{}-{}", getpid(), count++);
-}
 
 // Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. That
 // the data is still the same is another matter.
@@ -61,37 +53,31 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
 
 Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend,
                const std::function<void(RunConfig&)>& change)
-    : scratch_(scratch_folder()) {
+    : scratch_("evenkeel-replay") {
   RunConfig config = config_of_run(run);
   check_batches(run, config, step);
   config.checkpoint_every = config.keep_every = config.validate_every = config.probe_every = 0;
   config.guard = GuardMode::off;
   config.divergence = 0;  // a replay goes where the run went
   if (change) change(config);
+  const fs::path& folder = scratch_.path();
   try {
-    fs::create_directories(scratch_ / "checkpoints");
+    fs::create_directories(folder / "checkpoints");
     fs::copy_file(run / "batches.bin",
-                  scratch_ / "batches.bin");  // its steps before the checkpoint are needed
-    write_config_of_run(scratch_, config);
+                  folder / "batches.bin");  // its steps before the checkpoint are needed
     const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
     const Checkpoint* newest = nullptr;
     for (const Checkpoint& c : checkpoints)
       if (c.step <= step) newest = &c;
     if (newest)
       fs::create_directory_symlink(fs::absolute(newest->folder),
-                                   scratch_ / "checkpoints" / newest->folder.filename());
-    trainer_ = Trainer::resume(scratch_, backend);
-  } catch (...) {
-    std::error_code error;
-    fs::remove_all(scratch_, error);
-    throw;
+                                   folder / "checkpoints" / newest->folder.filename());
+  } catch (const fs::filesystem_error& failure) {
+    throw DataError(fmt::format("{}: cannot be made a replay of {}: {}", folder.string(), run.string(),
+                                failure.code().message()));
   }
-}
-
-Replay::~Replay() {
-  trainer_.reset();
-  std::error_code error;
-  fs::remove_all(scratch_, error);  // links are removed, not what they point to
+  write_config_of_run(folder, config);
+  trainer_ = Trainer::resume(folder, backend);
 }
 
 void Replay::run_to(int64_t step, const std::function<void()>& done) {

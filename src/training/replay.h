@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 
+#include "base/whole_file.h"
 #include "training/trainer.h"
 
 namespace evenkeel {
@@ -24,7 +25,6 @@ class Replay {
   // the run never came to that step, or where its data no longer gives the batches that it recorded.
   Replay(const std::filesystem::path& run, int64_t step, std::optional<Backend> backend = {},
          const std::function<void(RunConfig&)>& change = {});
-  ~Replay();
   Replay(const Replay&) = delete;
   Replay& operator=(const Replay&) = delete;
 
@@ -33,7 +33,7 @@ class Replay {
   void run_to(int64_t step, const std::function<void()>& done = {});
 
  private:
-  std::filesystem::path scratch_;
+  ScratchFolder scratch_;  // outlives the trainer, which writes there
   std::unique_ptr<Trainer> trainer_;
 };
 

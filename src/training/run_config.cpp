@@ -58,6 +58,7 @@ void walk(Walker& w, RunConfig& c) {
   walk_model(w, c);
   w.table("data");
   w.key("train", c.data, {"token file, shards, text file or folder of text", "--data", "PATH"});
+  w.key("digest", c.data_digest, {"of the tokens: others are refused; none: not checked, and recorded"});
   w.key("validation", c.validation,
         {"the same for validation; none: the validation files beside the data", "--validation", "PATH"});
   w.key("batches", c.batches,
@@ -498,6 +499,7 @@ const std::vector<Setting>& run_settings() {
 }
 
 void set_run_setting(RunConfig& config, std::string_view key, std::string_view value) {
+  if (key == "data.train") config.data_digest.clear();  // which is of what was named before
   Setter setter(key, value);
   walk(setter, config);
   require(setter.found(), "unknown setting '{}'{}: expected one that `evenkeel train --help` lists",
@@ -505,6 +507,8 @@ void set_run_setting(RunConfig& config, std::string_view key, std::string_view v
 }
 
 void read_run_config(const TomlTable& table, RunConfig& config) {
+  if (const TomlValue* data = table.find("data"); data && data->table().find("train"))
+    config.data_digest.clear();  // which is of what was named before
   Reader reader(table);
   walk(reader, config);
   std::string unknown;
@@ -518,7 +522,7 @@ void read_run_config(const TomlTable& table, RunConfig& config) {
 
 void read_run_config(const std::filesystem::path& file, RunConfig& config) {
   constexpr size_t kLargest = 1 << 20;  // bytes
-  read_run_config(parse_toml(read_whole_file(file, kLargest), file.string()), config);
+  read_run_config(parse_toml(read_regular_file(file, kLargest), file.string()), config);
 }
 
 TomlTable to_toml_table(const RunConfig& config) {

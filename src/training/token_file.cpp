@@ -5,11 +5,15 @@
 #include <cctype>
 #include <cstring>
 #include <filesystem>
+#include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "base/threads.h"
 #include "numerics/random.h"
+#include "records/schema.h"
 
 namespace evenkeel {
 namespace {
@@ -20,10 +24,12 @@ static_assert(std::endian::native == std::endian::little, "token files are littl
 
 constexpr size_t kLargestCopiedFile = 1 << 16;
 constexpr size_t kBinaryProbe = 8 << 10;
+constexpr size_t kLargestMeta = 1 << 24;  // bytes of meta.json
 constexpr int64_t kTokenBytes = sizeof(uint16_t);
 
 constexpr int32_t kLlmcMagic = 20240520, kLlmcVersion = 1;
 constexpr int64_t kLlmcHeaderInts = 256, kLlmcHeaderBytes = kLlmcHeaderInts * sizeof(int32_t);
+static_assert(kLlmcHeaderBytes <= kTokenHeadBytes);
 
 bool is_binary(std::string_view text) {
   return text.substr(0, kBinaryProbe).find('\0') != std::string_view::npos;
@@ -41,14 +47,23 @@ auto on_files(Function&& f) {
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-// All regular files below a folder: not hidden, no links.
+// As the trainer makes it, from the beginning on.
+bool is_run_folder(const fs::path& folder) {
+  std::error_code error;
+  return fs::exists(record_path(folder, RecordFile::config), error) &&
+         fs::is_directory(folder / "checkpoints", error);
+}
+
+// All regular files below a folder: not hidden, no links, nothing of a run.
 void collect_files(const fs::path& folder, const fs::path& except, std::vector<std::string>& found) {
   for (auto entry = fs::recursive_directory_iterator(folder); entry != fs::recursive_directory_iterator();
        ++entry) {
-    const bool is_folder = entry->is_directory() && !entry->is_symlink();
-    if (is_hidden(entry->path()) || (is_folder && !except.empty() && fs::equivalent(entry->path(), except))) {
+    const fs::file_type type = entry->symlink_status().type();  // of a link itself: it may lead nowhere
+    const bool is_folder = type == fs::file_type::directory;
+    if (is_hidden(entry->path()) || (is_folder && is_run_folder(entry->path())) ||
+        (is_folder && !except.empty() && fs::equivalent(entry->path(), except))) {
       if (is_folder) entry.disable_recursion_pending();
-    } else if (entry->is_regular_file() && !entry->is_symlink()) {
+    } else if (type == fs::file_type::regular) {
       found.push_back(entry->path().string());
     }
   }
@@ -93,7 +108,8 @@ template <class Predicate>
 std::vector<std::string> files_in(const fs::path& folder, Predicate&& wanted) {
   std::vector<std::string> found;
   for (const auto& entry : fs::directory_iterator(folder))
-    if (!is_hidden(entry.path()) && wanted(entry.path()) && entry.is_regular_file())
+    if (std::error_code error;
+        !is_hidden(entry.path()) && wanted(entry.path()) && entry.is_regular_file(error))
       found.push_back(entry.path().string());
   std::sort(found.begin(), found.end());
   return found;
@@ -101,12 +117,18 @@ std::vector<std::string> files_in(const fs::path& folder, Predicate&& wanted) {
 
 }  // namespace
 
-TokenSource::FileBytes::FileBytes(const std::string& path) {
-  MappedFile mapped{path};
-  if (mapped.text().size() > kLargestCopiedFile)
-    mapped_ = std::move(mapped);
+TokenSource::FileBytes::FileBytes(const std::string& path) : file_(path) {
+  if (file_.size() > kLargestCopiedFile) return;
+  copied_.resize(file_.size());
+  file_.read_at(0, copied_.size(), copied_.data());
+  file_.close();
+}
+
+void TokenSource::FileBytes::read_at(int64_t offset, size_t count, std::byte* to) const {
+  if (copied_.empty())
+    file_.read_at(static_cast<uint64_t>(offset), count, to);
   else
-    copied_ = mapped.text();
+    std::memcpy(to, copied_.data() + offset, count);
 }
 
 TextFiles find_text_files(const std::vector<std::string>& paths, const std::string& except) {
@@ -123,12 +145,13 @@ TextFiles find_text_files(const std::vector<std::string>& paths, const std::stri
       std::sort(found.begin(), found.end());
       for (std::string& file : found) {
         require_data(fs::is_regular_file(file), "{}: expected a regular file or a folder", file);
-        if (is_binary(MappedFile(file).text())) {
+        const RandomAccessFile opened(file);
+        std::string head(std::min<size_t>(opened.size(), kBinaryProbe), '\0');
+        opened.read_at(0, head.size(), head.data());
+        if (is_binary(head))
           ++result.binary;
-          continue;
-        }
-        const auto bytes = static_cast<int64_t>(fs::file_size(file));
-        result.files.push_back({std::move(file), bytes});
+        else
+          result.files.push_back({std::move(file), static_cast<int64_t>(opened.size())});
       }
     }
     return result;
@@ -148,7 +171,10 @@ const char* name(TokenKind kind) {
 }
 
 TokenLayout token_layout(std::string_view bytes, std::string_view file) {
-  const auto size = static_cast<int64_t>(bytes.size());
+  return token_layout(bytes, static_cast<int64_t>(bytes.size()), file);
+}
+
+TokenLayout token_layout(std::string_view bytes, int64_t size, std::string_view file) {
   const auto header_int = [&](size_t index) {
     int32_t value;
     std::memcpy(&value, bytes.data() + index * sizeof value, sizeof value);
@@ -234,7 +260,7 @@ TokenSource TokenSource::open_text(const std::string& path) {
   const TextFiles text = find_text_files({path});
   for (const TextFile& file : text.files) {
     FileBytes bytes(file.path);
-    const auto size = static_cast<int64_t>(bytes.text().size());
+    const int64_t size = bytes.size();
     if (size > 0) source.add(file.path, std::move(bytes), 0, size);
   }
   require_data(source.size_ > 0,
@@ -248,14 +274,16 @@ TokenSource TokenSource::open_token_files(const std::vector<std::string>& paths)
   TokenSource source;
   for (const std::string& path : paths) {
     FileBytes bytes(path);
-    const TokenLayout layout = token_layout(bytes.text(), path);
+    std::string head(std::min(kTokenHeadBytes, static_cast<size_t>(bytes.size())), '\0');
+    bytes.read_at(0, head.size(), reinterpret_cast<std::byte*>(head.data()));
+    const TokenLayout layout = token_layout(head, bytes.size(), path);
     if (source.segments_.empty()) source.kind_ = layout.kind;
     require_data(layout.kind == source.kind_, "{}: expected {} as in {}, found {}", path, name(source.kind_),
                  paths[0], name(layout.kind));
     source.add(path, std::move(bytes), layout.first_byte, layout.tokens);
     const fs::path meta_path = fs::path(path).parent_path() / "meta.json";
     if (!fs::exists(meta_path)) continue;
-    const TokenMeta meta = parse_token_meta(MappedFile(meta_path).text(), meta_path.string());
+    const TokenMeta meta = parse_token_meta(read_regular_file(meta_path, kLargestMeta), meta_path.string());
     for (const auto& [file, tokens] : meta.files) {
       if (file != fs::path(path).filename().string()) continue;
       require_data(tokens == layout.tokens,
@@ -274,50 +302,73 @@ void TokenSource::add(std::string path, FileBytes bytes, int64_t first_byte, int
 }
 
 int32_t TokenSource::largest_token() const {
-  constexpr int64_t kBlock = 1 << 22;
-  std::vector<int32_t> largest(thread_count());
-  for (const Segment& segment : segments_)
-    parallel_for((segment.tokens + kBlock - 1) / kBlock, [&](int64_t block, int worker) {
-      const int64_t begin = block * kBlock, end = std::min(segment.tokens, begin + kBlock);
-      const char* bytes = segment.bytes.text().data() + segment.first_byte;
-      uint16_t most = 0;
-      for (int64_t i = begin; i < end; ++i) {
-        uint16_t token;
-        std::memcpy(&token, bytes + i * kTokenBytes, sizeof token);
-        most = std::max(most, token);
-      }
-      largest[worker] = std::max<int32_t>(largest[worker], most);
-    });
+  constexpr int64_t kBlock = 1 << 20;  // tokens
+  std::vector<int32_t> largest(static_cast<size_t>(thread_count()));
+  std::vector<std::vector<uint16_t>> buffers(largest.size());
+  parallel_for((size_ + kBlock - 1) / kBlock, [&](int64_t block, int worker) {
+    const int64_t begin = block * kBlock, end = std::min(size_, begin + kBlock);
+    std::vector<uint16_t>& tokens = buffers[static_cast<size_t>(worker)];
+    tokens.resize(static_cast<size_t>(end - begin));
+    const auto bytes = std::as_writable_bytes(std::span(tokens));
+    read_bytes(static_cast<uint64_t>(begin * kTokenBytes), bytes.size(), bytes.data());
+    for (uint16_t token : tokens)
+      largest[static_cast<size_t>(worker)] = std::max<int32_t>(largest[static_cast<size_t>(worker)], token);
+  });
   return *std::max_element(largest.begin(), largest.end());
+}
+
+std::vector<TokenSource::Segment>::const_iterator TokenSource::segment_at(int64_t token) const {
+  return std::upper_bound(segments_.begin(), segments_.end(), token,
+                          [](int64_t at, const Segment& s) { return at < s.begin; }) -
+         1;
+}
+
+void TokenSource::read_bytes(uint64_t offset, size_t count, std::byte* to) const {
+  const auto width = static_cast<uint64_t>(token_bytes());
+  for (auto segment = segment_at(static_cast<int64_t>(offset / width)); count > 0; ++segment) {
+    const uint64_t within = offset - static_cast<uint64_t>(segment->begin) * width;
+    const auto taken = static_cast<size_t>(
+        std::min<uint64_t>(count, static_cast<uint64_t>(segment->tokens) * width - within));
+    segment->bytes.read_at(segment->first_byte + static_cast<int64_t>(within), taken, to);
+    offset += taken;
+    count -= taken;
+    to += taken;
+  }
 }
 
 void TokenSource::read(int64_t offset, int64_t count, int32_t* out) const {
   require(offset >= 0 && count >= 0 && offset <= size_ && count <= size_ - offset,
           "[tokens] expected a range within {} tokens, got {} from {} on", size_, count, offset);
-  auto segment = std::upper_bound(segments_.begin(), segments_.end(), offset,
-                                  [](int64_t at, const Segment& s) { return at < s.begin; });
-  if (count > 0) --segment;
-  for (; count > 0; ++segment) {
-    const int64_t begin = offset - segment->begin, taken = std::min(count, segment->tokens - begin);
-    const char* bytes = segment->bytes.text().data() + segment->first_byte;
-    if (kind_ == TokenKind::text) {
-      for (int64_t i = 0; i < taken; ++i) out[i] = static_cast<uint8_t>(bytes[begin + i]);
-    } else {
-      int32_t largest = 0;
-      for (int64_t i = 0; i < taken; ++i) {
-        uint16_t token;
-        std::memcpy(&token, bytes + (begin + i) * kTokenBytes, sizeof token);
-        out[i] = token;
-        largest = std::max(largest, out[i]);
-      }
-      require_data(largest < vocabulary_,
-                   "{}: expected tokens below {}, the vocabulary of meta.json, found {}", segment->path,
-                   vocabulary_, largest);
-    }
-    offset += taken;
-    count -= taken;
-    out += taken;
+  if (count == 0) return;
+  std::vector<std::byte> bytes(static_cast<size_t>(count * token_bytes()));
+  read_bytes(static_cast<uint64_t>(offset * token_bytes()), bytes.size(), bytes.data());
+  if (kind_ == TokenKind::text) {
+    for (int64_t i = 0; i < count; ++i) out[i] = std::to_integer<uint8_t>(bytes[static_cast<size_t>(i)]);
+    return;
   }
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t token;
+    std::memcpy(&token, bytes.data() + i * kTokenBytes, sizeof token);
+    out[i] = token;
+    require_data(out[i] < vocabulary_, "{}: expected tokens below {}, the vocabulary of meta.json, found {}",
+                 segment_at(offset + i)->path, vocabulary_, out[i]);
+  }
+}
+
+std::string TokenSource::digest() const {
+  static std::mutex mutex;
+  static std::map<std::string, std::string> known;  // by identities
+  std::string identity = name(kind_);
+  for (const Segment& segment : segments_) identity += "\n" + segment.bytes.identity();
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = known.find(identity); found != known.end()) return found->second;
+  }
+  const Digest digest = digest_in_blocks(
+      static_cast<uint64_t>(size_ * token_bytes()),
+      [this](uint64_t offset, size_t count, std::byte* to) { read_bytes(offset, count, to); });
+  const std::lock_guard lock(mutex);
+  return known[identity] = to_hex(digest);
 }
 
 std::vector<std::string> TokenSource::files() const {

@@ -2,7 +2,7 @@
 //   nanoGPT's files   headerless uint16, little-endian                         train.bin, val.bin
 //   llm.c's shards    256 int32 (20240520, 1, count, zeros), then count uint16  *.bin
 //   text              any file or folder as it is: the byte vocabulary
-// Files are mapped into memory: do not shorten one while it is read.
+// A file that is shortened while it is read causes a DataError.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,13 @@
 #include <string_view>
 #include <vector>
 
-#include "base/whole_file.h"
+#include "base/random_access_file.h"
 
 namespace evenkeel {
 
 // The text files that paths stand for: a file itself, of a folder all files below it, in the order of their
-// paths as bytes. In folders, hidden names, links and binary files (a NUL among the first 8 KiB) are left out.
+// paths as bytes. In folders, hidden names, links, binary files (a NUL among the first 8 KiB) and the folders of runs
+// are left out: a run's own records never become its text.
 struct TextFile {
   std::string path;
   int64_t bytes;
@@ -37,6 +38,9 @@ struct TokenLayout {
   int64_t first_byte, tokens;
 };
 TokenLayout token_layout(std::string_view bytes, std::string_view file);
+// The same from the first kTokenHeadBytes of a file, or all of it where it is shorter.
+inline constexpr size_t kTokenHeadBytes = 1024;
+TokenLayout token_layout(std::string_view head, int64_t file_size, std::string_view file);
 
 // meta.json next to token files, as `evenkeel data prepare` writes it: the size of the vocabulary, and how many
 // tokens each file has.
@@ -63,16 +67,21 @@ class TokenSource {
   // Tokens [offset, offset + count). DataError on a token outside of the vocabulary that meta.json promised.
   void read(int64_t offset, int64_t count, int32_t* out) const;
   std::vector<std::string> files() const;
+  // Of all tokens, in hexadecimal digits: the same tokens have the same, however they are shared among files. Reads
+  // everything, once in a process as long as no file changes.
+  std::string digest() const;
 
  private:
-  // Mapped, or copied where they are few: maps are a scarce resource, and folders of text have many files.
+  // Read where they lie, or copied where they are few: folders of text have many files.
   class FileBytes {
    public:
     explicit FileBytes(const std::string& path);
-    std::string_view text() const { return mapped_ ? mapped_->text() : std::string_view(copied_); }
+    int64_t size() const { return static_cast<int64_t>(file_.size()); }
+    const std::string& identity() const { return file_.identity(); }
+    void read_at(int64_t offset, size_t count, std::byte* to) const;
 
    private:
-    std::optional<MappedFile> mapped_;
+    RandomAccessFile file_;
     std::string copied_;
   };
   struct Segment {
@@ -86,6 +95,10 @@ class TokenSource {
   static TokenSource open_text(const std::string& path);
   void add(std::string path, FileBytes bytes, int64_t first_byte, int64_t tokens);
   int32_t largest_token() const;
+  int64_t token_bytes() const { return kind_ == TokenKind::text ? 1 : 2; }
+  // Bytes of the tokens as they lie in the files, those of all files in one sequence.
+  void read_bytes(uint64_t offset, size_t count, std::byte* to) const;
+  std::vector<Segment>::const_iterator segment_at(int64_t token) const;
 
   TokenKind kind_ = TokenKind::text;
   std::vector<Segment> segments_;

@@ -42,21 +42,6 @@ void check_share(const RunConfig& config, const Ranks& ranks) {
           config.accumulate, size);
 }
 
-// Of tokens here and there: enough to tell one file from another, in no time.
-uint64_t digest_of(const TokenSource& source) {
-  constexpr int64_t kSamples = 4096, kTokens = 16;
-  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a
-  int32_t tokens[kTokens];
-  const int64_t places = std::max<int64_t>(1, source.size() - kTokens),
-                count = std::min(kTokens, source.size());
-  for (int64_t n = 0; n < std::min(kSamples, places); ++n) {
-    source.read(static_cast<int64_t>(static_cast<double>(places) * static_cast<double>(n) / kSamples), count,
-                tokens);
-    for (int64_t t = 0; t < count; ++t) digest = (digest ^ static_cast<uint64_t>(tokens[t])) * 0x100000001b3;
-  }
-  return digest;
-}
-
 }  // namespace
 
 std::optional<Finding> DivergenceWatch::see(int64_t step, double loss) {
@@ -187,6 +172,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
         given_batches_->shape().source_size);
   }
 
+  check_data(fresh);
   if (ranks_->size() > 1) {
     ranks_->agree("settings and tokens", description());
     if (device_memory_) ranks_->use_device_link(connect_nccl(*ranks_, model_->stream(), way_of_sums_));
@@ -205,13 +191,32 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
 
 Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
 
+// A run goes on with the tokens that it was started with, or its bits would be others.
+void Trainer::check_data(bool fresh) {
+  if (config_.data_digest.empty()) {
+    if (fresh)
+      config_.data_digest = tokens_.digest();
+    else
+      notes_.push_back(
+          "its config.toml has no data.digest (an older version made it): whether the text is the same is "
+          "not known");
+    return;
+  }
+  const std::string found = tokens_.digest();
+  require_data(
+      found == config_.data_digest,
+      "{}: expected the tokens that the run was started with (data.digest = {:.16}... in its config.toml), "
+      "found {} others (digest {:.16}...): the data has changed since",
+      config_.data, config_.data_digest, tokens_.size(), found);
+}
+
 // What all ranks must have alike.
 std::string Trainer::description() const {
   std::string text = to_toml(to_toml_table(config_));
   for (const TokenSource* source : {&tokens_, validation_ ? &*validation_ : nullptr})
     if (source)
-      text += fmt::format("{} tokens, vocabulary {}, digest {:016x}\n", source->size(), source->vocabulary(),
-                          digest_of(*source));
+      text += fmt::format("{} tokens, vocabulary {}, digest {}\n", source->size(), source->vocabulary(),
+                          source->digest());
   if (given_batches_) {
     uint64_t digest = 0;
     for (int64_t step = 0; step < config_.schedule.steps; ++step)
@@ -232,6 +237,8 @@ void Trainer::go_on() {
         !checkpoints.empty()) {
       state = load_checkpoint(checkpoints.back(), model_->table());
       next_step_ = checkpoints.back().step;
+      if (!state.verified)
+        notes_.push_back("its checkpoint has no checksums (an older version wrote it): not verified");
     }
     std::error_code error;
     if (fs::exists(record_path(folder_, RecordFile::metrics), error)) {
@@ -271,14 +278,6 @@ void Trainer::follow_plan() {
 
 namespace {
 
-void remove_checkpoint(const fs::path& checkpoint) {
-  // Under the name of something unfinished first: half of a checkpoint must not look like one.
-  const fs::path dying = checkpoint.parent_path() / ("." + checkpoint.filename().string() + ".partial");
-  std::error_code error;
-  fs::rename(checkpoint, dying, error);
-  if (!error) fs::remove_all(dying, error);
-}
-
 void add_change(RunConfig& config, int64_t step, const std::string& clauses) {
   const auto later = std::find_if(config.changes.begin(), config.changes.end(),
                                   [&](const PlanChange& change) { return change.step > step; });
@@ -305,7 +304,7 @@ void Trainer::roll_back(const fs::path& folder, int64_t step, const std::string&
   // The plan first: killed in between, the run goes on from where it was with the clauses in force.
   write_config_of_run(folder, config);
   for (auto c = checkpoints.rbegin(); c != checkpoints.rend() && c->step > step; ++c)
-    remove_checkpoint(c->folder);
+    remove_whole_folder(c->folder);
 }
 
 std::vector<int64_t> Trainer::offsets_of(int64_t step) const {
@@ -548,7 +547,7 @@ void Trainer::save() {
       ring, [&](const Checkpoint& c) { return config_.keep_every > 0 && c.step % config_.keep_every == 0; });
   const auto spare =
       static_cast<std::ptrdiff_t>(ring.size()) - static_cast<std::ptrdiff_t>(config_.checkpoints_kept);
-  for (std::ptrdiff_t n = 0; n < spare; ++n) remove_checkpoint(ring[static_cast<size_t>(n)].folder);
+  for (std::ptrdiff_t n = 0; n < spare; ++n) remove_whole_folder(ring[static_cast<size_t>(n)].folder);
 }
 
 }  // namespace evenkeel

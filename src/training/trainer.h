@@ -90,6 +90,8 @@ class Trainer {
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
   const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
+  // What whoever resumed the run should be told, once: what could not be verified.
+  const std::vector<std::string>& notes() const { return notes_; }
 
   // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
   void set_watcher(StepWatcher* watcher);
@@ -115,6 +117,7 @@ class Trainer {
   std::vector<int64_t> offsets_of(int64_t step) const;
   FloatMemory& memory() { return device_memory_ ? *device_memory_ : host_memory(); }
   std::string description() const;
+  void check_data(bool fresh);
   void go_on();
   TrainingState collect_state();
   void compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context, StepReport& report);
@@ -129,6 +132,7 @@ class Trainer {
   RunConfig config_;  // change_plan adds to it, nothing else changes
   const std::string backend_why_;
   std::string way_of_sums_ = "through the host";
+  std::vector<std::string> notes_;
   std::unique_ptr<Gpt2> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;

@@ -81,6 +81,7 @@ class RanksOnGpu : public testing::Test {
                          std::map<std::string, std::string>{{"RANK", std::to_string(r)},
                                                             {"WORLD_SIZE", std::to_string(size)},
                                                             {"MASTER_ADDR", "127.0.0.1"},
+                                                            {"EVENKEEL_SECRET", job_secret()},
                                                             {"MASTER_PORT", std::to_string(port)}},
                          folder / fmt::format("rank-{}", r));
     for (Process& rank : ranks) EXPECT_EQ(rank.wait(), 0) << rank.err();

@@ -1,0 +1,172 @@
+// The program where its environment is broken or hostile: closed streams, too little memory, data and checkpoints that
+// change behind its back, pipes and devices in place of files.
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/json_lines.h"
+#include "base/whole_file.h"
+#include "run_folder.h"
+#include "run_program.h"
+#include "training/batch_record.h"
+
+namespace evenkeel {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Attack : public RunFolderTest {
+ protected:
+  // The program's words for a tiny run; `more` as a shell reads it.
+  std::string training(const std::string& run, const std::string& more = "") const {
+    return fmt::format(
+        "{} train --preset micro --data {} --set model.layers=1 --set model.heads=2 --set model.width=16 "
+        "--set "
+        "model.context=12 --sequences 2 --threads 1 --steps 8 --checkpoint-every 4 --out {} {}",
+        EVENKEEL_PROGRAM, (folder / "text.txt").string(), (folder / run).string(), more);
+  }
+  // Exit code and all that was printed.
+  static Output run(const std::string& command) { return run_shell("{ " + command + "; } 2>&1"); }
+};
+
+TEST_F(Attack, closed_standard_streams_are_not_written_into_the_run) {
+  int number = 0;
+  for (const char* closed : {"<&- >&- 2>&-", ">&-", "2>&-", "<&-", ">&- 2>&-"}) {
+    const std::string name = fmt::format("run-{}", number++);
+    EXPECT_EQ(run_shell(training(name, closed)).code, 0) << closed;
+    EXPECT_EQ(BatchRecord(folder / name / "batches.bin").steps(), 8) << closed;
+    int steps = 0;
+    const auto result = read_json_lines(folder / name / "metrics.jsonl", [&](const JsonLine& line) {
+      EXPECT_EQ(line.object.at("step"), steps++);
+    });
+    EXPECT_EQ(steps, 8) << closed;
+    EXPECT_EQ(result.fault_count, 0u) << closed;
+  }
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SKIP_WITH_SANITIZERS() GTEST_SKIP() << "sanitizers need more memory than this test allows"
+#else
+#define SKIP_WITH_SANITIZERS() (void)0
+#endif
+
+TEST_F(Attack, too_little_memory_is_said_in_words) {
+  SKIP_WITH_SANITIZERS();
+  const Output output =
+      run("ulimit -v 1000000; " + training("run", "--set model.width=8192 --set model.layers=16"));
+  EXPECT_EQ(output.code, 3);
+  EXPECT_NE(output.out.find("not enough memory"), std::string::npos) << output.out;
+}
+
+TEST_F(Attack, threads_that_cannot_start_are_said_in_words) {
+  SKIP_WITH_SANITIZERS();
+  const Output output = run("ulimit -v 1500000; " + training("run", "--threads 512"));
+  EXPECT_EQ(output.code, 3);
+  EXPECT_NE(output.out.find("--threads N sets fewer"), std::string::npos) << output.out;
+}
+
+TEST_F(Attack, a_pipe_or_a_device_as_configuration_is_refused) {
+  ASSERT_EQ(run(training("run")).code, 0);
+  const fs::path config = folder / "run" / "config.toml";
+  const std::string resume = fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, (folder / "run").string()),
+                    sample =
+                        fmt::format("{} sample {} --tokens 1", EVENKEEL_PROGRAM, (folder / "run").string());
+  fs::remove(config);
+  ASSERT_EQ(mkfifo(config.c_str(), 0600), 0);
+  for (const std::string& command : {resume, sample}) {
+    const Output output = run(command);
+    EXPECT_EQ(output.code, 3);
+    EXPECT_NE(output.out.find("expected a regular file, found a pipe"), std::string::npos) << output.out;
+  }
+  fs::remove(config);
+  fs::create_symlink("/dev/zero", config);
+  EXPECT_NE(run(resume).out.find("expected a regular file, found a device"), std::string::npos);
+}
+
+TEST_F(Attack, data_that_changed_is_refused) {
+  std::string text = read_whole_file(folder / "text.txt", 1 << 20);
+  ASSERT_EQ(run(training("run", "--steps 16")).code, 0);
+  // The run must not be over, or nothing would be read.
+  const fs::path config = folder / "run" / "config.toml";
+  std::string settings = read_whole_file(config, 1 << 20);
+  settings.replace(settings.find("steps = 16"), 10, "steps = 20");
+  write_whole_file(config, settings);
+  text[text.size() / 2] ^= 1;
+  write_whole_file(folder / "text.txt", text);
+  for (const char* command : {"train --resume", "probe"}) {
+    const Output output = run(fmt::format("{} {} {}{}", EVENKEEL_PROGRAM, command, (folder / "run").string(),
+                                          command == std::string("probe") ? "@6" : ""));
+    EXPECT_EQ(output.code, 3) << output.out;
+    EXPECT_NE(output.out.find("the data has changed since"), std::string::npos) << output.out;
+  }
+  text[text.size() / 2] ^= 1;
+  write_whole_file(folder / "text.txt", text);
+  EXPECT_EQ(run(fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, (folder / "run").string())).code, 0);
+  // As a run of an older version: nothing to verify by, and that is said.
+  settings = read_whole_file(config, 1 << 20);
+  const size_t digest = settings.find("digest = ");
+  ASSERT_NE(digest, std::string::npos);
+  settings.erase(digest, settings.find('\n', digest) + 1 - digest);
+  write_whole_file(config, settings);
+  const Output old = run(fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, (folder / "run").string()));
+  EXPECT_EQ(old.code, 0) << old.out;
+  EXPECT_NE(old.out.find("note: its config.toml has no data.digest"), std::string::npos) << old.out;
+}
+
+TEST_F(Attack, a_flipped_bit_of_a_checkpoint_is_refused_by_name) {
+  ASSERT_EQ(run(training("run", "--steps 8 --checkpoint-every 8")).code, 0);
+  const fs::path checkpoint = folder / "run" / "checkpoints" / "step-00000008";
+  const std::string at = (folder / "run").string();
+  const std::string resume = fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, at),
+                    sample = fmt::format("{} sample {} --tokens 1", EVENKEEL_PROGRAM, at);
+  for (const char* name : {"model.safetensors", "optimizer.safetensors"}) {
+    const std::string bytes = read_whole_file(checkpoint / name, 1 << 26);
+    std::string flipped = bytes;
+    flipped[flipped.size() - 5] ^= 4;
+    write_whole_file(checkpoint / name, flipped);
+    for (const std::string& command : {resume, sample}) {
+      if (command == sample && name == std::string("optimizer.safetensors"))
+        continue;  // which it does not read
+      const Output output = run(command);
+      EXPECT_EQ(output.code, 3) << output.out;
+      EXPECT_NE(output.out.find(fmt::format("{}: expected the checksum", (checkpoint / name).string())),
+                std::string::npos)
+          << output.out;
+    }
+    write_whole_file(checkpoint / name, bytes);
+  }
+  EXPECT_EQ(run(resume).code, 0);
+  fs::remove(checkpoint / "checksums.txt");  // as an older version wrote it
+  for (const std::string& command : {resume, sample}) {
+    const Output output = run(command);
+    EXPECT_EQ(output.code, 0) << output.out;
+    EXPECT_NE(output.out.find("has no checksums"), std::string::npos) << output.out;
+  }
+}
+
+TEST_F(Attack, a_run_within_its_own_data_can_be_resumed) {
+  std::string command = training("runs/a", "--steps 16");
+  const std::string data = (folder / "text.txt").string();
+  command.replace(command.find(data), data.size(), folder.string());
+  ASSERT_EQ(run(command).code, 0);
+  const Output output =
+      run(fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, (folder / "runs" / "a").string()));
+  EXPECT_EQ(output.code, 0) << output.out;
+}
+
+TEST_F(Attack, data_shortened_while_a_run_trains_is_said_in_words) {
+  {
+    std::ofstream text(folder / "text.txt");
+    for (int n = 0; n < 20000; ++n) text << "the keel is " << n << ".\n";
+  }
+  const std::string metrics = (folder / "run" / "metrics.jsonl").string();
+  // Waits for the first steps, then shortens the text under the run's feet.
+  const Output output = run(fmt::format("{} --steps 1000000 & while ! [ -s {} ]; do :; done; : > {}; wait $!",
+                                        training("run"), metrics, (folder / "text.txt").string()));
+  EXPECT_EQ(output.code, 3) << output.out;
+  EXPECT_NE(output.out.find("it was shortened"), std::string::npos) << output.out;
+}
+
+}  // namespace
+}  // namespace evenkeel
