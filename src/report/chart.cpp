@@ -12,8 +12,8 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kLongestLane = 150, kLongestEnd = 200;  // room for a name, left and right of the curves
-constexpr double kLane = 17, kFoot = 34;                 // heights of a lane, and of what is below the curves
+constexpr double kLongestEnd = 200;       // room for a name, right of the curves
+constexpr double kLane = 27, kFoot = 34;  // heights of a lane, and of what is below the curves
 
 Range y_range_of(const Chart& chart) {
   Range range;
@@ -49,12 +49,6 @@ class PathWriter {
   double x_ = 0;
   int64_t y_ = 0;
 };
-
-}  // namespace
-
-double lane_room(const std::string& label) { return std::min(kLongestLane, width_of(label)) + 14; }
-
-namespace {
 
 struct Plot {
   double left, top, width, height;
@@ -197,7 +191,6 @@ std::optional<Layout> layout_of(const Chart& chart) {
   layout.x_ticks = ticks_of(plot.x, chart.small ? 3 : 7);
   double left = chart.small ? 16 : chart.least_left, right = chart.small ? 10 : 16;
   for (const Tick& tick : layout.y_ticks) left = std::max(left, width_of(tick.label) + 12);
-  for (const Lane& lane : chart.lanes) left = std::max(left, lane_room(lane.label));
   // Half of the last tick's label stands beyond the axis.
   if (!layout.x_ticks.empty()) right = std::max(right, width_of(layout.x_ticks.back().label) / 2 + 2);
   // One curve needs no name: the axis has it.
@@ -298,17 +291,17 @@ std::string ends_of(const Chart& chart, const Layout& layout) {
   return svg + "</g>\n";
 }
 
-// Events below the curves, a lane a run.
+// Events below the curves, a lane a run, its name above it: so it takes nothing of the width.
 std::string lanes_of(const Chart& chart, const Layout& layout) {
   if (chart.lanes.empty()) return "";
   const Plot& plot = layout.plot;
   std::string svg = "<g class=\"lanes\">";
-  double y = layout.bottom() + kFoot + 8;
+  double y = layout.bottom() + kFoot + 18;
   for (const Lane& lane : chart.lanes) {
     svg += fmt::format(
         "<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\">{}</text><path class=\"lane\" d=\"M{:.1f} "
         "{:.1f}h{:.1f}\"/>",
-        lane.style, plot.left - 7, y + 4, escape(fitted(lane.label, kLongestLane)), plot.left, y, plot.width);
+        lane.style, plot.left, y - 8, escape(fitted(lane.label, plot.width)), plot.left, y, plot.width);
     for (const Mark& mark : lane.marks)
       svg += fmt::format("<g class=\"event\" data-at=\"{}\" data-says=\"{}\">{}<title>{}</title></g>",
                          plain(mark.x), escape(mark.words), glyph(mark.style, plot.px(mark.x), y),

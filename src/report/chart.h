@@ -56,8 +56,6 @@ struct Chart {
 std::string draw(const Chart& chart);
 // The sign of a mark's style, by itself.
 std::string legend_mark(const std::string& style);
-// What the name of a lane takes on the left.
-double lane_room(const std::string& label);
 // The range of y over all charts, so that small multiples have one axis; nothing where there is no number.
 std::optional<std::pair<double, double>> common_range(std::span<const Chart> charts);
 

@@ -99,7 +99,6 @@ double add_run(const PageData& data, size_t n, Chart& loss, Chart& norm) {
     loss.lanes.back().marks.push_back({static_cast<double>(symptom.since), "symptom",
                                        fmt::format("symptom since step {}: {}", symptom.since, symptom.words),
                                        true});
-  loss.least_left = norm.least_left = std::max(norm.least_left, lane_room(run.label));
   return highest;
 }
 
@@ -120,7 +119,7 @@ std::string loss_part(const PageData& data) {
       "Loss of each run against steps: thin the single steps, bold the mean around each; below, a lane of "
       "events a run.";
   if (highest > 0) loss.highest = 1.03 * highest;
-  loss.height = 380 + 17 * static_cast<double>(data.runs.size());
+  loss.height = 380 + 27 * static_cast<double>(data.runs.size());
   norm.id = "gradient-chart", norm.title = "Gradient norm", norm.y_label = "gradient norm, log axis";
   norm.description = "Norm of the whole gradient of each run against steps, smoothed, on a logarithmic axis.";
   norm.log_y = true, norm.height = 200;
