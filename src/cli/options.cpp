@@ -226,7 +226,8 @@ int print_error(const std::string& command, const std::exception& error, bool js
   const bool is_usage = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
   const bool is_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
   const std::string message =
-      is_memory ? "out of memory: expected less to do at once, or a machine with more" : error.what();
+      is_memory ? "not enough memory for these settings; a smaller model or fewer sequences need less"
+                : error.what();
   if (json)
     fmt::print("{}\n", nlohmann::ordered_json{{"error",
                                                {{"kind", is_usage    ? "usage"

@@ -31,6 +31,8 @@ int run_sample(int argc, char** argv) {
   settings.seed = static_cast<uint64_t>(seed);
 
   const Sampler sampler(words[0], tokenizer);
+  if (!sampler.verified())
+    fmt::print(stderr, "note: the checkpoint has no checksums (an older version wrote it): not verified\n");
   if (json) {
     const std::vector<int32_t> tokens = sampler.generate(prompt, settings);
     const nlohmann::ordered_json out = {

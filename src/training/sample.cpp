@@ -68,7 +68,7 @@ Sampler::Sampler(const fs::path& run, std::string tokenizer)
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none", (run / "checkpoints").string());
   step_ = checkpoints.back().step;
   model_ = make_gpt2_cpu(config_.model, config_.seed);
-  load_weights(checkpoints.back().folder / "model.safetensors", *model_);
+  verified_ = load_weights(checkpoints.back().folder / "model.safetensors", *model_);
   model_->set_plan(ScopedPlan::parse(config_.plan_at(step_)));
 }
 

@@ -35,6 +35,8 @@ class Sampler {
   explicit Sampler(const std::filesystem::path& run, std::string tokenizer = {});
 
   int64_t step() const { return step_; }  // of the checkpoint
+  // False: an older version wrote the checkpoint, without checksums.
+  bool verified() const { return verified_; }
   // Tokens that follow the prompt. `see` gets the text of each as it comes.
   std::vector<int32_t> generate(std::string_view prompt, const SampleOptions& options,
                                 const std::function<void(const std::string&)>& see = {}) const;
@@ -43,6 +45,7 @@ class Sampler {
  private:
   RunConfig config_;
   int64_t step_ = 0;
+  bool verified_ = false;
   std::unique_ptr<Gpt2> model_;
   std::optional<Tokenizer> tokenizer_;  // none: tokens are bytes
 };
