@@ -192,11 +192,13 @@ TEST_F(TrainCliTest, a_branch_goes_on_from_the_checkpoint_with_other_settings) {
 TEST_F(TrainCliTest, says_which_checkpoints_will_be_missing) {
   const struct {
     const char *words, *note;
-  } table[] = {{"--steps 6 --checkpoint-every 1", "only the newest 3 checkpoints stay (3 steps)"},
-               {"--steps 4 --checkpoint-every 4 --set run.keep_every=3", "run.keep_every = 3 keeps only"},
-               {"--steps 2 --checkpoint-every 0 --set run.keep_every=1", "run.keep_every has no effect"},
-               {"--steps 6 --checkpoint-every 1 --set run.keep_every=2", ""},
-               {"--steps 4 --checkpoint-every 1", ""}};
+  } table[] = {{"--steps 202 --checkpoint-every 50", "only the newest 3 checkpoints stay, 50 steps apart"},
+               {"--steps 202 --checkpoint-every 0", "no checkpoint is written before the end"},
+               {"--steps 202 --checkpoint-every 0 --set run.keep_every=201",
+                "checkpoints that stay are 201 steps apart"},
+               {"--steps 202 --facts-every 0", "isolate will see no offsets of this run"},
+               {"--steps 202 --checkpoint-every 0 --set run.keep_every=100", ""},
+               {"--steps 4 --checkpoint-every 4 --set run.keep_every=3", ""}};
   int n = 0;
   for (const auto& [words, note] : table) {
     const Output output = train(fmt::format("{} --out run{}", words, n++));
