@@ -6,6 +6,7 @@
 #include "gpu/cuda/async_copy.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
+#include "gpu/device.h"
 #include "model/cuda/device_values.cuh"
 
 namespace evenkeel::device {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "gpu/device.h"
 #include "model/cuda/device_values.cuh"
 
 namespace evenkeel::device {
