@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "attention/attention_call.h"
+#include "attention/kernel_families.h"
 #include "base/error.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
@@ -58,7 +58,6 @@ constexpr double kFactsPrice = 1.05;    // ties, residual and delta's error as o
 
 // The default remedy: the cheapest of those that cure. consistent is stronger and dearer.
 constexpr const char* kRemedyStabiliser = "wide_output";
-constexpr const char* kFast[] = {"none", "paper_capped", "dither", "wide_output", "consistent", "zero_sum"};
 constexpr double kTiedShares[] = {0, 0.05, 1};
 
 // --- What is measured.
@@ -127,8 +126,11 @@ std::vector<Group> groups_for(const GpuBenchOptions& options) {
   if (!everything) return groups;
   for (double tied : kTiedShares) {
     Group group{Group::price_of_stabilisers, &kRows[0], tied, {}};
-    for (const char* stabiliser : kFast)
-      group.contestants.push_back({stabiliser, fmt::format("flash2,stabiliser={}", stabiliser)});
+    // Those that the fastest family takes.
+    for (std::string_view stabiliser : kStabiliserNames)
+      if (const std::string plan = fmt::format("flash2,stabiliser={}", stabiliser);
+          kernel_families().front().plan_not_taken(parse_plan(plan)).empty())
+        group.contestants.push_back({std::string(stabiliser), plan});
     groups.push_back(std::move(group));
   }
   Group any{Group::any_plan, &kRows[0], 0, {rivals[1]}};
