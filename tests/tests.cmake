@@ -6,7 +6,8 @@ find_package(GTest REQUIRED)
 set(threaded_tests threads_test http_test watch_test ranks_test ranks_cli_test trainer_test capture_test)
 # Checks of the sources and of the objects: once is enough, in the ordinary build.
 set(source_tests layering_test size_test tree_test)
-set(slow_tests )
+set(slow_tests attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test pytorch_test
+               ranks_cli_test rounding_test study_test torch_attention_test torch_watch_test)
 
 # evenkeel_label(TEST...): quick or slow.
 function(evenkeel_label)

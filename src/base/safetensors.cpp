@@ -251,8 +251,10 @@ void Safetensors::parse(Bytes bytes) {
   check_places(placed, data.size(), file_);
 
   tensors_.reserve(placed.size());
-  for (PlacedTensor& tensor : placed)
-    tensors_.push_back({std::move(tensor), data.subspan(tensor.begin, tensor.end - tensor.begin)});
+  for (PlacedTensor& tensor : placed) {
+    const Bytes own = data.subspan(tensor.begin, tensor.end - tensor.begin);
+    tensors_.push_back({std::move(tensor), own});
+  }
 }
 
 const StoredTensor* Safetensors::find(std::string_view name) const {
