@@ -20,6 +20,7 @@
 #include "diagnosis/guard.h"
 #include "diagnosis/head_analysis.h"
 #include "diagnosis/isolate.h"
+#include "diagnosis/next_command.h"
 #include "diagnosis/probes.h"
 #include "numerics/explain.h"
 #include "report/page.h"
@@ -343,14 +344,9 @@ class Demo {
     return text;
   }
 
-  // Goes on from a checkpoint before the failure with the stabiliser on.
   std::string next_command() const {
-    const fs::path& run = runs_[0].folder;
-    for (const Checkpoint& checkpoint : find_checkpoints(run / "checkpoints"))
-      if (checkpoint.step >= found_.evidence.window.begin)
-        return fmt::format("evenkeel train --branch {0}@{1} --at '{1} {2}' --out {3}", run.string(),
-                           checkpoint.step, Guard::kRemedy, (out_ / "mended").string());
-    return fmt::format("evenkeel isolate {}", run.string());
+    const std::string& of_verdict = found_.verdict.next_command;
+    return of_verdict.empty() ? isolate_command(runs_[0].folder) : of_verdict;
   }
 
   void print_summary(double trained) const {
