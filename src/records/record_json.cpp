@@ -151,8 +151,9 @@ std::vector<std::string> unknown_names(const Json& object, RecordFile file, std:
       continue;
     }
     // Only objects whose names the table lists: those of weights and of explanations are their own.
+    const std::string_view name = key;  // clang 14 captures no structured binding
     const bool listed = std::any_of(kRecordFields.begin(), kRecordFields.end(),
-                                    [&](const RecordField& f) { return f.file == file && f.inside == key; });
+                                    [&](const RecordField& f) { return f.file == file && f.inside == name; });
     if (!listed) continue;
     if (value.is_object()) add(value, key);
     if (value.is_array())

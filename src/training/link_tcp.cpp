@@ -400,7 +400,7 @@ class TcpLink final : public Link {
       if (!socket.valid()) continue;
       set_options(socket.get());
       // The one that has been silent longest makes room.
-      if (callers.size() >= static_cast<size_t>(2 * size_ + kMostStrangers)) callers.erase(callers.begin());
+      if (callers.size() >= 2 * static_cast<size_t>(size_) + kMostStrangers) callers.erase(callers.begin());
       callers.push_back({Caller(std::move(socket)), Clock::now() + kPatience});
     }
     for (SecureChannel& channel : data_)

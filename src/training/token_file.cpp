@@ -207,12 +207,12 @@ TokenMeta parse_token_meta(std::string_view text, std::string_view file) {
   try {
     const Json root = Json::parse(text);
     TokenMeta meta;
-    const Json vocabulary = root.at("vocabulary");
+    const Json& vocabulary = root.at("vocabulary");
     require_data(vocabulary.is_number_integer(), "{}: expected a whole number as vocabulary", file);
     meta.vocabulary = vocabulary.get<int64_t>();
     require_data(meta.vocabulary > 0 && meta.vocabulary <= kLargestVocabulary,
                  "{}: expected a vocabulary of 1 to {}, found {}", file, kLargestVocabulary, meta.vocabulary);
-    const Json files = root.at("files");
+    const Json& files = root.at("files");
     require_data(files.is_object(), "{}: expected an object of files", file);
     for (const auto& [key, value] : files.items()) {
       const Json tokens = value.at("tokens");
