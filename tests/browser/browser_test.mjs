@@ -262,10 +262,10 @@ test('it looks as it did, roughly', async () => {
   }
 });
 
-// The last step that the page's first chart has.
-const lastStep = (page) => page.evaluate(() => Number(document.querySelector('svg.chart').dataset.x.split(' ')[1]));
+// The last step of the loss, which has every step. (Other charts end at the last step that has facts.)
+const lastStep = (page) => page.evaluate(() => Number(document.querySelector('#loss-chart').dataset.x.split(' ')[1]));
 const stepBeyond = (page, step) =>
-  page.waitForFunction((than) => Number(document.querySelector('svg.chart')?.dataset.x.split(' ')[1]) > than, step);
+  page.waitForFunction((than) => Number(document.querySelector('#loss-chart')?.dataset.x.split(' ')[1]) > than, step);
 const state = (page, name) => page.locator(`#live[data-state=${name}]`).waitFor();
 
 test('the live view follows a run that trains, stops and goes on; and its server', {timeout: 120_000}, async () => {
