@@ -7,6 +7,7 @@
 #include <map>
 
 #include "capture_cases.h"
+#include "diagnosis/probe_recorder.h"
 
 namespace evenkeel {
 namespace {
@@ -135,6 +136,26 @@ HeadProbe slow_probe(const Capture& c, int64_t h) {
   p.similarity = n > 1 ? cosines / (n * (n - 1)) : kNotKnown;
   p.coherence = sizes == 0 ? 0 : norm(sum) / sizes;
   p.leak_share = sizes == 0 ? 0 : a * norm(sum) / p.gradient_norm;
+  Doubles q_mean(at(D)), k_mean(at(D)), x_mean(at(C));
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t d = 0; d < D; ++d)
+        q_mean[at(d)] += element(c.q, b, h, t, d) / n, k_mean[at(d)] += element(c.k, b, g, t, d) / n;
+      for (int64_t f = 0; f < C; ++f) x_mean[at(f)] += element(c.x, b, 0, t, f) / n;
+    }
+  p.mean_q = norm(q_mean), p.mean_k = norm(k_mean), p.mean_x = norm(x_mean);
+  Doubles products;
+  for (int64_t d = 0; d < D; ++d) products.push_back(q_mean[at(d)] * k_mean[at(d)]);
+  p.mean_score = a * mean(products) * static_cast<double>(D);
+  p.effective_size = std::pow(mean(products) * static_cast<double>(D) / norm(products), 2);
+  p.leak_along = p.gradient_along = 0;
+  for (int64_t d = 0; d < D; ++d)
+    for (int64_t f = 0; f < C; ++f) {
+      const double weight = k_mean[at(d)] / p.mean_k * x_mean[at(f)] / p.mean_x;
+      p.leak_along += a * weight * sum[at(d * C + f)];
+      p.gradient_along += std::pow(weight * (gradient[at(d * C + f)] + error[at(d * C + f)]), 2);
+    }
+  p.gradient_along = std::sqrt(p.gradient_along);
   std::vector<float> error_matrix(error.begin(), error.end());
   for (float& e : error_matrix) e = static_cast<float>(e * 1e6);
   const double first = singular_values(Matrix::rows_of(error_matrix.data(), C), D, C)[0] * 1e-6;
@@ -280,6 +301,37 @@ TEST(Probes, without_x_and_weights_the_rest_is_there) {
   EXPECT_EQ(part[1].residual_share, whole[1].residual_share);
   EXPECT_TRUE(std::isnan(part[1].gradient_share) && std::isnan(part[1].norm_q));
   EXPECT_GE(worst_head(part), 0);
+}
+
+// One direction carries everything: the offset is a |q| |k|, one feature makes it, and a leak of one sign pushes along it.
+TEST(Probes, the_law_s_figures_of_a_planted_direction) {
+  Capture c = random_capture({1, 1, 1, 12, 4, 5}, "fp32,row_sum=e5m2");
+  for (int64_t t = 0; t < 12; ++t) {
+    for (int64_t d = 0; d < 4; ++d) *c.q.view().at(0, 0, t, d) = d == 1 ? 3.0f : 0.0f;
+    for (int64_t d = 0; d < 4; ++d) *c.k.view().at(0, 0, t, d) = d == 1 ? -2.0f : 0.0f;
+    for (int64_t f = 0; f < 5; ++f) *c.x.view().at(0, 0, t, f) = f == 2 ? 4.0f : 0.0f;
+  }
+  const HeadProbe p = probe(c)[0];
+  EXPECT_NEAR(p.mean_q, 3, 1e-6);
+  EXPECT_NEAR(p.mean_k, 2, 1e-6);
+  EXPECT_NEAR(p.mean_x, 4, 1e-6);
+  EXPECT_NEAR(p.mean_score, -3, 1e-6);  // a = 1 / 2
+  EXPECT_NEAR(p.effective_size, 1, 1e-6);
+  // Every M is 2 x 4 long and lies along it: the leak adds up to a sum rho |M|.
+  EXPECT_NEAR(p.leak_along, 0.5 * 8 * 12 * p.residual_mean, 1e-5 * std::fabs(p.leak_along));
+}
+
+TEST(Probes, autocorrelation_of_neighbours) {
+  LagOne none, alternating, steady, wrong;
+  EXPECT_TRUE(std::isnan(none.value()));
+  for (int n = 0; n < 1000; ++n) alternating.take(n % 2 ? 5.0 : 3.0), steady.take(7.0);
+  EXPECT_NEAR(alternating.value(), -1, 2e-3);
+  EXPECT_TRUE(std::isnan(steady.value()));
+  LagOne slow;
+  for (int n = 0; n < 1000; ++n) slow.take(std::sin(n / 50.0));
+  EXPECT_GT(slow.value(), 0.99);
+  for (const double x : {1.0, std::nan(""), 2.0, 5.0}) wrong.take(x);
+  EXPECT_TRUE(std::isnan(wrong.value()));
 }
 
 TEST(Probes, names_are_unique_and_cover_every_number) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/error.h"
 #include "base/threads.h"
@@ -37,6 +38,25 @@ std::vector<NamedMatrix> matrices_of(const ParameterTable& table, std::span<cons
 
 }  // namespace
 
+void LagOne::take(double value) {
+  if (count_ == 0)
+    first_ = value;
+  else
+    products_ += last_ * value;
+  last_ = value;
+  sum_ += value;
+  squares_ += value * value;
+  ++count_;
+}
+
+double LagOne::value() const {
+  const auto n = static_cast<double>(count_);
+  const double mean = sum_ / n, variance = squares_ - n * mean * mean;
+  if (count_ < 3 || !(variance > 1e-12 * squares_)) return kNotKnown;
+  // sum over neighbours of (x - mean)(y - mean)
+  return (products_ - mean * (2 * sum_ - first_ - last_) + (n - 1) * mean * mean) / variance;
+}
+
 ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step)
     : model_(config.model),
       every_(config.probe_every),
@@ -69,7 +89,10 @@ void ProbeRecorder::prepare(int64_t step, StepContext& context) {
 
 void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
   facts_ = model.facts();
+  leaks_.resize(facts_.size());
+  for (size_t n = 0; n < facts_.size(); ++n) leaks_[n].take(facts_[n].residual_mean);
   if (full(step)) {
+    snapshot_.leaks = std::exchange(leaks_, {});
     snapshot_.step = step;
     snapshot_.loss = loss;
     if (!snapshot_.parameters) snapshot_.parameters = model.make_host_buffer();
@@ -125,6 +148,7 @@ Json ProbeRecorder::full_set(const ParameterTable& table) {
     HeadProbe& p = probes[n];
     if (!std::isnan(p.delta_error_sum)) delta_error_running_[n] += p.delta_error_sum;
     p.delta_error_running = delta_error_running_[n];
+    p.leak_lag_1 = snapshot_.leaks[n].value();
   }
   const auto [sequences, _, rows, size] = snapshot_.layers[0].q.shape();
   Json record = {{"step", snapshot_.step},

@@ -22,6 +22,18 @@
 
 namespace evenkeel {
 
+// Autocorrelation of neighbours in a sequence of numbers, from running sums.
+class LagOne {
+ public:
+  void take(double value);
+  // NaN where it is not known: fewer than three numbers, all alike, or one that is not finite.
+  double value() const;
+
+ private:
+  double first_ = 0, last_ = 0, sum_ = 0, squares_ = 0, products_ = 0;
+  int64_t count_ = 0;
+};
+
 class ProbeRecorder : public StepWatcher {
  public:
   // What the full set looks at: two sequences at most, and so many rows in all (their cost is their square).
@@ -47,6 +59,7 @@ class ProbeRecorder : public StepWatcher {
     double loss = 0;
     std::vector<LayerCapture> layers;   // (L)
     std::shared_ptr<float> parameters;  // (table.size())
+    std::vector<LagOne> leaks;          // (L, H)
   };
   bool full(int64_t step) const { return step % every_ == 0; }
   nlohmann::json full_set(const ParameterTable& table);  // of snapshot_
@@ -60,6 +73,7 @@ class ProbeRecorder : public StepWatcher {
   std::vector<HeadNorms> norms_;                      // (L, H)
   std::map<std::string, SpectralNorm> matrix_norms_;  // by the weight's name
   std::vector<double> delta_error_running_;           // (L, H)
+  std::vector<LagOne> leaks_;  // (L, H): mean leaks of the steps since the last full set
 };
 
 // What a run's probes say over its steps.

@@ -54,6 +54,14 @@ const std::array kFields = {
     row("leak_share", &HeadProbe::leak_share),
     row("similarity", &HeadProbe::similarity),
     row("coherence", &HeadProbe::coherence),
+    row("mean_q", &HeadProbe::mean_q),
+    row("mean_k", &HeadProbe::mean_k),
+    row("mean_x", &HeadProbe::mean_x),
+    row("mean_score", &HeadProbe::mean_score),
+    row("effective_size", &HeadProbe::effective_size),
+    row("leak_along", &HeadProbe::leak_along),
+    row("gradient_along", &HeadProbe::gradient_along),
+    row("leak_lag_1", &HeadProbe::leak_lag_1),
     row("nonfinite", &HeadProbe::nonfinite),
 };
 
@@ -274,6 +282,49 @@ void probe_roundings(const Head& head, const AttentionBuffers& ran, const ExactH
   p.delta_error_sum = error_sum;
 }
 
+// --- Means over rows, and what happens along them
+
+std::vector<double> mean_of_rows(int64_t rows, int64_t size, const auto& row_at) {
+  std::vector<double> sum(at(size));
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t d = 0; d < size; ++d) sum[at(d)] += row_at(row)[d];
+  for (double& value : sum) value /= static_cast<double>(rows);
+  return sum;
+}
+
+void probe_means(const Head& head, HeadProbe& p) {
+  const int64_t rows = head.B * head.T;
+  const auto q = mean_of_rows(rows, head.D, [&](int64_t n) { return head.q(n / head.T, n % head.T); });
+  const auto k = mean_of_rows(rows, head.D, [&](int64_t n) { return head.k(n / head.T, n % head.T); });
+  double sum = 0, squares = 0;
+  for (size_t d = 0; d < q.size(); ++d) sum += q[d] * k[d], squares += q[d] * k[d] * q[d] * k[d];
+  p.mean_q = norm(q);
+  p.mean_k = norm(k);
+  p.mean_score = head.scale * sum;
+  p.effective_size = squares == 0 ? 0 : sum * sum / squares;
+}
+
+// leak: sum rho M; gradient and error: of W_Q; (D, C) each.
+void probe_along(const Head& head, const std::vector<double>& x, std::span<const double> leak,
+                 std::span<const double> gradient, std::span<const double> error, HeadProbe& p) {
+  const int64_t rows = head.B * head.T, C = head.C();
+  const auto k = mean_of_rows(rows, head.D, [&](int64_t n) { return head.k(n / head.T, n % head.T); });
+  const auto mean_x = mean_of_rows(rows, C, [&](int64_t n) { return x.data() + n * C; });
+  p.mean_x = norm(mean_x);
+  const double length = norm(k) * p.mean_x;
+  if (!(length > 0)) return;
+  double along = 0, squares = 0;
+  for (int64_t d = 0; d < head.D; ++d)
+    for (int64_t c = 0; c < C; ++c) {
+      const double weight = k[at(d)] * mean_x[at(c)] / length,
+                   of_plan = weight * (gradient[at(d * C + c)] + error[at(d * C + c)]);
+      along += weight * leak[at(d * C + c)];
+      squares += of_plan * of_plan;
+    }
+  p.leak_along = head.scale * along;
+  p.gradient_along = std::sqrt(squares);
+}
+
 // x: (B T, C), what the head's rows of x are in FP64.
 void probe_gradient(const Head& head, const std::vector<double>& x, const AttentionBuffers& ran,
                     const ExactHead& exact, SpectralNorm& error_norm, HeadProbe& p) {
@@ -309,6 +360,7 @@ void probe_gradient(const Head& head, const std::vector<double>& x, const Attent
   p.similarity = n < 2 ? kNotKnown : (length * length - n) / (n * (n - 1));
   p.coherence = sizes == 0 ? 0 : norm(leak) / sizes;
   p.leak_share = sizes == 0 ? 0 : head.scale * norm(leak) / p.gradient_norm;
+  probe_along(head, x, leak, gradient, error, p);
   if (p.gradient_error > 0) {
     // In units of the error's own norm: float has room for it then.
     std::vector<float> scaled(error.size());
@@ -391,6 +443,7 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
     const ExactHead exact = probe_scores(head, p);
     probe_roundings(head, ran, exact, p);
     probe_weights(head, norms[at(h)], p);
+    probe_means(head, p);
     if (head.has_x()) probe_gradient(head, x, ran, exact, norms[at(h)].gradient, p);
   });
   return probes;

@@ -57,6 +57,17 @@ struct HeadProbe {
   // 1 where all rows add up, about 1 / sqrt(rows) where they cancel as noise does.
   double leak_share = kNotKnown;
   double similarity = kNotKnown, coherence = kNotKnown;
+  // --- what the law of drift needs (docs/study.md): means over rows, and what happens along them. k^ and x^ are the means'
+  // directions; W_Q's step along k^ x^' is what moves the offset.
+  double mean_q = kNotKnown, mean_k = kNotKnown, mean_x = kNotKnown;  // norms of the mean q, k and x
+  double mean_score = kNotKnown;  // a (mean q) . (mean k): the offset with its sign
+  double effective_size =
+      kNotKnown;  // (sum_d q_d k_d)^2 / sum_d (q_d k_d)^2 of the means: D, if all d count alike
+  double leak_along = kNotKnown;  // a sum rho M along k^ x^', with its sign
+  double gradient_along =
+      kNotKnown;  // W_Q's gradient by the plan: its root mean square, weighted by (k^_d x^_c)^2
+  double leak_lag_1 =
+      kNotKnown;  // autocorrelation of the steps' mean leaks since the last probe; only in a run
   // --- what is NaN or infinite in q, k, v and dO: a finding
   double nonfinite = 0;  // how many numbers
 };
