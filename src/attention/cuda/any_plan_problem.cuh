@@ -11,7 +11,7 @@
 #include "attention/cuda/device_rounding.cuh"
 #include "attention/precision_plan.h"
 #include "attention/row_shift.h"
-#include "gpu/cuda/async_copy.cuh"
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/mma.cuh"
 #include "gpu/cuda/warp.cuh"
 

@@ -125,13 +125,4 @@ struct alignas(1024) SharedMemory {
   Item item[kStages];
 };
 
-EK_DEVICE int load_acquire(const int* at) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
-EK_DEVICE void add_release(int* at, int value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
 }  // namespace evenkeel::hopper::backward

@@ -66,4 +66,11 @@ EK_DEVICE void store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Four matrices of 8 x 8 bf16 to shared memory, a row's 16 bytes by the lane that gives its address. sm_90.
+EK_DEVICE void store_matrices(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 }  // namespace evenkeel::gpu

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "gpu/cuda/async_copy.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/device.h"
 #include "model/cuda/device_values.cuh"
 

@@ -1,7 +1,7 @@
 #include "model/cuda/device_facts.h"
 
 #include "base/sizes.h"
-#include "gpu/cuda/async_copy.cuh"
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/launch.h"
 #include "gpu/cuda/mma.cuh"
 #include "gpu/cuda/warp.cuh"
