@@ -120,6 +120,11 @@ EVENKEEL_API const char* evenkeel_last_error(void);
 /* Sets every field but the required ones to its default; those are zeroed. `size` is sizeof(evenkeel_attention). */
 EVENKEEL_API void evenkeel_attention_defaults(evenkeel_attention* attention, size_t size);
 
+/* Whether a plan draws random numbers in some kernel, so that results depend on `step`: *draws is 1 or 0. Kernels may round
+ * the O that stabilisers keep wide stochastically, so such plans draw; a plan with clauses for layers or heads counts as
+ * one that draws. */
+EVENKEEL_API int32_t evenkeel_plan_draws(const char* plan, int32_t* draws);
+
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
 /* Which family of kernels runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
 EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,

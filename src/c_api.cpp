@@ -142,6 +142,15 @@ AttentionCall call_of(const evenkeel_attention& a) {
   return a.device == EVENKEEL_CPU ? resolve(problem, Cpu{}) : resolve(problem, cuda_device());
 }
 
+// In some kernel: the Hopper family rounds the O of delta stochastically where the stabiliser keeps it wide.
+bool draws_random_numbers(const PrecisionPlan& plan) {
+  const StabiliserRules& rules = rules_of(plan.stabiliser);
+  return rules.shift == ShiftRule::dither || rules.shift == ShiftRule::paper_capped ||
+         rules.output != OutputRule::planned ||
+         std::any_of(plan.rounding.begin(), plan.rounding.end(),
+                     [](const Rounding& r) { return r.mode == RoundingMode::stochastic; });
+}
+
 // --- Conform
 
 const ConformCase& family_named(const char* name) {
@@ -186,6 +195,15 @@ void evenkeel_attention_defaults(evenkeel_attention* attention, size_t size) {
   known.struct_size = size;
   std::memset(attention, 0, size);
   std::memcpy(attention, &known, std::min(size, sizeof known));
+}
+
+int32_t evenkeel_plan_draws(const char* plan, int32_t* draws) {
+  return guarded([&] {
+    require(plan != nullptr && draws != nullptr, "expected a plan and draws to write to, got NULL");
+    const ScopedPlan scoped = ScopedPlan::parse(plan);
+    // Which layers and heads there are is not known here: any of them may draw.
+    *draws = scoped.is_scoped() || draws_random_numbers(scoped.at(0, 0)) ? 1 : 0;
+  });
 }
 
 int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes) {

@@ -522,6 +522,19 @@ static void test_errors(Problem* p) {
   }
 }
 
+static void test_plans_that_draw(void) {
+  int32_t draws = -1;
+  EXPECT(evenkeel_plan_draws("flash2", &draws) == EVENKEEL_OK && draws == 0);
+  EXPECT(evenkeel_plan_draws("bf16_all,stabiliser=zero_sum", &draws) == EVENKEEL_OK && draws == 0);
+  EXPECT(evenkeel_plan_draws("flash2,stabiliser=wide_output", &draws) == EVENKEEL_OK && draws == 1);
+  EXPECT(evenkeel_plan_draws("flash2,stabiliser=dither", &draws) == EVENKEEL_OK && draws == 1);
+  EXPECT(evenkeel_plan_draws("fp32,pv=bf16/stochastic", &draws) == EVENKEEL_OK && draws == 1);
+  EXPECT(evenkeel_plan_draws("fp32; head 1: pv=bf16", &draws) == EVENKEEL_OK && draws == 1);
+  EXPECT(evenkeel_plan_draws("bf17", &draws) == EVENKEEL_BAD_ARGUMENT);
+  EXPECT(evenkeel_plan_draws(NULL, &draws) == EVENKEEL_BAD_ARGUMENT);
+  EXPECT(evenkeel_plan_draws("fp32", NULL) == EVENKEEL_BAD_ARGUMENT);
+}
+
 int main(void) {
   Problem* p = malloc(sizeof *p);
   if (!p) return 3;
@@ -534,6 +547,7 @@ int main(void) {
   test_errors(p);
   test_strides_of_zero(p);
   test_families();
+  test_plans_that_draw();
   test_definition(p);
   test_conform();
   test_null_kernels();

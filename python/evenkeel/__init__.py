@@ -3,22 +3,26 @@
     evenkeel.attention(q, k, v, is_causal=True)     attention by a precision plan, with gradients
     evenkeel.patch()                                routes torch's scaled_dot_product_attention through it
     evenkeel.hf.register()                          then attn_implementation="evenkeel" in transformers
-    evenkeel.flash_attn_func                        FlashAttention's signature
+    evenkeel.flash_attn                             the flash_attn package's interface
+    evenkeel.coverage()                             which kernel every attention call of the last step ran in, or why not
     evenkeel.Monitor(model, "runs/mine")            probes of every head while anyone's training goes on
     evenkeel.capture(model, tokens, layer, file)    one layer at one step, for `evenkeel probe`
     evenkeel.conform(fn)                            any attention judged by the sign of its errors
 
 docs/pytorch.md has an example of each.
 """
-from . import hf
-from ._attention import attention, attention_facts, flash_attn_func, kernel_choice
+from . import flash_attn, hf
+from ._attention import attention, attention_facts, kernel_choice
 from ._conform import conform, conform_families
+from ._coverage import NotCovered, coverage, next_step
 from ._library import EvenkeelError, library_path, library_version
-from ._patch import patch, patched, unpatch
+from ._patch import patch, patched, register_flash_attention_impl, unpatch
 from ._watch import Monitor, capture
+from .flash_attn import flash_attn_func
 
-__all__ = ["EvenkeelError", "Monitor", "attention", "attention_facts", "capture", "conform", "conform_families",
-           "flash_attn_func", "hf", "kernel_choice", "library_path", "library_version", "patch", "patched", "unpatch"]
+__all__ = ["EvenkeelError", "Monitor", "NotCovered", "attention", "attention_facts", "capture", "conform", "conform_families",
+           "coverage", "flash_attn", "flash_attn_func", "hf", "kernel_choice", "library_path", "library_version", "next_step",
+           "patch", "patched", "register_flash_attention_impl", "unpatch"]
 
 
 def __getattr__(name):

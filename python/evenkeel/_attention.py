@@ -1,7 +1,10 @@
-"""evenkeel.attention, and FlashAttention's signature over it."""
+"""evenkeel.attention: checks, autocast, random draws, sharded tensors; the doors (_patch, flash_attn, hf) come through here."""
+import ctypes
+import functools
+
 import torch
 
-from . import _library, _ops, _watch_calls
+from . import _coverage, _library, _ops, _packed, _watch_calls
 
 DEFAULT_PLANS = {torch.bfloat16: "flash2,stabiliser=wide_output", torch.float32: "fp32", torch.float64: "fp32"}
 DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.bfloat16, torch.float32, torch.float64)}
@@ -70,7 +73,25 @@ def unsuited(q, k, v):
         return ValueError, f"expected query heads in whole groups for {k.shape[1]} key heads, found {H} query heads"
     if device in LARGEST_HEADS and D > LARGEST_HEADS[device]:
         return ValueError, f"expected a head size from 1 to {LARGEST_HEADS[device]} on a GPU, found {D}"
-    return None
+    return unsuited_gpu(q.device.index or 0) if device == "cuda" else None
+
+
+@_coverage.at_compilation
+def unsuited_gpu(index):
+    """What keeps this GPU from the library's kernels: a build without CUDA, ROCm, an old chip; None where nothing does."""
+    return _asked_gpu(index)
+
+
+@functools.lru_cache(maxsize=None)
+def _asked_gpu(index):
+    if getattr(torch.version, "hip", None):
+        return RuntimeError, f"expected an NVIDIA GPU, found ROCm {torch.version.hip}"
+    device = torch.device("cuda", index)
+    problem = _ops._problem(device, torch.bfloat16, (1, 1, 1, 1, 1, 8), False, "flash2", False, 0.0, 0.0, -1, -1, 0, 0, 0)
+    name, why = ctypes.c_char_p(), ctypes.c_char_p()
+    with _ops._on(device) if torch.cuda.is_available() else _ops._Nowhere():
+        status = _library.library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why))
+    return None if status == 0 else (RuntimeError, _library.library().evenkeel_last_error().decode())
 
 
 def unsuited_mask(mask, shape, device):
@@ -107,41 +128,136 @@ def compiling():
     return compiler is not None and hasattr(compiler, "is_compiling") and compiler.is_compiling()
 
 
+@_coverage.at_compilation
+def draws(plan):
+    """Whether some kernel draws random numbers for this plan (of a table: for one of its plans)."""
+    return any(_asked_draws(text) for text in _ops.plans_of(plan))
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_draws(plan):
+    answer = ctypes.c_int32()
+    _library.check(_library.library().evenkeel_plan_draws(plan.encode(), ctypes.byref(answer)), "evenkeel.attention")
+    return bool(answer.value)
+
+
+def step_of(step, plan, q, function):
+    """The step of the random numbers: (device_step, step). None: drawn from PyTorch's generator, as dropout is. So draws differ
+    from call to call, repeat after torch.manual_seed, and are the same where a checkpointed layer is computed again."""
+    if step is None:
+        return (torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=q.device) if draws(plan) else None), 0
+    if not isinstance(step, torch.Tensor):
+        return None, int(step)
+    if step.device != q.device or step.dtype != torch.int32 or step.numel() != 1:
+        raise ValueError(f"{function}: expected step as a number or as one int32 on q's device, found {step.numel()} of "
+                         f"{step.dtype} on {step.device}")
+    return step, 0
+
+
+def local_tensors(function, *tensors):
+    """DTensors by their local parts: (tensors, wrap). Attention of a rank needs no other rank's numbers where batch and heads
+    are what is sharded, alike in q, k and v; wrap makes the output a DTensor of q's kind again. Ordinary tensors: as given."""
+    q = tensors[0]
+    if type(q) in (torch.Tensor, torch.nn.Parameter) or not hasattr(q, "placements"):
+        return tensors, lambda o: o
+    for name, t in zip("qkv", tensors):
+        if not hasattr(t, "placements") or tuple(t.placements) != tuple(q.placements) or t.device_mesh != q.device_mesh:
+            raise ValueError(f"{function}: expected q, k and v sharded alike, found {name} with "
+                             f"{getattr(t, 'placements', 'no placements')} beside q with {q.placements}")
+    for placement in q.placements:
+        if not placement.is_replicate() and not (placement.is_shard() and placement.dim in (0, 1)):
+            raise ValueError(f"{function}: expected q, k and v sharded over the batch (axis 0) or the heads (axis 1), found "
+                             f"{q.placements}; redistribute them first")
+    return tuple(t.to_local() for t in tensors), lambda o: type(q).from_local(o, q.device_mesh, q.placements, run_check=False)
+
+
+def listed(door, q, k, visible, options):
+    """One call of our kernels, for coverage()."""
+    kernel, why = "compiled", ""
+    if not compiling():
+        *before, _, layer = options
+        kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k), visible is not None,
+                                 (_ops.plans_of(before[0])[0], *before[1:], 0, layer))
+    _coverage.note(door, _coverage.shape_text(q), str(q.dtype).replace("torch.", ""), kernel, options[0], why)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel_of(device, dtype, shape, masked, options):
+    try:
+        return _ops.chosen_kernel(device, dtype, shape, masked, *options)
+    except (ValueError, _library.EvenkeelError) as error:  # the call itself says it
+        return "refused", str(error)
+
+
 def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=None, scale=None, softcap=0.0,
-        window=(-1, -1), step=0, layer=0):
+        window=(-1, -1), step=None, layer=0, door=None):
     """Checked attention; the last row sees the last key. Returns o, lse."""
-    q, k, v = under_autocast(q, k, v) if all(isinstance(t, torch.Tensor) for t in (q, k, v)) else (q, k, v)
+    wrap = lambda o: o
+    if all(isinstance(t, torch.Tensor) for t in (q, k, v)):
+        (q, k, v), wrap = local_tensors(function, *under_autocast(q, k, v))
     require(unsuited(q, k, v), function)
-    device_step = None
-    if isinstance(step, torch.Tensor):
-        if step.device != q.device or step.dtype != torch.int32 or step.numel() != 1 or not step.is_cuda:
-            raise ValueError(f"{function}: expected step as a number or as one int32 on q's GPU, found "
-                             f"{step.numel()} of {step.dtype} on {step.device}")
-        device_step, step = step, 0
     if visible is not None:
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         require(unsuited_mask(visible, shape, q.device), function)
         visible = visible.to(torch.uint8).expand(shape)
-    options = (whole_plan(q.dtype, plan, stabiliser), bool(causal), scale_of(scale, function), float(softcap or 0.0),
-               int(window[0]), int(window[1]), int(step), int(layer))
+    plan = whole_plan(q.dtype, plan, stabiliser)
+    device_step, step = step_of(step, plan, q, function)
+    options = (plan, bool(causal), scale_of(scale, function), float(softcap or 0.0), int(window[0]), int(window[1]), step,
+               int(layer))
     call = lambda: _ops.forward_op(q, k, v, visible, device_step, *options)
+    listed(door or function, q, k, visible, options)
     if compiling():
         o, lse, _ = call()
     else:
-        o, lse, _ = _watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible is not None)
+        o, lse, _ = _watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible)
         _watch_calls.tell_lse(lse)
+    return wrap(o), lse
+
+
+def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, causal=False, plan=None, stabiliser=None,
+               scale=None, softcap=0.0, window=(-1, -1), step=None, layer=0, door=None):
+    """The same for packed sequences: q (R, H, D), k, v (S, G, D), starts (sequences + 1) of int32. Returns o (R, H, D) and
+    lse (H, R)."""
+    require(next(((TypeError, f"expected {name} to be a tensor, found {type(t).__name__}") for name, t in zip("qkv", (q, k, v))
+                  if not isinstance(t, torch.Tensor)), None), function)
+    q, k, v = under_autocast(q, k, v)
+    rows_first = [t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v)]
+    require(unsuited(*rows_first), function)
+    for name, starts, rows in (("cu_seqlens_q", starts_q, q.shape[0]), ("cu_seqlens_k", starts_k, k.shape[0])):
+        if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or starts.shape[0] < 2 or starts.device != q.device:
+            raise ValueError(f"{function}: expected {name} of one axis with 2 or more numbers on {q.device}, found "
+                             f"{tuple(starts.shape) if isinstance(starts, torch.Tensor) else type(starts).__name__}")
+        if starts.device.type == "cpu" and (starts[0] != 0 or starts[-1] != rows or (starts[1:] < starts[:-1]).any()):
+            raise ValueError(f"{function}: expected {name} from 0 to {rows} in ascending order, found {starts.tolist()}")
+    if starts_q.shape != starts_k.shape:
+        raise ValueError(f"{function}: expected as many sequences of rows as of keys, found {starts_q.shape[0] - 1} and "
+                         f"{starts_k.shape[0] - 1}")
+    plan = whole_plan(q.dtype, plan, stabiliser)
+    device_step, step = step_of(step, plan, q, function)
+    options = (plan, bool(causal), scale_of(scale, function), float(softcap or 0.0), int(window[0]), int(window[1]), step,
+               int(layer))
+    starts_q, starts_k = (t.to(torch.int32).contiguous() for t in (starts_q, starts_k))
+    call = lambda: _packed.packed_op(q, k, v, starts_q, starts_k, device_step, int(longest_q), int(longest_k), *options)
+    listed(door or function, rows_first[0], rows_first[1], None, options)
+    if compiling():
+        o, lse, _ = call()
+    else:
+        o, lse, _ = _watch_calls.seen_packed(call, q, k, v, starts_q, starts_k, options[2], options[3], options[1],
+                                             options[4:6])
+        _watch_calls.tell_lse(lse.unsqueeze(0))
     return o, lse
 
 
-def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, step=0,
-              layer=0, return_lse=False):
+def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, step=None,
+              layer=0, return_lse=False, door="evenkeel.attention"):
     """Attention of q (B, H, T, D) over k, v (B, G, N, D), H a multiple of G; returns o (B, H, T, D), and the
-    log-sum-exp of every row (B, H, T; no gradient) where return_lse is set.
+    log-sum-exp of every row (B, H, T) where return_lse is set. Both have gradients (the log-sum-exp's without softcap).
 
     is_causal: row i sees keys up to i, as in torch's scaled_dot_product_attention.
     plan: a precision plan, "bf16_all,row_sum=fp32"; stabiliser: the remedy, "wide_output", "consistent", "zero_sum", ...
     attn_mask: bool, True where a key is visible, broadcast to (B, H, T, N).
-    step: of the random numbers of stochastic sites; an int32 tensor on the GPU where a CUDA graph is replayed.
+    step: of the random numbers, for plans that draw some; a number, or one int32 on q's device. None: drawn from PyTorch's
+    generator, so it differs from call to call and repeats after torch.manual_seed.
     layer: for plans with clauses for layers.
     """
     name = "evenkeel.attention"
@@ -153,24 +269,8 @@ def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=No
             k, v = k[:, :, :T], v[:, :, :T] if isinstance(v, torch.Tensor) and v.dim() == 4 else v
         elif T > N:  # rows beyond the last key see all of them
             is_causal, attn_mask = False, torch.ones(T, N, dtype=torch.bool, device=q.device).tril()
-    o, lse = run(name, q, k, v, is_causal, attn_mask, plan, stabiliser, scale, softcap, (-1, -1), step, layer)
+    o, lse = run(name, q, k, v, is_causal, attn_mask, plan, stabiliser, scale, softcap, (-1, -1), step, layer, door)
     return (o, lse) if return_lse else o
-
-
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                    alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan=None, stabiliser=None,
-                    layer=0):
-    """FlashAttention's function of this name: q (B, T, H, D), k, v (B, N, G, D); with causal the last row sees the last
-    key. Always deterministic. return_attn_probs: (o, lse, None)."""
-    name = "evenkeel.flash_attn_func"
-    if dropout_p:
-        raise ValueError(f"{name}: expected dropout_p of 0, found {dropout_p}")
-    if alibi_slopes is not None:
-        raise ValueError(f"{name}: expected no alibi_slopes, found some")
-    q, k, v = (t.transpose(1, 2) if isinstance(t, torch.Tensor) and t.dim() == 4 else t for t in (q, k, v))
-    o, lse = run(name, q, k, v, causal, None, plan, stabiliser, softmax_scale, softcap, window_size, 0, layer)
-    o = o.transpose(1, 2)
-    return (o, lse, None) if return_attn_probs else o
 
 
 def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None,

@@ -117,6 +117,7 @@ def library():
             ("version", text, []),
             ("last_error", text, []),
             ("attention_defaults", None, [pointer, ctypes.c_size_t]),
+            ("plan_draws", number, [text, ctypes.POINTER(number)]),
             ("attention_sizes", number, [pointer, pointer]),
             ("attention_kernel", number, [pointer, ctypes.POINTER(text), ctypes.POINTER(text)]),
             ("attention_family", number, [number, pointer]),

@@ -17,6 +17,16 @@ NAME = "evenkeel.attention"
 TYPES = {torch.bfloat16: _library.BF16, torch.float32: _library.FP32, torch.float64: _library.FP64}
 
 
+# "@name" -> plans, of which the first holds now and every one may: a plan that may change while compiled code runs (the
+# guard's). Compiled code keeps the name; the text is read at every call.
+PLAN_TABLES = {}
+
+
+def plans_of(plan):
+    """Every text that may be in force under this name, the present one first."""
+    return PLAN_TABLES[plan] if plan in PLAN_TABLES else (plan,)
+
+
 def _problem(device, dtype, shape, masked, plan, causal, scale, softcap, window_left, window_right, step, layer, facts):
     """The options of a call; `shape` is (B, H, G, T, N, D)."""
     a = _library.Attention()
@@ -25,7 +35,7 @@ def _problem(device, dtype, shape, masked, plan, causal, scale, softcap, window_
     # The CPU has no BF16 tensors: they are widened, which is exact.
     a.type = _library.FP32 if device.type == "cpu" and dtype == torch.bfloat16 else TYPES[dtype]
     a.B, a.H, a.G, a.T, a.N, a.D = shape
-    a.plan = plan.encode()
+    a.plan = plans_of(plan)[0].encode()
     a.scale, a.softcap, a.causal = scale, softcap, causal
     a.window_left, a.window_right = window_left, window_right
     a.step, a.layer = step % 2**32, layer
@@ -39,7 +49,7 @@ def _shape(q, k):
     return tuple(int(n) for n in (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _asked_sizes(device, dtype, shape, masked, *options):
     sizes = _library.Sizes()
     problem = _problem(device, dtype, shape, masked, *options)
@@ -49,9 +59,11 @@ def _asked_sizes(device, dtype, shape, masked, *options):
 
 
 def _sizes(q, shape, masked, options):
-    """Bytes of `saved` and of the workspace. Neither depends on the step, which may be a symbol."""
-    *before, _, layer, facts = options
-    return _asked_sizes(q.device, q.dtype, shape, masked, *before, 0, layer, facts)
+    """Bytes of `saved` and of the workspace: the most that any plan of the name needs. Neither depends on the step, which
+    may be a symbol."""
+    plan, *before, _, layer, facts = options
+    asked = [_asked_sizes(q.device, q.dtype, shape, masked, text, *before, 0, layer, facts) for text in plans_of(plan)]
+    return max(saved for saved, _ in asked), max(workspace for _, workspace in asked)
 
 
 def _saved(q, k, masked, options):
@@ -106,8 +118,17 @@ def _view(x):
     return _library.Tensor(x.data_ptr(), (ctypes.c_int64 * 4)(*x.stride()))
 
 
+def _with_step(device_step, options):
+    """The CPU has no steps in device memory: it reads the number."""
+    if device_step is None or device_step.is_cuda:
+        return device_step, options
+    *before, _, layer, facts = options
+    return None, (*before, int(device_step) % 2**32, layer, facts)
+
+
 def _forward(q, k, v, visible, device_step, options, ties=None):
     """o (B, H, T, D), lse (B, H, T), saved (as _saved has it)."""
+    device_step, options = _with_step(device_step, options)
     shape, dtype, device = _shape(q, k), q.dtype, q.device
     masked = visible is not None
     saved_bytes, workspace_bytes = _sizes(q, shape, masked, options)
@@ -134,6 +155,7 @@ def _forward(q, k, v, visible, device_step, options, ties=None):
 
 def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options, facts=None):
     """dq (B, H, T, D), dk, dv (B, G, N, D). facts: tensors to be filled, by name."""
+    device_step, options = _with_step(device_step, options)
     shape, dtype, device = _shape(q, k), q.dtype, q.device
     workspace = q.new_empty(_sizes(q, shape, visible is not None, options)[1], dtype=torch.uint8)
     grad_output, q, k, v, o = (_readable(x) for x in (grad_output, q, k, v, o))
@@ -153,23 +175,56 @@ def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+def _gradient_of_lse(run, grad_lse, q, k, v, o, lse, saved, scale):
+    """What the gradient of the log-sum-exp adds to dq and dk: sum_j P_ij k_j is attention's output with k in the place of v,
+    and sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i. So no kernel needs to know dL. run: both passes
+    (forward of q, k, v; backward of grad_output, q, k, v, o, lse, saved) with the problem's options."""
+    forward, backward = run
+    scale = scale or q.shape[-1] ** -0.5
+    seen = torch.isfinite(lse)  # a row without keys has no gradient
+    weight = torch.where(seen, grad_lse, torch.zeros_like(grad_lse)).unsqueeze(-1) * scale
+    mean_key = forward(q, k, k)[0]
+    dq = (weight * mean_key).to(q.dtype)
+    dk = backward((weight * q).to(q.dtype), q, k, v, o, lse, saved)[2]
+    return dq, dk
+
+
+def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
+    """dq, dk, dv of both outputs; either gradient may be None."""
+    q, k, v, o, lse, saved, visible, device_step = saved_tensors
+    passes = (lambda *t: forward(*t, visible, device_step, *options),
+              lambda *t: backward(*t, visible, device_step, *options))
+    if grad_output is None:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    else:
+        dq, dk, dv = passes[1](grad_output, q, k, v, o, lse, saved)
+    if grad_lse is not None:
+        if options[3] != 0:
+            raise NotImplementedError(f"{NAME}: expected no gradient of the log-sum-exp with softcap, found one")
+        more_q, more_k = _gradient_of_lse(passes, grad_lse, q, k, v, o, lse, saved, options[2])
+        dq, dk = dq + more_q, dk + more_k
+    return dq, dk, dv
+
+
 class _Function(torch.autograd.Function):
     """Before torch 2.4."""
 
     @staticmethod
     def forward(ctx, q, k, v, visible, device_step, *options):
-        ctx.options = (*options, 0)
-        o, lse, saved = _forward(q, k, v, visible, device_step, ctx.options)
+        ctx.options = options
+        o, lse, saved = _forward(q, k, v, visible, device_step, (*options, 0))
         ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
-        ctx.mark_non_differentiable(lse, saved)
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)
         return o, lse, saved
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output, _lse, _saved):
-        q, k, v, o, lse, saved, visible, device_step = ctx.saved_tensors
-        dq, dk, dv = _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, ctx.options)
-        return (dq, dk, dv, *[None] * 10)
+    def backward(ctx, grad_output, grad_lse, _saved):
+        forward = lambda *a: _forward(*a[:5], (*a[5:], 0))
+        backward = lambda *a: _backward(*a[:9], (*a[9:], 0))
+        gradients = _all_gradients(forward, backward, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
+        return (*gradients, *[None] * 10)
 
 
 HAS_CUSTOM_OPS = hasattr(torch.library, "custom_op") and hasattr(torch.library, "register_autograd")
@@ -205,12 +260,12 @@ if HAS_CUSTOM_OPS:
         q, k, v, visible, device_step, *ctx.options = inputs
         o, lse, saved = output
         ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
-        ctx.mark_non_differentiable(lse, saved)
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)
 
-    def _autograd(ctx, grad_output, _lse, _saved):
-        q, k, v, o, lse, saved, visible, device_step = ctx.saved_tensors
-        dq, dk, dv = backward_op(grad_output, q, k, v, o, lse, saved, visible, device_step, *ctx.options)
-        return (dq, dk, dv, *[None] * 10)
+    def _autograd(ctx, grad_output, grad_lse, _saved):
+        gradients = _all_gradients(forward_op, backward_op, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
+        return (*gradients, *[None] * 10)
 
     forward_op.register_autograd(_autograd, setup_context=_setup_context)
 else:
@@ -231,8 +286,13 @@ def facts(q, k, v, grad_output, visible, *options):
 
 
 def kernel(q, k, visible, *options):
-    problem = _problem(q.device, q.dtype, _shape(q, k), visible is not None, *options, 0)
+    return chosen_kernel(q.device, q.dtype, _shape(q, k), visible is not None, *options)
+
+
+def chosen_kernel(device, dtype, shape, masked, *options):
+    """Which family of kernels, and why; shape is (B, H, G, T, N, D)."""
+    problem = _problem(device, dtype, shape, masked, *options, 0)
     name, why = ctypes.c_char_p(), ctypes.c_char_p()
-    with _on(q.device):
+    with _on(device):
         check(library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why)), NAME)
     return name.value.decode(), why.value.decode()

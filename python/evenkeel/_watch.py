@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from . import _watch_calls
 from ._library import check, library
+from .hf import same_sequence
 
 CAPTURE_VERSION = "1"
 METRICS_SCHEMA = 1
@@ -29,44 +30,117 @@ METRICS_SCHEMA = 1
 class Call:
     """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, on the CPU in FP32."""
 
-    def __init__(self, recording, q, k, v, scale, softcap, causal, module, x, heads_axis):
-        self.recording, self.module, self.heads_axis = recording, module, heads_axis
-        self.q, self.k, self.v = (recording.part(t) for t in (q, k, v))
-        self.x = None if x is None else recording.part(x.unsqueeze(1)).squeeze(1)  # (B, T, C)
+    def __init__(self, part, q, k, v, scale, softcap, causal, module, x):
+        """part: the piece of a tensor that is kept, (B, heads, T, D); x: the layer's input, as if it had one head."""
+        self.part, self.module = part, module
+        self.q, self.k, self.v = (_kept(part(t)) for t in (q, k, v))
+        self.x = None if x is None else _kept(part(x))[:, 0]  # (B, T, C)
         self.scale, self.softcap, self.causal, self.dtype = float(scale), float(softcap), bool(causal), q.dtype
         self.d_o = None
 
     def set_gradient(self, gradient):
-        self.d_o = self.recording.part(gradient if self.heads_axis == 1 else gradient.transpose(1, 2))
+        self.d_o = _kept(self.part(self.of_output(gradient)))
+
+    @staticmethod
+    def of_output(gradient):
+        return gradient
+
+
+def _kept(t):
+    return t.detach().float().cpu().contiguous()
+
+
+def one_sequence(visible, causal):
+    """The longest stretch [a, e) of rows that see just the keys of the stretch: all of them, or with causal those up to the
+    row's own; of a mask (T, T) of bool. Padding on either side, packed sequences and the first rows of a sliding window have
+    one. Returns a, e, is it causal; None where there is none of two rows or more."""
+    T = visible.shape[0]
+    row = torch.arange(T)
+    count = visible.sum(-1)
+    first = visible.to(torch.uint8).argmax(-1)
+    last = T - 1 - visible.flip(-1).to(torch.uint8).argmax(-1)
+    whole = (count > 0) & (count == last - first + 1)  # no hole
+    best = None
+    for start in torch.unique(first[whole]).tolist():
+        for is_causal, fits in ((True, whole & (first == start) & (last == row)), (False, whole & (first == start) & (row <= last))):
+            end = start
+            stop = T if is_causal or not whole[start] else int(last[start]) + 1
+            while end < stop and bool(fits[end]) and (is_causal or int(last[end]) == stop - 1):
+                end += 1
+            if not is_causal and end != stop:
+                continue  # some row of the stretch sees other keys
+            if end - start >= 2 and (best is None or end - start > best[1] - best[0]):
+                best = (start, end, is_causal)
+    return best
 
 
 class Recording:
     """The attention calls of one forward and backward pass, in their order. Of each: the first `sequences` sequences and
-    the first `rows` rows, which with causal attention is a smaller problem of the same numbers."""
+    the first `rows` rows, which with causal attention is a smaller problem of the same numbers. Of a call with a mask or with
+    packed sequences: one sequence, where one can be cut out."""
 
     def __init__(self, model, sequences=None, rows=None):
         self.model, self.sequences, self.rows, self.calls = model, sequences, rows, []
         self.skipped = set()
         self._modules = []  # attention modules whose forward is running: (module, x)
 
-    def part(self, t):
-        t = t.detach()[: self.sequences]
-        return (t if self.rows is None else t[:, :, : self.rows]).float().cpu().contiguous()
-
-    def add(self, q, k, v, scale, softcap, causal, masked, heads_axis):
-        reason = None
-        if q.dim() != 4 or q.shape[2] != k.shape[2] or k.shape != v.shape:
-            reason = f"expected rows and keys of one sequence, found q {tuple(q.shape)}, k {tuple(k.shape)}"
-        elif masked:
-            reason = "expected attention without a mask of its own, found one"
-        elif self.rows is not None and not causal and q.shape[2] > self.rows:
-            reason = f"expected causal attention or at most {self.rows} rows, found {q.shape[2]}"
-        if reason is not None:
-            self.skipped.add(reason)
-            return None
+    def _take(self, part, q, k, v, scale, softcap, causal, of_output):
         module, x = self._modules[-1] if self._modules else (None, None)
-        self.calls.append(Call(self, q, k, v, scale or q.shape[-1] ** -0.5, softcap or 0.0, causal, module, x, heads_axis))
-        return self.calls[-1]
+        if x is not None:
+            x = x.unsqueeze(1) if q.dim() == 4 else x.flatten(0, 1).unsqueeze(1)
+            rows = 2 if q.dim() == 4 else 0
+            x = x if x.shape[0] == q.shape[0] and x.shape[rows] == q.shape[rows] else None
+        call = Call(part, q, k, v, scale or q.shape[-1] ** -0.5, softcap or 0.0, causal, module, x)
+        call.of_output = of_output
+        self.calls.append(call)
+        return call
+
+    def _skip(self, reason):
+        self.skipped.add(reason)
+
+    def _rows(self, first, end, causal, window):
+        """Where a stretch of rows may end: a window beyond its first rows would need a mask."""
+        limits = [end] + [first + n for n in (self.rows, window[0] + 1 if window[0] >= 0 else None) if n is not None]
+        if not causal and min(limits) < end:
+            return None
+        return min(limits)
+
+    def add(self, q, k, v, scale, softcap, causal, visible, heads_axis, window=(-1, -1)):
+        q, k, v = (t.to_local() if hasattr(t, "to_local") else t for t in (q, k, v))
+        if q.dim() != 4 or q.shape[2] != k.shape[2] or k.shape != v.shape:
+            return self._skip(f"expected rows and keys of one sequence, found q {tuple(q.shape)}, k {tuple(k.shape)}")
+        first, end, sequence = 0, q.shape[2], slice(0, self.sequences)
+        if visible is not None:
+            if visible.dtype not in (torch.bool, torch.uint8) or self._heads_differ(visible):
+                return self._skip("expected a mask of bool that is the same for all heads, found another one")
+            mask = visible.detach().expand(q.shape[0], visible.shape[-3] if visible.dim() > 2 else 1, *q.shape[2:3], k.shape[2])
+            found = one_sequence(mask[0, 0].bool().cpu(), causal)
+            if found is None:
+                return self._skip("expected a mask with a stretch of rows that see each other alone, found none")
+            first, end, causal = found
+            sequence = slice(0, 1)
+        end = self._rows(first, end, causal, window)
+        if end is None:
+            return self._skip(f"expected causal attention or at most {self.rows} rows, found {q.shape[2]}")
+        part = lambda t: t.detach()[sequence, :, first:end]
+        return self._take(part, q, k, v, scale, softcap, causal, (lambda g: g) if heads_axis == 1 else (lambda g: g.transpose(1, 2)))
+
+    @staticmethod
+    def _heads_differ(visible):
+        return visible.dim() == 4 and visible.shape[1] > 1 and visible.stride(1) != 0
+
+    def add_packed(self, q, k, v, starts_q, starts_k, scale, softcap, causal, window):
+        """The longest of the first sequences that fit."""
+        rows, keys = starts_q.tolist(), starts_k.tolist()
+        lengths = [(b - a, -a) for a, b, c, d in zip(rows, rows[1:], keys, keys[1:]) if (a, b) == (c, d)]
+        if not lengths or k.shape != v.shape:
+            return self._skip("expected packed sequences with as many keys as rows, found none")
+        length, first = max(lengths)
+        first, end = -first, self._rows(-first, length - first, causal, window)
+        if end is None:
+            return self._skip(f"expected causal attention or at most {self.rows} rows, found {length}")
+        part = lambda t: t.detach()[first:end].transpose(0, 1).unsqueeze(0)  # of (rows, heads, D)
+        return self._take(part, q, k, v, scale, softcap, causal, lambda g: g)
 
     # --- where calls are seen
 
@@ -74,7 +148,7 @@ class Recording:
         def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
             call = lambda: original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
                                     **options)
-            return _watch_calls.seen(call, query, key, value, options.get("scale"), 0.0, is_causal, attn_mask is not None)
+            return _watch_calls.seen(call, query, key, value, options.get("scale"), 0.0, is_causal, attn_mask)
 
         return scaled_dot_product_attention
 
@@ -83,8 +157,15 @@ class Recording:
             call = lambda: original(module, query, key, value, attention_mask, *arguments, **options)
             causal = options.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
+            window = options.get("sliding_window")
+            window = (window - 1, -1) if window and attention_mask is None else (-1, -1)
+            starts = options.get("cu_seq_lens_q")
+            if starts is not None and attention_mask is None and query.shape[0] == 1:
+                T, N = query.shape[2], key.shape[2]
+                attention_mask = same_sequence(starts, options.get("cu_seq_lens_k"), T, N)
+                attention_mask = attention_mask.tril() if causal else attention_mask
             return _watch_calls.seen(call, query, key, value, options.get("scaling"), options.get("softcap"), causal,
-                                     attention_mask is not None, heads_axis=2)
+                                     attention_mask, 2, window)
 
         return attention
 

@@ -1,7 +1,7 @@
 """Where attention calls are seen: a recording is told of q, k, v and, in the backward pass, of dO. One at a time."""
 import threading
 
-_recording = None  # has add(q, k, v, scale, softcap, causal, masked, heads_axis): a call with set_gradient(d_o), or None
+_recording = None  # has add(...) and add_packed(...): a call with set_gradient(d_o), or None
 _lse_listener = None  # is called with the log-sum-exp of every call of ours, (B, H, T)
 _inside = threading.local()
 
@@ -26,9 +26,9 @@ def tell_lse(lse):
         _lse_listener(lse)
 
 
-def seen(call, q, k, v, scale, softcap, causal, masked, heads_axis=1):
-    """call()'s result; its first tensor, the output with its heads on that axis, is watched for its gradient. An attention
-    inside another one (SDPA that is routed here) is the same one, and seen once."""
+def _observed(call, add):
+    """call()'s result; its first tensor, the output, is watched for its gradient. An attention inside another one (SDPA that
+    is routed here) is the same one, and seen once."""
     recording = _recording
     if recording is None or getattr(_inside, "call", False):
         return call()
@@ -37,8 +37,19 @@ def seen(call, q, k, v, scale, softcap, causal, masked, heads_axis=1):
         result = call()
     finally:
         _inside.call = False
-    noted = recording.add(q, k, v, scale, softcap, causal, masked, heads_axis)
+    noted = add(recording)
     o = result[0] if isinstance(result, tuple) else result
     if noted is not None and o.requires_grad:
         o.register_hook(noted.set_gradient)
     return result
+
+
+def seen(call, q, k, v, scale, softcap, causal, visible=None, heads_axis=1, window=(-1, -1)):
+    """q (B, H, T, D), k, v (B, G, N, D); the output has its heads on that axis. visible: bool or uint8, broadcast to
+    (B, H, T, N); or None."""
+    return _observed(call, lambda recording: recording.add(q, k, v, scale, softcap, causal, visible, heads_axis, window))
+
+
+def seen_packed(call, q, k, v, starts_q, starts_k, scale, softcap, causal, window=(-1, -1)):
+    """q (R, H, D), k, v (S, G, D), the output as q."""
+    return _observed(call, lambda recording: recording.add_packed(q, k, v, starts_q, starts_k, scale, softcap, causal, window))

@@ -83,7 +83,6 @@ class Attention(TorchCase):
         o, lse = run(return_lse=True)
         scores = (x[0] @ x[1].transpose(-1, -2) / 4).masked_fill(~lower(40, 40), float("-inf"))
         self.assert_near([lse], [scores.logsumexp(-1)], 2e-6)
-        self.assertFalse(lse.requires_grad)
         # BF16: FlashAttention-2's roundings with the remedy, and BF16 results.
         narrow = [t.detach().to(BF16).requires_grad_() for t in x]
         found = with_gradients(lambda *t: evenkeel.attention(*t), narrow)
@@ -207,9 +206,6 @@ class FlashAttention(TorchCase):
                                                    return_attn_probs=True)
         self.assert_near([o], [exact(*swapped, band, 0.3).transpose(1, 2)], 1e-6)
         self.assertEqual((tuple(lse.shape), nothing), ((2, 4, 5), None))
-        self.assert_says(ValueError, lambda: evenkeel.flash_attn_func(q, k, v, dropout_p=0.1), "flash_attn_func: expected",
-                         "found 0.1")
-        self.assert_says(ValueError, lambda: evenkeel.flash_attn_func(q, k, v, alibi_slopes=q), "alibi_slopes")
 
 
 class Patch(TorchCase):
