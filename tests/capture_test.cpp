@@ -62,7 +62,7 @@ class Keeper : public StepWatcher {
   void prepare(int64_t step, StepContext& context) override {
     if (step == step_) context.capture_sequences = sequences_;
   }
-  void see(int64_t step, double loss, Gpt2& model, nlohmann::json&) override {
+  void see(int64_t step, double loss, Model& model, nlohmann::json&) override {
     if (step != step_) return;
     for (int64_t l = 0; l < model.config().layers; ++l) {
       kept.push_back(capture_of(model, l));
@@ -94,9 +94,9 @@ TEST_F(CaptureTest, is_what_attention_read_in_the_model) {
   for (const bool qk_norm : {false, true})
     for (const int threads : {1, 3}) {
       set_thread_count(threads);
-      Gpt2Config config = tiny().model;
+      ModelConfig config = tiny().model;
       config.qk_norm = qk_norm;
-      const auto model = make_gpt2_cpu(config, 1);
+      const auto model = make_model_cpu(config, 1);
       model->set_plan(ScopedPlan::parse("fp32,keel=1e-2; layer 1 head 1: row_sum=e5m2"));
       std::vector<int32_t> tokens(5 * 12), targets(5 * 12);
       for (size_t n = 0; n < tokens.size(); ++n)
@@ -214,8 +214,8 @@ TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_plante
   EXPECT_GT(history.norms.at("wte.weight")[3], 0);
   // One that goes on takes its running sums from the record; later lines do not count.
   ProbeRecorder resumed(c, folder / "watched", 7);
-  Gpt2Config config = c.model;
-  const auto model = make_gpt2_cpu(config, 1);
+  ModelConfig config = c.model;
+  const auto model = make_model_cpu(config, 1);
   StepContext context;
   resumed.prepare(9, context);
   EXPECT_TRUE(context.tie_facts && context.residual_facts);

@@ -9,7 +9,7 @@
 
 #include "base/threads.h"
 #include "gpt2_cases.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "numerics/random.h"
 
 namespace evenkeel {
@@ -19,10 +19,10 @@ using namespace gpt2_cases;
 
 // --- Bits
 
-TEST(Gpt2, the_number_of_threads_changes_no_bit) {
+TEST(Model, the_number_of_threads_changes_no_bit) {
   for (const LinearPrecision precision : {LinearPrecision::fp32, LinearPrecision::bf16})
     for (const char* plan : {"fp32", "bf16_all,row_sum=e5m2/stochastic,keel=1e-3"}) {
-      Gpt2Config config = busy();
+      ModelConfig config = busy();
       config.precision = precision;
       const Tokens tokens(config, 3, 77);
       StepContext context;
@@ -34,7 +34,7 @@ TEST(Gpt2, the_number_of_threads_changes_no_bit) {
         std::vector<HeadFacts> facts;
       };
       const auto run = [&] {
-        const auto model = make_gpt2_cpu(config, 9);
+        const auto model = make_model_cpu(config, 9);
         model->set_plan(ScopedPlan::parse(plan));
         Result result{pass(*model, tokens.batch(), context), {}, parameters_of(*model), model->facts()};
         result.logits = model->logits(std::span(tokens.tokens).first(50));
@@ -57,9 +57,9 @@ TEST(Gpt2, the_number_of_threads_changes_no_bit) {
 
 // A batch goes through in parts, larger ones for more threads; here 4, 2 and 1, and a last one that is
 // smaller.
-TEST(Gpt2, the_parts_of_a_batch_change_no_bit) {
+TEST(Model, the_parts_of_a_batch_change_no_bit) {
   for (const int64_t B : {32, 37}) {
-    Gpt2Config config = busy();
+    ModelConfig config = busy();
     const Tokens tokens(config, B, 64);
     StepContext context;
     context.score_facts = context.tie_facts = context.residual_facts = true;
@@ -87,8 +87,8 @@ TEST(Gpt2, the_parts_of_a_batch_change_no_bit) {
 }
 
 // The gradients of two halves, each told where it lies in the step, are those of the whole.
-TEST(Gpt2, the_first_sequence_names_the_random_numbers) {
-  Gpt2Config config = tiny();
+TEST(Model, the_first_sequence_names_the_random_numbers) {
+  ModelConfig config = tiny();
   const Tokens tokens(config, 4, 7);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2/stochastic"));
@@ -103,8 +103,8 @@ TEST(Gpt2, the_first_sequence_names_the_random_numbers) {
   EXPECT_GT(std::fabs((half(0, 0) + half(1, 0)) / 2 - whole), 1e-9);
 }
 
-TEST(Gpt2, the_step_names_the_random_numbers) {
-  const Gpt2Config config = busy();
+TEST(Model, the_step_names_the_random_numbers) {
+  const ModelConfig config = busy();
   const Tokens tokens(config, 2, 30);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2/stochastic"));
@@ -118,8 +118,8 @@ TEST(Gpt2, the_step_names_the_random_numbers) {
 
 // Two layers that see the same x and add nothing to it: what their attention gives shows in c_proj's
 // gradient.
-TEST(Gpt2, layers_have_random_numbers_of_their_own) {
-  const Gpt2Config config = busy();
+TEST(Model, layers_have_random_numbers_of_their_own) {
+  const ModelConfig config = busy();
   const Tokens tokens(config, 2, 30);
   const auto model = lively_model(config);
   Floats parameters = parameters_of(*model);
@@ -145,8 +145,8 @@ TEST(Gpt2, layers_have_random_numbers_of_their_own) {
 
 // Rows of c_proj that are zero cut a head off: what its plan does shows in their own gradient and nowhere
 // else.
-TEST(Gpt2, a_plan_reaches_its_head_alone) {
-  Gpt2Config config = tiny();
+TEST(Model, a_plan_reaches_its_head_alone) {
+  ModelConfig config = tiny();
   config.layers = 3, config.heads = 3;
   const Tokens tokens(config, 2, 7);
   const int64_t C = config.width, D = config.head_size();
@@ -184,9 +184,9 @@ TEST(Gpt2, a_plan_reaches_its_head_alone) {
 
 // A model whose matrices are BF16 already, but for lookups, has the same bits: so masters meet products
 // rounded, and everything else unrounded.
-TEST(Gpt2, bf16_products_see_rounded_masters) {
+TEST(Model, bf16_products_see_rounded_masters) {
   for (const bool tied : {false, true}) {
-    Gpt2Config config = busy();
+    ModelConfig config = busy();
     config.precision = LinearPrecision::bf16;
     config.tied_embeddings = tied;
     const Tokens tokens(config, 2, 30);
@@ -223,9 +223,9 @@ int significant_bits(double x) {
 // One token: a weight's gradient is one product of an input and a gradient. Two numbers of 8 bits make one of
 // 16, so where more are in use, one of them was not rounded. With heads of one feature, so are the score and
 // delta. The gradient of a LayerNorm's bias is what its backward pass reads: 8 bits.
-TEST(Gpt2, every_operand_of_a_bf16_product_is_rounded) {
+TEST(Model, every_operand_of_a_bf16_product_is_rounded) {
   for (int form = 0; form < 8; ++form) {
-    Gpt2Config config = tiny();
+    ModelConfig config = tiny();
     config.heads = config.width;
     config.qk_norm = form & 1;
     config.gated_attention = form & 2;
@@ -266,8 +266,8 @@ TEST(Gpt2, every_operand_of_a_bf16_product_is_rounded) {
 }
 
 // Values that differ by less than half a step of BF16 are the same to what comes behind.
-TEST(Gpt2, bf16_rounds_what_gelu_and_the_gate_read) {
-  Gpt2Config config = busy();
+TEST(Model, bf16_rounds_what_gelu_and_the_gate_read) {
+  ModelConfig config = busy();
   config.precision = LinearPrecision::bf16;
   const Tokens tokens(config, 2, 30);
   for (const char* layer : {"mlp.c_fc", "attn.c_gate"}) {
@@ -289,13 +289,13 @@ TEST(Gpt2, bf16_rounds_what_gelu_and_the_gate_read) {
 // BF16 has 8 bits, so an operand is off by up to 2^-8 of itself; errors are independent and average out over
 // a sum. A few layers stay within 2^-5 of the FP32 gradient, and what is left has no direction: along the
 // gradient it is smaller still.
-TEST(Gpt2, bf16_stays_near_fp32_and_without_bias) {
-  Gpt2Config config = busy();
+TEST(Model, bf16_stays_near_fp32_and_without_bias) {
+  ModelConfig config = busy();
   config.precision = LinearPrecision::fp32;
   const Tokens tokens(config, 4, 60);
-  const auto exact = make_gpt2_cpu(config, 2);
+  const auto exact = make_model_cpu(config, 2);
   config.precision = LinearPrecision::bf16;
-  const auto rounded = make_gpt2_cpu(config, 2);
+  const auto rounded = make_model_cpu(config, 2);
   ASSERT_TRUE(same_bits(parameters_of(*exact), parameters_of(*rounded)));
   const Pass a = pass(*exact, tokens.batch()), b = pass(*rounded, tokens.batch());
   EXPECT_NE(a.loss, b.loss);

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "numerics/random.h"
 
 namespace evenkeel::gpt2_cases {
@@ -16,8 +16,8 @@ using Doubles = std::vector<double>;
 
 inline size_t at(int64_t n) { return static_cast<size_t>(n); }
 
-inline Gpt2Config tiny() {
-  Gpt2Config config;
+inline ModelConfig tiny() {
+  ModelConfig config;
   config.layers = 2, config.heads = 2, config.width = 12, config.context = 7, config.vocabulary = 11;
   config.precision = LinearPrecision::fp32;
   return config;
@@ -26,7 +26,7 @@ inline Gpt2Config tiny() {
 struct Tokens {
   std::vector<int32_t> tokens, targets;
   int64_t B, T;
-  Tokens(const Gpt2Config& config, int64_t sequences, int64_t length, uint32_t which = 0)
+  Tokens(const ModelConfig& config, int64_t sequences, int64_t length, uint32_t which = 0)
       : B(sequences), T(length) {
     RandomStream stream({3, which, 0});
     for (int64_t n = 0; n < B * T; ++n) {
@@ -48,18 +48,18 @@ inline Floats lively_parameters(const ParameterTable& table) {
   return values;
 }
 
-inline std::unique_ptr<Gpt2> lively_model(const Gpt2Config& config) {
-  auto model = make_gpt2_cpu(config, 1);
+inline std::unique_ptr<Model> lively_model(const ModelConfig& config) {
+  auto model = make_model_cpu(config, 1);
   model->write_parameters(lively_parameters(model->table()));
   return model;
 }
 
-inline Floats gradients_of(const Gpt2& model) {
+inline Floats gradients_of(const Model& model) {
   Floats gradients(at(model.table().size()));
   model.read_gradients(gradients);
   return gradients;
 }
-inline Floats parameters_of(const Gpt2& model) {
+inline Floats parameters_of(const Model& model) {
   Floats parameters(at(model.table().size()));
   model.read_parameters(parameters);
   return parameters;
@@ -69,7 +69,7 @@ struct Pass {
   double loss;
   Floats gradients;
 };
-inline Pass pass(Gpt2& model, const Batch& batch, const StepContext& context = {}, float loss_scale = 1) {
+inline Pass pass(Model& model, const Batch& batch, const StepContext& context = {}, float loss_scale = 1) {
   model.zero_gradients();
   const double loss = model.forward_backward(batch, loss_scale, context);
   return {loss, gradients_of(model)};
@@ -79,8 +79,8 @@ inline bool same_bits(const Floats& a, const Floats& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-inline Gpt2Config busy() {
-  Gpt2Config config = tiny();
+inline ModelConfig busy() {
+  ModelConfig config = tiny();
   config.width = 40, config.heads = 4, config.context = 80, config.vocabulary = 130;
   config.bias = config.norm_bias = config.gated_attention = true;
   config.qk_norm = true;

@@ -8,7 +8,7 @@
 #include <set>
 
 #include "gpt2_cases.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel {
 namespace {
@@ -17,26 +17,26 @@ using namespace gpt2_cases;
 
 // --- Parameters
 
-TEST(Gpt2, presets_have_their_sizes) {
+TEST(Model, presets_have_their_sizes) {
   const auto count = [](const char* name, bool bias) {
-    Gpt2Config config = gpt2_preset(name);
+    ModelConfig config = model_preset(name);
     config.bias = config.norm_bias = bias;
     return ParameterTable(config).parameter_count();
   };
   EXPECT_EQ(count("gpt2", true), 124439808);  // as published
   EXPECT_EQ(count("gpt2-medium", true), 354823168);
   EXPECT_EQ(count("nano", false), 12 * 6 * 384 * 384 + (8192 + 512) * 384 + 13 * 384);
-  EXPECT_EQ(ParameterTable(gpt2_preset("micro")).parameter_count(),
+  EXPECT_EQ(ParameterTable(model_preset("micro")).parameter_count(),
             12 * 3 * 128 * 128 + (256 + 128) * 128 + 14 * 128);
-  const Gpt2Config nano = gpt2_preset("nano");
+  const ModelConfig nano = model_preset("nano");
   EXPECT_EQ(flops_per_token(nano, 512), 6.0 * (12 * 6 * 384 * 384 + 8192 * 384) + 12.0 * 6 * 384 * 512);
-  Gpt2Config untied = nano;
+  ModelConfig untied = nano;
   untied.tied_embeddings = false;
   EXPECT_EQ(flops_per_token(untied, 512), flops_per_token(nano, 512));
 }
 
-TEST(Gpt2, parameters_have_the_names_and_places_of_hugging_face) {
-  Gpt2Config config = tiny();
+TEST(Model, parameters_have_the_names_and_places_of_hugging_face) {
+  ModelConfig config = tiny();
   config.bias = config.norm_bias = true;
   const ParameterTable table(config);
   const std::map<std::string, std::vector<int64_t>> kLayer = {{"ln_1.weight", {12}},
@@ -80,8 +80,8 @@ TEST(Gpt2, parameters_have_the_names_and_places_of_hugging_face) {
   EXPECT_EQ(untied.size(), untied.find("lm_head.weight")->offset + 8192 * 12);
 }
 
-TEST(Gpt2, initial_weights_are_those_of_gpt2) {
-  const Gpt2Config config = gpt2_preset("micro");
+TEST(Model, initial_weights_are_those_of_gpt2) {
+  const ModelConfig config = model_preset("micro");
   const ParameterTable table(config);
   Floats values(at(table.size()), 5.0f), again(values), other(values);
   initialise(config, table, 1, values);
@@ -112,7 +112,7 @@ TEST(Gpt2, initial_weights_are_those_of_gpt2) {
     }
   }
   // An option that adds tensors changes no other's numbers; no two tensors share theirs.
-  Gpt2Config more = config;
+  ModelConfig more = config;
   more.bias = more.gated_attention = true;
   more.tied_embeddings = false;
   const ParameterTable wide(more);
@@ -143,12 +143,12 @@ std::string message_of(const std::function<void()>& body) {
   return "nothing was thrown";
 }
 
-TEST(Gpt2, bad_configurations_say_what_was_expected) {
+TEST(Model, bad_configurations_say_what_was_expected) {
   const auto with = [](auto change) {
     return message_of([&] {
-      Gpt2Config config = tiny();
+      ModelConfig config = tiny();
       change(config);
-      make_gpt2_cpu(config, 1);
+      make_model_cpu(config, 1);
     });
   };
   EXPECT_EQ(with([](auto& c) { c.layers = 0; }), "[model] expected layers from 1 to 4096, got 0");
@@ -160,13 +160,13 @@ TEST(Gpt2, bad_configurations_say_what_was_expected) {
   EXPECT_EQ(with([](auto& c) { c.softcap = -1; }), "[model] expected softcap of 0 (off) or more, got -1");
   EXPECT_EQ(with([](auto& c) { c.qk_clip = NAN; }), "[model] expected qk_clip of 0 (off) or more, got nan");
   EXPECT_NE(with([](auto& c) { c.qk_clip = 1, c.qk_norm = true; }).find("got both"), std::string::npos);
-  EXPECT_EQ(message_of([] { gpt2_preset("tiny"); }),
+  EXPECT_EQ(message_of([] { model_preset("tiny"); }),
             "[model] expected a preset (micro, nano, gpt2, gpt2-medium), got 'tiny'");
-  for (const std::string_view name : kGpt2Presets) validate(gpt2_preset(name));
+  for (const std::string_view name : kModelPresets) validate(model_preset(name));
 }
 
-TEST(Gpt2, bad_requests_change_nothing) {
-  const Gpt2Config config = tiny();
+TEST(Model, bad_requests_change_nothing) {
+  const ModelConfig config = tiny();
   const auto model = lively_model(config);
   const Tokens good(config, 2, 5);
   const Pass before = pass(*model, good.batch());
@@ -199,9 +199,9 @@ TEST(Gpt2, bad_requests_change_nothing) {
   EXPECT_NE(message_of([&] { model->plan(2, 0); }).find("expected a layer below 2"), std::string::npos);
   EXPECT_TRUE(same_bits(gradients_of(*model), before.gradients));
   EXPECT_TRUE(same_bits(parameters_of(*model), parameters));
-  Gpt2Config capped = config;
+  ModelConfig capped = config;
   capped.softcap = 5;
-  const auto other = make_gpt2_cpu(capped, 1);
+  const auto other = make_model_cpu(capped, 1);
   EXPECT_NE(message_of([&] {
               other->set_plan(ScopedPlan::parse("fp32; layer 1 head 0: stabiliser=centre_keys"));
             }).find("layer 1: [attention] centre_keys cannot go with softcap"),

@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "gpt2_cases.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "numerics/random.h"
 
 namespace evenkeel {
@@ -23,7 +23,7 @@ struct SlowFacts {
 // Forward only, one value after another. Its parameters are the flat buffer of the table, in FP64.
 class SlowGpt2 {
  public:
-  explicit SlowGpt2(const Gpt2Config& config)
+  explicit SlowGpt2(const ModelConfig& config)
       : config_(config), table_(config), facts(at(config.layers * config.heads)) {}
 
   // Mean cross-entropy, and keel times the mean over tokens of all heads' L^2.
@@ -48,7 +48,7 @@ class SlowGpt2 {
   }
 
  private:
-  const Gpt2Config config_;
+  const ModelConfig config_;
   const ParameterTable table_;
   const Doubles* p_ = nullptr;
 
@@ -158,38 +158,38 @@ class SlowGpt2 {
 
 struct Option {
   const char* name;
-  std::function<void(Gpt2Config&)> set;
+  std::function<void(ModelConfig&)> set;
   double keel = 0;
   int64_t B = 2, T = 5;
 };
 
 const Option kOptions[] = {
-    {"plain", [](Gpt2Config&) {}},
-    {"untied", [](Gpt2Config& c) { c.tied_embeddings = false; }},
-    {"bias", [](Gpt2Config& c) { c.bias = true; }},
-    {"norm_bias", [](Gpt2Config& c) { c.norm_bias = true; }},
-    {"qk_norm", [](Gpt2Config& c) { c.qk_norm = true; }},
-    {"gated_attention", [](Gpt2Config& c) { c.gated_attention = true; }},
-    {"softcap", [](Gpt2Config& c) { c.softcap = 1.5f; }},
-    {"keel", [](Gpt2Config&) {}, 0.3},
+    {"plain", [](ModelConfig&) {}},
+    {"untied", [](ModelConfig& c) { c.tied_embeddings = false; }},
+    {"bias", [](ModelConfig& c) { c.bias = true; }},
+    {"norm_bias", [](ModelConfig& c) { c.norm_bias = true; }},
+    {"qk_norm", [](ModelConfig& c) { c.qk_norm = true; }},
+    {"gated_attention", [](ModelConfig& c) { c.gated_attention = true; }},
+    {"softcap", [](ModelConfig& c) { c.softcap = 1.5f; }},
+    {"keel", [](ModelConfig&) {}, 0.3},
     {"everything",
-     [](Gpt2Config& c) {
+     [](ModelConfig& c) {
        c.bias = c.norm_bias = c.qk_norm = c.gated_attention = true;
        c.tied_embeddings = false;
        c.softcap = 2;
      },
      0.2},
-    {"one token", [](Gpt2Config&) {}, 0, 3, 1},
-    {"one layer, one head", [](Gpt2Config& c) { c.layers = c.heads = 1; }},
-    {"odd sizes", [](Gpt2Config& c) { c.width = 20, c.heads = 5, c.vocabulary = 257, c.context = 9; }, 0, 1,
+    {"one token", [](ModelConfig&) {}, 0, 3, 1},
+    {"one layer, one head", [](ModelConfig& c) { c.layers = c.heads = 1; }},
+    {"odd sizes", [](ModelConfig& c) { c.width = 20, c.heads = 5, c.vocabulary = 257, c.context = 9; }, 0, 1,
      9},
-    {"head size 1", [](Gpt2Config& c) { c.width = c.heads = 3; }},
+    {"head size 1", [](ModelConfig& c) { c.width = c.heads = 3; }},
 };
 
 // Along a random direction within each tensor: touches every parameter of it. And at some single ones.
-TEST(Gpt2, gradient_is_that_of_the_slow_model) {
+TEST(Model, gradient_is_that_of_the_slow_model) {
   for (const Option& option : kOptions) {
-    Gpt2Config config = tiny();
+    ModelConfig config = tiny();
     option.set(config);
     const auto model = lively_model(config);
     PrecisionPlan plan = parse_plan("fp32");
@@ -247,8 +247,8 @@ TEST(Gpt2, gradient_is_that_of_the_slow_model) {
   }
 }
 
-TEST(Gpt2, logits_are_those_of_the_slow_model) {
-  const Gpt2Config config = tiny();
+TEST(Model, logits_are_those_of_the_slow_model) {
+  const ModelConfig config = tiny();
   const auto model = lively_model(config);
   const Floats parameters = parameters_of(*model);
   const Tokens tokens(config, 1, 7);
@@ -264,12 +264,12 @@ TEST(Gpt2, logits_are_those_of_the_slow_model) {
 
 // --- Training
 
-TEST(Gpt2, thirty_steps_of_descent_lower_the_loss) {
+TEST(Model, thirty_steps_of_descent_lower_the_loss) {
   for (const char* plan : {"fp32", "flash2,stabiliser=consistent"}) {
-    Gpt2Config config = tiny();
+    ModelConfig config = tiny();
     config.precision = LinearPrecision::bf16;
     const Tokens tokens(config, 3, 7);
-    const auto model = make_gpt2_cpu(config, 1);
+    const auto model = make_model_cpu(config, 1);
     model->set_plan(ScopedPlan::parse(plan));
     double first = 0, last = 0;
     for (uint32_t step = 0; step < 30; ++step) {
@@ -285,8 +285,8 @@ TEST(Gpt2, thirty_steps_of_descent_lower_the_loss) {
   }
 }
 
-TEST(Gpt2, gradients_add_up_over_parts_of_a_step) {
-  Gpt2Config config = tiny();
+TEST(Model, gradients_add_up_over_parts_of_a_step) {
+  ModelConfig config = tiny();
   config.tied_embeddings = false;  // a tied wte is added to twice a pass, so its halves round apart
   const Tokens tokens(config, 2, 5);
   const auto model = lively_model(config);
@@ -304,8 +304,8 @@ TEST(Gpt2, gradients_add_up_over_parts_of_a_step) {
   EXPECT_TRUE(same_bits(gradients_of(*model), Floats(written.size())));
 }
 
-TEST(Gpt2, batches_of_other_sizes_between_do_no_harm) {
-  const Gpt2Config config = busy();
+TEST(Model, batches_of_other_sizes_between_do_no_harm) {
+  const ModelConfig config = busy();
   const Tokens large(config, 3, 70), small(config, 1, 3);
   const auto model = lively_model(config);
   const Pass before = pass(*model, large.batch());
@@ -316,7 +316,7 @@ TEST(Gpt2, batches_of_other_sizes_between_do_no_harm) {
   EXPECT_TRUE(same_bits(after.gradients, before.gradients));
 }
 
-TEST(Gpt2, a_model_of_nan_gives_nan) {
+TEST(Model, a_model_of_nan_gives_nan) {
   const auto model = lively_model(tiny());
   Floats parameters = parameters_of(*model);
   parameters[at(model->table().find("h.0.attn.c_attn.weight")->offset)] = NAN;
@@ -329,8 +329,8 @@ TEST(Gpt2, a_model_of_nan_gives_nan) {
 
 // --- Facts
 
-TEST(Gpt2, facts_are_those_of_the_slow_model) {
-  Gpt2Config config = tiny();
+TEST(Model, facts_are_those_of_the_slow_model) {
+  ModelConfig config = tiny();
   config.context = 70;  // more than one block of rows
   const auto model = lively_model(config);
   const Tokens tokens(config, 2, 70);
@@ -354,8 +354,8 @@ TEST(Gpt2, facts_are_those_of_the_slow_model) {
   EXPECT_TRUE(std::isnan(model->facts()[0].largest_score));
 }
 
-TEST(Gpt2, ties_and_residuals_on_request) {
-  const Gpt2Config config = tiny();
+TEST(Model, ties_and_residuals_on_request) {
+  const ModelConfig config = tiny();
   const Tokens tokens(config, 2, 7);
   const auto model = lively_model(config);
   StepContext context;
@@ -381,8 +381,8 @@ TEST(Gpt2, ties_and_residuals_on_request) {
   EXPECT_FLOAT_EQ(model->facts()[0].tied_rows, 6.0f / 7);
 }
 
-TEST(Gpt2, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_bit) {
-  Gpt2Config config = tiny();
+TEST(Model, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_bit) {
+  ModelConfig config = tiny();
   const Tokens tokens(config, 5, 7);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("bf16_all,row_sum=e5m2/stochastic"));
@@ -411,9 +411,9 @@ TEST(Gpt2, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_b
   }
 }
 
-TEST(Gpt2, qk_clip_brings_the_largest_score_to_its_limit) {
+TEST(Model, qk_clip_brings_the_largest_score_to_its_limit) {
   for (const bool bias : {false, true}) {
-    Gpt2Config config = tiny();
+    ModelConfig config = tiny();
     config.bias = bias;
     const Tokens tokens(config, 2, 7);
     StepContext context;

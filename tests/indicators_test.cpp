@@ -72,7 +72,7 @@ class Records : public testing::Test {
     const fs::path run = folder_ / name;
     fs::create_directories(run);
     RunConfig config;
-    config.model = gpt2_preset("micro");
+    config.model = model_preset("micro");
     config.model.layers = kL;
     config.model.heads = kH;
     config.model.width = 12;

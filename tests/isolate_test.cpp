@@ -210,7 +210,7 @@ TEST(Isolate, a_bad_shard_is_found_in_the_data) {
 class Misplaced : public StepWatcher {
  public:
   void prepare(int64_t, StepContext&) override {}
-  void see(int64_t step, double, Gpt2& model, nlohmann::json&) override {
+  void see(int64_t step, double, Model& model, nlohmann::json&) override {
     if (step != kStep) return;
     std::vector<float> parameters(static_cast<size_t>(model.table().size()));
     model.read_parameters(parameters);

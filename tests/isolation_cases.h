@@ -30,7 +30,7 @@ class PlantedRun {
         std::filesystem::temp_directory_path() / fmt::format("evenkeel-planted-{}-{}", getpid(), count++);
     std::filesystem::remove_all(folder_);
     std::filesystem::create_directories(folder_);
-    config.model = gpt2_preset("micro");
+    config.model = model_preset("micro");
     config.model.heads = 2;
     config.model.width = 64;
     config.model.context = 64;

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <string>
@@ -202,6 +203,44 @@ TEST(Layering, a_planted_parser_is_found) {
       {"diagnosis/guard.cpp", "JsonLinesWriter writer(path);\n"},
       {"base/json_lines.cpp", "JsonLinesWriter::JsonLinesWriter() {}\n"}};
   EXPECT_EQ(parsers_elsewhere(tree).size(), 2u);
+}
+
+// Above src/model nobody knows an architecture by its name: every model is a description (model_config.h). Names of text
+// formats (a tokenizer's files) and of presets, which the command measures, are no architectures.
+std::vector<std::string> architectures_named(const Tree& tree) {
+  static const std::set<std::string> kTextFormats = {"training/tokenizer.h", "training/tokenizer_files.cpp",
+                                                     "training/pretokenize.h"};
+  static const std::set<std::string, std::less<>> kBelow = {"numerics", "base", "gpu", "attention", "model"};
+  static const std::regex kArchitecture("gpt-?2|llama|qwen", std::regex::icase);
+  static const std::regex kWords("//.*|\"([^\"\\\\]|\\\\.)*\"");  // comments and strings
+  std::vector<std::string> found;
+  for (const auto& [file, text] : tree) {
+    if (kBelow.contains(folder_of(file)) || kTextFormats.contains(file)) continue;
+    std::istringstream lines(text);
+    std::string line;
+    for (int number = 1; std::getline(lines, line); ++number) {
+      const std::string seen = folder_of(file) == "cli" ? std::regex_replace(line, kWords, "") : line;
+      if (std::regex_search(seen, kArchitecture))
+        found.push_back("src/" + file + ":" + std::to_string(number) + ": " + line);
+    }
+  }
+  return found;
+}
+
+TEST(Layering, nobody_above_the_model_names_an_architecture) {
+  for (const std::string& place : architectures_named(read_tree(fs::path(EVENKEEL_SOURCE_DIR) / "src")))
+    ADD_FAILURE() << place << "\n  expected code that asks ModelConfig or Model instead";
+}
+
+TEST(Layering, a_planted_architecture_is_found) {
+  Tree tree = {{"training/trainer.cpp", "std::unique_ptr<Llama> model_;\n"},
+               {"diagnosis/capture.cpp", "return \"GPT-2\";\n"},
+               {"report/page.cpp", "// of GPT2\n"},
+               {"cli/bench.cpp", "make(\"gpt2\");  // gpt2\nuse(qwen3);\n"},
+               {"c_api.cpp", "#include \"model/llama.h\"\n"},
+               {"model/model_config.cpp", "\"llama-micro\"\n"},
+               {"training/tokenizer.h", "// GPT-2's vocab.bpe\n"}};
+  EXPECT_EQ(architectures_named(tree).size(), 5u);
 }
 
 // The test of the test: a clean tree, into which one include at a time is planted.

@@ -14,8 +14,8 @@
 namespace evenkeel {
 namespace {
 
-Gpt2Config tiny() {
-  Gpt2Config c = gpt2_preset("micro");
+ModelConfig tiny() {
+  ModelConfig c = model_preset("micro");
   c.layers = 1;
   c.heads = 2;
   c.width = 24;
@@ -40,7 +40,7 @@ double norm(const std::vector<float>& x) {
   for (float v : x) sum += static_cast<double>(v) * v;
   return std::sqrt(sum);
 }
-std::vector<float> parameters_of(const Gpt2& model) {
+std::vector<float> parameters_of(const Model& model) {
   std::vector<float> w(static_cast<size_t>(model.table().size()));
   model.read_parameters(w);
   return w;
@@ -49,7 +49,7 @@ std::vector<float> parameters_of(const Gpt2& model) {
 TEST(AdamW, follows_its_definition) {
   for (float decay : {0.0f, 0.1f})
     for (float clip : {0.0f, 0.05f}) {
-      const auto model = make_gpt2_cpu(tiny(), 3);
+      const auto model = make_model_cpu(tiny(), 3);
       const ParameterTable& table = model->table();
       OptimizerConfig config;
       config.weight_decay = decay;
@@ -87,7 +87,7 @@ TEST(AdamW, follows_its_definition) {
 }
 
 TEST(AdamW, decays_matrices_alone) {
-  const auto model = make_gpt2_cpu(tiny(), 3);
+  const auto model = make_model_cpu(tiny(), 3);
   OptimizerConfig config;
   config.weight_decay = 0.5f;
   const auto optimizer = make_optimizer_cpu(config, model->table());
@@ -105,7 +105,7 @@ TEST(AdamW, decays_matrices_alone) {
 TEST(Optimizer, leaves_everything_as_it_is_where_the_norm_is_not_finite) {
   for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon})
     for (float bad : {INFINITY, -INFINITY, NAN}) {
-      const auto model = make_gpt2_cpu(tiny(), 3);
+      const auto model = make_model_cpu(tiny(), 3);
       OptimizerConfig config;
       config.kind = kind;
       const auto optimizer = make_optimizer_cpu(config, model->table());
@@ -130,7 +130,7 @@ TEST(Optimizer, state_goes_through_a_checkpoint_to_the_bit) {
     config.kind = kind;
     config.weight_decay = 0.1f;
     const auto run = [&](bool interrupted) {
-      auto model = make_gpt2_cpu(tiny(), 3);
+      auto model = make_model_cpu(tiny(), 3);
       auto optimizer = make_optimizer_cpu(config, model->table());
       for (uint32_t step = 0; step < 6; ++step) {
         if (interrupted && step == 3) {
@@ -139,7 +139,7 @@ TEST(Optimizer, state_goes_through_a_checkpoint_to_the_bit) {
           int64_t steps = 0;
           model->read_parameters(w);
           optimizer->read_state(first, second, steps);
-          model = make_gpt2_cpu(tiny(), 99);
+          model = make_model_cpu(tiny(), 99);
           model->write_parameters(w);
           optimizer = make_optimizer_cpu(config, model->table());
           optimizer->write_state(first, second, steps);
@@ -198,7 +198,7 @@ TEST(Muon, makes_singular_values_alike) {
 }
 
 TEST(Muon, moves_hidden_matrices_by_a_fifth_of_the_rate_and_leaves_the_rest_to_adamw) {
-  const auto muon = make_gpt2_cpu(tiny(), 3), adamw = make_gpt2_cpu(tiny(), 3);
+  const auto muon = make_model_cpu(tiny(), 3), adamw = make_model_cpu(tiny(), 3);
   OptimizerConfig config;
   config.clip = 0;
   const auto plain = make_optimizer_cpu(config, adamw->table());
@@ -230,7 +230,7 @@ TEST(Muon, moves_hidden_matrices_by_a_fifth_of_the_rate_and_leaves_the_rest_to_a
 }
 
 TEST(Optimizer, refuses_what_cannot_be_meant) {
-  const auto model = make_gpt2_cpu(tiny(), 3);
+  const auto model = make_model_cpu(tiny(), 3);
   for (auto change : std::vector<void (*)(OptimizerConfig&)>{
            [](OptimizerConfig& c) { c.beta1 = 1; }, [](OptimizerConfig& c) { c.beta2 = -0.1f; },
            [](OptimizerConfig& c) { c.epsilon = 0; }, [](OptimizerConfig& c) { c.weight_decay = -1; },

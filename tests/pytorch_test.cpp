@@ -67,8 +67,8 @@ class PyTorchTest : public ::testing::Test {
 };
 
 // Weights far from their start, so that no gain is 1 and no bias 0.
-std::unique_ptr<Gpt2> lively_model(const Gpt2Config& config) {
-  auto model = make_gpt2_cpu(config, 5);
+std::unique_ptr<Model> lively_model(const ModelConfig& config) {
+  auto model = make_model_cpu(config, 5);
   std::vector<float> w(static_cast<size_t>(model->table().size()));
   model->read_parameters(w);
   for (const ParameterTensor& t : model->table().tensors()) {
@@ -80,8 +80,8 @@ std::unique_ptr<Gpt2> lively_model(const Gpt2Config& config) {
   return model;
 }
 
-Gpt2Config small() {
-  Gpt2Config config = gpt2_preset("micro");
+ModelConfig small() {
+  ModelConfig config = model_preset("micro");
   config.layers = 2, config.heads = 4, config.width = 36, config.context = 20, config.vocabulary = 41;
   return config;
 }
@@ -92,7 +92,7 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
   std::vector<fs::path> right, wrong, all;
   std::vector<std::string> wrong_name;
   for (const bool plain : {false, true}) {
-    Gpt2Config config = small();
+    ModelConfig config = small();
     config.bias = config.norm_bias = !plain;
     config.tied_embeddings = !plain;
     const auto model = lively_model(config);
@@ -157,10 +157,10 @@ TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
   const int code = check_model("make", {folder});
   if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers";
   ASSERT_EQ(code, 0);
-  Gpt2Config config = small();
+  ModelConfig config = small();
   config.heads = 3, config.width = 24, config.context = 16, config.vocabulary = 37;
   config.bias = config.norm_bias = true;
-  const auto model = make_gpt2_cpu(config, 1);
+  const auto model = make_model_cpu(config, 1);
   load_weights(folder / "model.safetensors", *model);
   const Json kept = Json::parse(read_whole_file(folder / "logits.json", kLargest));
   const auto tokens = kept.at("tokens").get<std::vector<int32_t>>();

@@ -27,7 +27,7 @@ class RunFolderTest : public ::testing::Test {
   // One layer, two heads, a dozen steps: the least that has everything.
   RunConfig tiny() const {
     RunConfig c;
-    c.model = gpt2_preset("micro");
+    c.model = model_preset("micro");
     c.model.layers = 1;
     c.model.heads = 2;
     c.model.width = 16;

@@ -82,7 +82,7 @@ TEST_F(TrainerTest, learns_and_records_every_step) {
 TEST_F(TrainerTest, a_watcher_has_told_its_last_line_before_it_goes) {
   struct Teller : StepWatcher {
     void prepare(int64_t, StepContext&) override {}
-    void see(int64_t, double, Gpt2&, nlohmann::json&) override {}
+    void see(int64_t, double, Model&, nlohmann::json&) override {}
     void tell(int64_t step, nlohmann::json& line) override { line["told"] = told = step; }
     int64_t told = -1;
   };
@@ -353,7 +353,7 @@ TEST_F(TrainerTest, plans_for_layers_and_heads_that_are_not_there_are_refused) {
   c.plan = "fp32";
   c.changes = {{3, "layer 7: stabiliser=zero_sum"}};
   EXPECT_THROW(validate(c), std::invalid_argument);
-  const auto model = make_gpt2_cpu(c.model, 1);
+  const auto model = make_model_cpu(c.model, 1);
   EXPECT_THROW(model->set_plan(ScopedPlan::parse("fp32; layer 1: keel=1")), std::invalid_argument);
 }
 
@@ -415,14 +415,14 @@ TEST_F(TrainerTest, weights_go_to_hugging_face_names_and_back) {
   const auto trainer = Trainer::start(folder / "run", c);
   trainer->step();
   save_weights(folder / "w.safetensors", trainer->model());
-  const auto other = make_gpt2_cpu(c.model, 77);
+  const auto other = make_model_cpu(c.model, 77);
   load_weights(folder / "w.safetensors", *other);
   std::vector<float> w(static_cast<size_t>(other->table().size()));
   other->read_parameters(w);
   EXPECT_EQ(w, weights(*trainer));
-  Gpt2Config wider = c.model;
+  ModelConfig wider = c.model;
   wider.width = 32;
-  const auto wrong = make_gpt2_cpu(wider, 1);
+  const auto wrong = make_model_cpu(wider, 1);
   EXPECT_THROW(load_weights(folder / "w.safetensors", *wrong), DataError);
 }
 

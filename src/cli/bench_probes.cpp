@@ -31,7 +31,7 @@ double quantile(std::vector<double> values, double q) {
 
 // Random tokens: what is computed does not depend on them.
 struct RandomBatch {
-  RandomBatch(int64_t B, const Gpt2Config& c)
+  RandomBatch(int64_t B, const ModelConfig& c)
       : tokens(static_cast<size_t>(B * c.context)), targets(tokens.size()) {
     RandomStream draw({1, 0, 0});
     for (std::vector<int32_t>* list : {&tokens, &targets})
@@ -78,8 +78,8 @@ int print(const std::vector<Figure>& figures, nlohmann::ordered_json head, const
 int bench_probes(bool check, bool json) {
   const int threads_before = thread_count();
   set_thread_count(1);
-  const Gpt2Config config = gpt2_preset("micro");
-  const auto model = make_gpt2_cpu(config, 1);
+  const ModelConfig config = model_preset("micro");
+  const auto model = make_model_cpu(config, 1);
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2"));
   const auto optimizer = make_optimizer(Backend::cpu, {}, model->table());
   const RandomBatch random(16, config);

@@ -118,7 +118,7 @@ void measure(Group& group, PythonScript* script, Progress& progress) {
 }
 
 Json request_of(const Group& group) {
-  const Gpt2Config& m = group.config.model;
+  const ModelConfig& m = group.config.model;
   return {{"device", group.config.backend == Backend::cuda ? "cuda" : "cpu"},
           {"threads", thread_count()},
           {"sequences", group.config.sequences},
@@ -132,8 +132,8 @@ Json request_of(const Group& group) {
 }
 
 // What the optimiser alone takes: seconds a step.
-double optimizer_seconds(const Gpt2Config& config) {
-  const std::unique_ptr<Gpt2> model = make_gpt2(Backend::cuda, config, 1);
+double optimizer_seconds(const ModelConfig& config) {
+  const std::unique_ptr<Model> model = make_model(Backend::cuda, config, 1);
   const std::unique_ptr<Optimizer> optimizer = make_optimizer(Backend::cuda, {}, model->table());
   model->zero_gradients();
   std::vector<double> seconds;
@@ -233,7 +233,7 @@ TemporaryFolder::~TemporaryFolder() {
 
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences) {
   RunConfig c;
-  c.model = gpt2_preset(preset);
+  c.model = model_preset(preset);
   c.backend = backend;
   c.sequences = sequences;
   c.schedule.peak = 1e-4;
@@ -282,23 +282,23 @@ int bench_train_gpu(bool check, bool json) {
   constexpr const char* kNone = "evenkeel, no remedy";
   constexpr const char* kWide = "evenkeel, wide_output";
   constexpr const char* kZeroSum = "evenkeel, zero_sum";
-  Group gpt2 = make_group("gpt2", Backend::cuda, 64, /*rounds=*/9, /*steps=*/4);
-  gpt2.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
+  Group full = make_group("gpt2", Backend::cuda, 64, /*rounds=*/9, /*steps=*/4);
+  full.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
   Group nano = make_group("nano", Backend::cuda, 32, /*rounds=*/21, /*steps=*/50);
   nano.contestants = {{kNone, "bf16_all", {}}, {kZeroSum, "bf16_all,stabiliser=zero_sum", {}}};
   Group nano_fast = make_group("nano", Backend::cuda, 32, /*rounds=*/21, /*steps=*/50);
   nano_fast.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
   {
-    PythonScript::Start rival = add_rivals(gpt2, report);
-    Progress progress("bench train", gpt2.rounds * static_cast<int64_t>(gpt2.contestants.size()) +
+    PythonScript::Start rival = add_rivals(full, report);
+    Progress progress("bench train", full.rounds * static_cast<int64_t>(full.contestants.size()) +
                                          2 * nano.rounds + 2 * nano_fast.rounds);
-    measure(gpt2, rival.script.get(), progress);
+    measure(full, rival.script.get(), progress);
     rival.script.reset();
     measure(nano, nullptr, progress);
     measure(nano_fast, nullptr, progress);
   }
-  const ParameterTable table(gpt2.config.model);
-  const double adamw = optimizer_seconds(gpt2.config.model);
+  const ParameterTable table(full.config.model);
+  const double adamw = optimizer_seconds(full.config.model);
   constexpr double kBytes =
       32;  // a parameter: the norm reads g; then w, m, v and g are read, w, m, v written
   report.notes.push_back(
@@ -311,18 +311,18 @@ int bench_train_gpu(bool check, bool json) {
   };
   const bool counts = device.name.find(kTargetGpu) != std::string::npos;
   if (counts)
-    report.targets.push_back({"gpt2, tokens/s", gpt2.tokens() / seconds(gpt2, kWide), kGpuTokens, true});
-  if (const Contestant* best = gpt2.rival())
+    report.targets.push_back({"gpt2, tokens/s", full.tokens() / seconds(full, kWide), kGpuTokens, true});
+  if (const Contestant* best = full.rival())
     report.targets.push_back(
-        {"gpt2 against " + best->name, best->step_seconds() / seconds(gpt2, kWide), kGpuRatio, true});
-  report.targets.push_back({"gpt2, the price of wide_output", price(gpt2, kWide), kRemedyPrice, false});
+        {"gpt2 against " + best->name, best->step_seconds() / seconds(full, kWide), kGpuRatio, true});
+  report.targets.push_back({"gpt2, the price of wide_output", price(full, kWide), kRemedyPrice, false});
   if (counts)
     report.targets.push_back({"nano with bf16_all, steps/s", 1 / seconds(nano, kNone), kNanoSteps, true});
   report.targets.push_back(
       {"nano with bf16_all, the price of zero_sum", price(nano, kZeroSum), kRemedyPrice, false});
   report.targets.push_back(
       {"nano with flash2, the price of wide_output", price(nano_fast, kWide), kRemedyPrice, false});
-  for (Group* group : {&gpt2, &nano, &nano_fast}) report.groups.push_back(std::move(*group));
+  for (Group* group : {&full, &nano, &nano_fast}) report.groups.push_back(std::move(*group));
   report.groups[1].preset = "nano, bf16_all";
   report.groups[2].preset = "nano, flash2";
   return print(report, check, json);

@@ -15,7 +15,7 @@ struct Command {
 
 inline constexpr Command kCommands[] = {
     {"demo", "the whole job on this machine: trains, finds the guilty rounding, writes the report", run_demo},
-    {"train", "train GPT-2 with a precision plan per layer and head", run_train},
+    {"train", "train a model with a precision plan per layer and head", run_train},
     {"isolate", "which layer, heads and rounding made a run fail: found and proved by replays", run_isolate},
     {"verdict", "what ails a run, from its records and the replays made so far", run_verdict},
     {"report", "everything known of some runs, on one page", run_report},

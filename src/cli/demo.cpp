@@ -47,7 +47,7 @@ struct Scale {
 
 Scale full_scale() {
   Scale scale;
-  scale.config.model = gpt2_preset("micro");
+  scale.config.model = model_preset("micro");
   scale.config.sequences = 16;
   scale.config.schedule.peak = 9e-3;
   scale.config.schedule.warmup = 100;
@@ -61,7 +61,7 @@ Scale short_scale() {
   Scale scale;
   scale.synthetic = true;
   scale.config.seed = 3;
-  scale.config.model = gpt2_preset("micro");
+  scale.config.model = model_preset("micro");
   scale.config.model.heads = 2;
   scale.config.model.width = 64;
   scale.config.model.context = 64;
@@ -287,7 +287,7 @@ class Demo {
     runs_.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "softmax row sum in 8 bits (e5m2)"});
     runs_.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
     runs_.push_back({"fp32", "fp32", "FP32"});
-    say("A GPT-2 of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax "
+    say("A model of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax "
         "cannot "
         "see; bars show\nits size from 1 to 100,000, on a logarithmic scale.\n\n",
         config_.model.layers, config_.model.heads, config_.schedule.steps - 1);
@@ -416,7 +416,7 @@ int run_demo(int argc, char** argv) {
       "demo [--full] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
       "The whole job on this machine, in about half a minute on two idle cores and without a GPU: trains a "
       "small\n"
-      "GPT-2 three times side by side, of which one drifts; finds the guilty layer, heads and rounding by\n"
+      "model three times side by side, of which one drifts; finds the guilty layer, heads and rounding by\n"
       "replays; and writes the report. --story: the mechanism in the small, from one addition to one head.",
       "demo --out demo");
   options.flag("--full", "a larger model, on the project's own text: a few minutes", full);

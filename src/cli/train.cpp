@@ -340,7 +340,8 @@ int run_train(int argc, char** argv) {
   Options options(
       "train --preset NAME --data PATH --out RUN [options] | train --resume RUN | train --branch RUN@STEP "
       "--out NEW [options]",
-      "Trains GPT-2 with a precision plan for attention, and records everything needed to repeat any step.\n"
+      "Trains a model with a precision plan for attention, and records everything needed to repeat any "
+      "step.\n"
       "Settings come from the preset, then --config, then the other options in their order; RUN/config.toml\n"
       "holds them all. With --resume, --steps makes the run longer or shorter, if no learning rate of a "
       "step\n"

@@ -12,13 +12,6 @@ namespace {
 
 constexpr std::string_view kVersionKey = "evenkeel_capture", kVersion = "1";
 
-std::string describe(const Gpt2Config& c) {
-  return fmt::format("GPT-2, {} layers, {} heads, width {}, context {}, vocabulary {}{}{}, linear layers {}",
-                     c.layers, c.heads, c.width, c.context, c.vocabulary, c.qk_norm ? ", qk_norm" : "",
-                     c.gated_attention ? ", gated attention" : "",
-                     c.precision == LinearPrecision::bf16 ? "bf16" : "fp32");
-}
-
 template <class Range>
 std::string listed(const Range& values, const char* separator = ", ") {
   std::string text;
@@ -170,14 +163,14 @@ AttentionProblem Capture::attention_problem() const {
   return config;
 }
 
-Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads) {
+Capture capture_of(const Model& model, int64_t layer, std::vector<int64_t> heads) {
   const LayerCapture& from = model.captured(layer);
   std::vector<float> parameters(static_cast<size_t>(model.table().size()));
   model.read_parameters(parameters);
   return capture_of(from, model.config(), model.table(), parameters, layer, std::move(heads));
 }
 
-Capture capture_of(const LayerCapture& from, const Gpt2Config& config, const ParameterTable& table,
+Capture capture_of(const LayerCapture& from, const ModelConfig& config, const ParameterTable& table,
                    std::span<const float> parameters, int64_t layer, std::vector<int64_t> heads) {
   if (heads.empty())
     for (int64_t h = 0; h < config.heads; ++h) heads.push_back(h);

@@ -14,7 +14,7 @@
 
 #include "attention/attention.h"
 #include "base/safetensors.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel {
 
@@ -44,9 +44,9 @@ struct Capture {
 
 // Of a layer that the model has just captured (StepContext::capture_sequences). heads: numbers, ascending; none: all.
 // std::invalid_argument where there is no such head.
-Capture capture_of(const Gpt2& model, int64_t layer, std::vector<int64_t> heads = {});
+Capture capture_of(const Model& model, int64_t layer, std::vector<int64_t> heads = {});
 // The same without the model. parameters: of that step, (table.size()).
-Capture capture_of(const LayerCapture& from, const Gpt2Config& config, const ParameterTable& table,
+Capture capture_of(const LayerCapture& from, const ModelConfig& config, const ParameterTable& table,
                    std::span<const float> parameters, int64_t layer, std::vector<int64_t> heads = {});
 
 void write_capture(const std::filesystem::path& file, const Capture& capture);

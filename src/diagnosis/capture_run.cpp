@@ -19,7 +19,7 @@ class Taker : public StepWatcher {
     context.capture_rows = request_.rows;
     context.capture_layer = request_.layer;
   }
-  void see(int64_t step, double loss, Gpt2& model, nlohmann::json&) override {
+  void see(int64_t step, double loss, Model& model, nlohmann::json&) override {
     if (step != step_) return;
     std::vector<float> parameters(static_cast<size_t>(model.table().size()));
     model.read_parameters(parameters);
@@ -45,7 +45,7 @@ class Taker : public StepWatcher {
 std::vector<Capture> capture_run(const std::filesystem::path& run, int64_t step,
                                  const CaptureRequest& request) {
   Replay replay(run, step, request.backend);
-  const Gpt2Config& model = replay.trainer().config().model;
+  const ModelConfig& model = replay.trainer().config().model;
   require(request.layer < model.layers, "--layer: expected a layer from 0 to {}, got {}", model.layers - 1,
           request.layer);
   for (const int64_t h : request.heads)

@@ -56,7 +56,7 @@ void Guard::prepare(int64_t step, StepContext& context) {
   context.fact_sequences = ProbeRecorder::kFactSequences;
 }
 
-void Guard::see(int64_t step, double loss, Gpt2& model, Json& line) {
+void Guard::see(int64_t step, double loss, Model& model, Json& line) {
   if (inner_) inner_->see(step, loss, model, line);
   for (const HeadFact fact : kFollowed)
     if (!line.contains(name(fact)))
@@ -98,7 +98,7 @@ struct Guard::Alarms {
   int64_t last_good = 0;  // the last step at which none of the leaking heads was beyond the limit
 };
 
-Guard::Alarms Guard::find_alarms(const Gpt2& model) {
+Guard::Alarms Guard::find_alarms(const Model& model) {
   const int64_t H = config_.model.heads;
   Alarms found;
   found.last_good = std::numeric_limits<int64_t>::max();
@@ -127,7 +127,7 @@ Guard::Alarms Guard::find_alarms(const Gpt2& model) {
   return found;
 }
 
-std::string Guard::figures(const std::vector<int64_t>& heads, size_t worst, const Gpt2& model) const {
+std::string Guard::figures(const std::vector<int64_t>& heads, size_t worst, const Model& model) const {
   const HeadFacts& facts = model.facts()[worst];
   return fmt::format(
       "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}, where the guard acts (half of the limit of drift, "
@@ -149,7 +149,7 @@ std::string Guard::command_with(const std::string& clauses, int64_t last_good) c
   return train_command(folder_, config_, checkpoint_before(last_good), clauses, "mended");
 }
 
-void Guard::decide(int64_t step, const Gpt2& model) {
+void Guard::decide(int64_t step, const Model& model) {
   const int64_t H = config_.model.heads;
   const Alarms alarms = find_alarms(model);
   const bool leaking = !alarms.leaking.empty();

@@ -34,7 +34,7 @@ class Guard : public StepWatcher {
         StepWatcher* inner = nullptr);
 
   void prepare(int64_t step, StepContext& context) override;
-  void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
+  void see(int64_t step, double loss, Model& model, nlohmann::json& line) override;
   void tell(int64_t step, nlohmann::json& line) override;
   // What the last step called for; taken, it is gone.
   std::optional<GuardEvent> take();
@@ -52,10 +52,10 @@ class Guard : public StepWatcher {
   // The next step's figures: (L H) each; residual and delta may be empty.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
               const std::vector<double>& delta);
-  void decide(int64_t step, const Gpt2& model);
+  void decide(int64_t step, const Model& model);
   struct Alarms;
-  Alarms find_alarms(const Gpt2& model);
-  std::string figures(const std::vector<int64_t>& heads, size_t worst, const Gpt2& model) const;
+  Alarms find_alarms(const Model& model);
+  std::string figures(const std::vector<int64_t>& heads, size_t worst, const Model& model) const;
   // The newest checkpoint at or before a step; -1: none.
   int64_t checkpoint_before(int64_t step) const;
   std::string command_with(const std::string& clauses, int64_t last_good) const;

@@ -434,7 +434,7 @@ class Search {
         context.capture_sequences = 4;
         context.capture_layer = layer_;
       }
-      void see(int64_t, double, Gpt2& model, nlohmann::json&) override {
+      void see(int64_t, double, Model& model, nlohmann::json&) override {
         taken = capture_of(model, layer_, {head_});
       }
       std::optional<Capture> taken;

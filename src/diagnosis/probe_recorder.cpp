@@ -87,7 +87,7 @@ void ProbeRecorder::prepare(int64_t step, StepContext& context) {
   context.capture_rows = rows_;
 }
 
-void ProbeRecorder::see(int64_t step, double loss, Gpt2& model, Json& line) {
+void ProbeRecorder::see(int64_t step, double loss, Model& model, Json& line) {
   facts_ = model.facts();
   leaks_.resize(facts_.size());
   for (size_t n = 0; n < facts_.size(); ++n) leaks_[n].take(facts_[n].residual_mean);

@@ -49,7 +49,7 @@ class ProbeRecorder : public StepWatcher {
   ~ProbeRecorder() override;
 
   void prepare(int64_t step, StepContext& context) override;
-  void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) override;
+  void see(int64_t step, double loss, Model& model, nlohmann::json& line) override;
   void tell(int64_t step, nlohmann::json& line) override;
 
  private:
@@ -64,7 +64,7 @@ class ProbeRecorder : public StepWatcher {
   bool full(int64_t step) const { return step % every_ == 0; }
   nlohmann::json full_set(const ParameterTable& table);  // of snapshot_
 
-  const Gpt2Config model_;
+  const ModelConfig model_;
   const int64_t every_, steps_, sequences_, rows_;
   const bool background_;
   std::vector<HeadFacts> facts_;  // (L, H): of the step last seen

@@ -32,7 +32,7 @@ class HealthWatcher : public StepWatcher {
     context.score_facts = context.residual_facts = true;
     context.fact_sequences = 1;
   }
-  void see(int64_t step, double loss, Gpt2& model, Json&) override {
+  void see(int64_t step, double loss, Model& model, Json&) override {
     const std::vector<HeadFacts>& facts = model.facts();
     for (size_t n = 0; n < facts.size(); ++n) {
       const HeadFacts& f = facts[n];

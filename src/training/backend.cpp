@@ -36,8 +36,8 @@ BackendChoice choose_backend(Backend asked, const CudaDevice& device) {
   return {Backend::cpu, fault};
 }
 
-std::unique_ptr<Gpt2> make_gpt2(Backend backend, const Gpt2Config& config, uint64_t seed) {
-  return backend == Backend::cuda ? make_gpt2_cuda(config, seed) : make_gpt2_cpu(config, seed);
+std::unique_ptr<Model> make_model(Backend backend, const ModelConfig& config, uint64_t seed) {
+  return backend == Backend::cuda ? make_model_cuda(config, seed) : make_model_cpu(config, seed);
 }
 
 std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig& config,
@@ -46,11 +46,11 @@ std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig
                                   : make_optimizer_cpu(config, table, sharded_over);
 }
 
-std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Gpt2& model,
+std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Model& model,
                                        int64_t sequences) {
   if (backend == Backend::cpu)
     return fmt::format("attention: any plan on the CPU, {} kernels", name(cpu_target()));
-  const Gpt2Config& config = model.config();
+  const ModelConfig& config = model.config();
   std::map<std::string, std::vector<int64_t>> layers_of;  // by kernel and reason
   for (int64_t layer = 0; layer < config.layers; ++layer) {
     const KernelChoice choice =

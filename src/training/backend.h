@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "attention/attention_call.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "training/optimizer.h"
 
 namespace evenkeel {
@@ -29,12 +29,12 @@ struct BackendChoice {
 BackendChoice choose_backend(Backend asked, const CudaDevice& device);
 
 // REQUIRES: cpu or cuda.
-std::unique_ptr<Gpt2> make_gpt2(Backend backend, const Gpt2Config& config, uint64_t seed);
+std::unique_ptr<Model> make_model(Backend backend, const ModelConfig& config, uint64_t seed);
 std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig& config,
                                           const ParameterTable& table, Ranks* sharded_over = nullptr);
 
 // Which attention kernels a model's plans take on a backend, and why, in words: one line for each kernel.
-std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Gpt2& model,
+std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Model& model,
                                        int64_t sequences);
 
 // Operations a second that the machine can do on such operands, for the share that a run reaches: measured on the CPU

@@ -158,7 +158,7 @@ TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable
   return state;
 }
 
-bool load_weights(const fs::path& path, Gpt2& model) {
+bool load_weights(const fs::path& path, Model& model) {
   const Safetensors file(path);
   const bool verified = verify(path);
   std::vector<float> parameters(static_cast<size_t>(model.table().size()));
@@ -189,7 +189,7 @@ bool load_weights(const fs::path& path, Gpt2& model) {
   return verified;
 }
 
-void save_weights(const fs::path& path, const Gpt2& model) {
+void save_weights(const fs::path& path, const Model& model) {
   std::vector<float> values(static_cast<size_t>(model.table().size()));
   model.read_parameters(values);
   write_buffers(path, model.table(), {{"", values}}, {{"format", "pt"}});

@@ -1,12 +1,12 @@
 // Checkpoints: a folder step-N with model.safetensors, optimizer.safetensors and checksums.txt (a digest and a name a
-// line), written whole or not at all. Weights have Hugging Face's names and shapes for GPT-2, so that its loaders take them.
+// line), written whole or not at all. Weights have the names and shapes of the model's ParameterTable.
 #pragma once
 
 #include <filesystem>
 #include <optional>
 #include <vector>
 
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "training/optimizer.h"
 
 namespace evenkeel {
@@ -29,10 +29,10 @@ void save_checkpoint(const std::filesystem::path& folder, int64_t step, const Pa
 // DataError: what in the files does not fit the model, or is not as it was written.
 TrainingState load_checkpoint(const Checkpoint& checkpoint, const ParameterTable& table);
 
-// Weights alone, from any file with Hugging Face's names (with or without "transformer." before them); F32, F16 and
-// BF16. What GPT-2's files have besides (masks) is passed over; what the model needs and is not there is a DataError. So is
+// Weights alone, from any file with the table's names (with or without "transformer." before them); F32, F16 and
+// BF16. What the file has besides (masks) is passed over; what the model needs and is not there is a DataError. So is
 // a checkpoint's file that is not as it was written. False: there is no checksum to verify it by.
-bool load_weights(const std::filesystem::path& file, Gpt2& model);
-void save_weights(const std::filesystem::path& file, const Gpt2& model);
+bool load_weights(const std::filesystem::path& file, Model& model);
+void save_weights(const std::filesystem::path& file, const Model& model);
 
 }  // namespace evenkeel

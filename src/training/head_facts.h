@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "records/schema.h"
 
 namespace evenkeel {

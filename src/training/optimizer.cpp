@@ -68,7 +68,7 @@ class CpuOptimizer final : public Optimizer {
     validate(config, ranks);
   }
 
-  StepNorms step(Gpt2& model, double lr) override {
+  StepNorms step(Model& model, double lr) override {
     float* const gradients = model.gradients();
     StepNorms norms{gradient_norm(gradients), true};
     if (!std::isfinite(norms.gradient)) return {norms.gradient, false};

@@ -6,7 +6,7 @@
 #include <span>
 #include <string_view>
 
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel {
 
@@ -40,7 +40,7 @@ class Optimizer {
  public:
   virtual ~Optimizer() = default;
   // Clips and applies the model's gradients at this learning rate. The same bits for any number of threads.
-  virtual StepNorms step(Gpt2& model, double lr) = 0;
+  virtual StepNorms step(Model& model, double lr) = 0;
 
   // For checkpoints, by copy: table().size() floats each. `steps`: how many were applied. One that is sharded over
   // ranks reads its own slice and leaves the rest as it is.
@@ -55,7 +55,7 @@ class Optimizer {
 std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,
                                               Ranks* sharded_over = nullptr);
 
-// On the device of a model from make_gpt2_cuda: queued on its stream, one wait a step, for the norm (sharded without a
+// On the device of a model from make_model_cuda: queued on its stream, one wait a step, for the norm (sharded without a
 // device link, also for the norm's parts). AdamW gives the CPU's bits where the clipping factor is the same float (the
 // norm's FP64 sum has another order); Muon's products have another order. DataError without CUDA.
 std::unique_ptr<Optimizer> make_optimizer_cuda(const OptimizerConfig& config, const ParameterTable& table,

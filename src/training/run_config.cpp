@@ -151,8 +151,8 @@ class Reader {
     const TomlValue* found = root_.find(name);
     table_ = found ? &found->table() : nullptr;
   }
-  void preset(std::string_view name, Gpt2Config& to, const About&) {
-    if (const TomlValue* v = find(name)) to = gpt2_preset(v->string());
+  void preset(std::string_view name, ModelConfig& to, const About&) {
+    if (const TomlValue* v = find(name)) to = model_preset(v->string());
   }
   void key(std::string_view name, int64_t& to, const About&) {
     if (const TomlValue* v = find(name)) to = v->integer();
@@ -209,7 +209,7 @@ class Writer {
     finish_table();
     name_ = name;
   }
-  void preset(std::string_view, const Gpt2Config&, const About&) {}  // the keys below say it all
+  void preset(std::string_view, const ModelConfig&, const About&) {}  // the keys below say it all
   template <class T>
   void key(std::string_view name, const T& value, const About&) {
     if constexpr (std::is_same_v<T, uint64_t>)
@@ -257,7 +257,7 @@ std::string named(std::string_view table, std::string_view name, const About& ab
 class Checker {
  public:
   void table(std::string_view name) { table_ = name; }
-  void preset(std::string_view, const Gpt2Config&, const About&) {}
+  void preset(std::string_view, const ModelConfig&, const About&) {}
   template <class T>
   void key(std::string_view name, const T& value, const About& about) {
     if constexpr (!std::is_same_v<T, std::string>)
@@ -275,8 +275,8 @@ class Checker {
 class Lister {
  public:
   void table(std::string_view name) { table_ = name; }
-  void preset(std::string_view name, const Gpt2Config&, const About& about) {
-    add(name, about, one_of(kGpt2Presets), "gpt2");  // what a Gpt2Config is by itself
+  void preset(std::string_view name, const ModelConfig&, const About& about) {
+    add(name, about, one_of(kModelPresets), std::string(kDefaultPreset));
   }
   template <class T>
   void key(std::string_view name, const T& value, const About& about) {
@@ -330,11 +330,12 @@ class Setter {
   bool found() const { return found_; }
 
   void table(std::string_view name) { table_ = name; }
-  void preset(std::string_view name, Gpt2Config& to, const About& about) {
-    if (!is_wanted(name, one_of(kGpt2Presets), about)) return;
+  void preset(std::string_view name, ModelConfig& to, const About& about) {
+    if (!is_wanted(name, one_of(kModelPresets), about)) return;
     const std::string_view text = plain_text();
-    if (std::find(std::begin(kGpt2Presets), std::end(kGpt2Presets), text) == std::end(kGpt2Presets)) refuse();
-    to = gpt2_preset(text);
+    if (std::find(std::begin(kModelPresets), std::end(kModelPresets), text) == std::end(kModelPresets))
+      refuse();
+    to = model_preset(text);
   }
   template <class T>
   void key(std::string_view name, T& to, const About& about) {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/toml.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "training/backend.h"
 #include "training/optimizer.h"
 #include "training/schedule.h"
@@ -27,7 +27,7 @@ enum class GuardMode { off, warn, act };
 inline constexpr std::string_view kGuardModeNames[] = {"off", "warn", "act"};
 
 struct RunConfig {
-  Gpt2Config model;
+  ModelConfig model;
   std::string data;  // what TokenSource::open takes
   std::string
       data_digest;  // of its tokens: others are refused. In a run's folder: of those it was started with

@@ -67,7 +67,7 @@ Sampler::Sampler(const fs::path& run, std::string tokenizer)
   const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none", (run / "checkpoints").string());
   step_ = checkpoints.back().step;
-  model_ = make_gpt2_cpu(config_.model, config_.seed);
+  model_ = make_model_cpu(config_.model, config_.seed);
   verified_ = load_weights(checkpoints.back().folder / "model.safetensors", *model_);
   model_->set_plan(ScopedPlan::parse(config_.plan_at(step_)));
 }

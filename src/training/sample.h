@@ -46,7 +46,7 @@ class Sampler {
   RunConfig config_;
   int64_t step_ = 0;
   bool verified_ = false;
-  std::unique_ptr<Gpt2> model_;
+  std::unique_ptr<Model> model_;
   std::optional<Tokenizer> tokenizer_;  // none: tokens are bytes
 };
 

@@ -142,7 +142,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
       folder_(folder),
       config_(config),
       backend_why_(std::move(backend_why)),
-      model_(make_gpt2(config.backend, config.model, config.seed)),
+      model_(make_model(config.backend, config.model, config.seed)),
       optimizer_(make_optimizer(config.backend, config.optimizer, model_->table(),
                                 config.shard_optimizer ? ranks_.get() : nullptr)),
       tokens_(TokenSource::open(config.data)),

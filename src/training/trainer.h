@@ -62,7 +62,7 @@ class StepWatcher {
   virtual void prepare(int64_t step, StepContext& context) = 0;
   // On rank 0, between the gradients and the update, so that weights, facts and captures belong to one another. What is
   // added to `line` becomes part of the step's line in metrics.jsonl.
-  virtual void see(int64_t step, double loss, Gpt2& model, nlohmann::json& line) = 0;
+  virtual void see(int64_t step, double loss, Model& model, nlohmann::json& line) = 0;
   // The same line, later and perhaps on another thread, before the next step is seen: what costs time and needs no model.
   virtual void tell(int64_t, nlohmann::json&) {}
 };
@@ -84,7 +84,7 @@ class Trainer {
   ~Trainer();
 
   const RunConfig& config() const { return config_; }
-  Gpt2& model() { return *model_; }
+  Model& model() { return *model_; }
   const std::string& backend_why() const { return backend_why_; }  // why config().backend is what it is
   int64_t next_step() const { return next_step_; }
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
@@ -133,7 +133,7 @@ class Trainer {
   const std::string backend_why_;
   std::string way_of_sums_ = "through the host";
   std::vector<std::string> notes_;
-  std::unique_ptr<Gpt2> model_;
+  std::unique_ptr<Model> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
   std::optional<TokenSource> validation_;

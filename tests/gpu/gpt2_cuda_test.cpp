@@ -18,7 +18,7 @@
 #include "gpu/device_memory.h"
 #include "model/cuda/device_layers.h"
 #include "model/device_product.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 #include "numerics/random.h"
 
 namespace evenkeel {
@@ -31,28 +31,28 @@ const int kNoCache = setenv("XDG_CACHE_HOME", "/dev/null", 1);
 
 struct Case {
   const char* name;
-  Gpt2Config config;
+  ModelConfig config;
   const char* plan;
   int64_t B = 3, T = 37;
 
   friend std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 };
 
-Gpt2Config config_of(LinearPrecision precision, int64_t heads, int64_t head_size) {
-  Gpt2Config config;
+ModelConfig config_of(LinearPrecision precision, int64_t heads, int64_t head_size) {
+  ModelConfig config;
   config.layers = 2, config.heads = heads, config.width = heads * head_size;
   config.context = 160, config.vocabulary = 101;
   config.precision = precision;
   return config;
 }
-Gpt2Config changed(Gpt2Config config, void (*change)(Gpt2Config&)) {
+ModelConfig changed(ModelConfig config, void (*change)(ModelConfig&)) {
   change(config);
   return config;
 }
 constexpr auto kFp32 = LinearPrecision::fp32, kBf16 = LinearPrecision::bf16;
 
 struct Tokens {
-  Tokens(const Gpt2Config& config, int64_t b, int64_t t, uint32_t seed = 7) : B(b), T(t) {
+  Tokens(const ModelConfig& config, int64_t b, int64_t t, uint32_t seed = 7) : B(b), T(t) {
     RandomStream draw({1, 0, seed});
     // Half of the places are one token's, so that its row has many terms.
     for (int64_t n = 0; n < B * T; ++n) {
@@ -67,7 +67,7 @@ struct Tokens {
 };
 
 // Initial parameters, but with gains and biases of all sizes.
-Floats parameters_of(const Gpt2& model) {
+Floats parameters_of(const Model& model) {
   Floats values(at(model.table().size()));
   model.read_parameters(values);
   for (const ParameterTensor& tensor : model.table().tensors()) {
@@ -79,7 +79,7 @@ Floats parameters_of(const Gpt2& model) {
   return values;
 }
 
-Floats gradients_of(const Gpt2& model) {
+Floats gradients_of(const Model& model) {
   Floats values(at(model.table().size()));
   model.read_gradients(values);
   return values;
@@ -91,19 +91,21 @@ bool same_bits(const Floats& a, const Floats& b) {
 
 // Two models of the same parameters and plan.
 struct Pair {
-  explicit Pair(const Gpt2Config& config, const char* plan_text)
-      : cpu(make_gpt2_cpu(config, 11)), cuda(make_gpt2_cuda(config, 11)), plan(ScopedPlan::parse(plan_text)) {
+  explicit Pair(const ModelConfig& config, const char* plan_text)
+      : cpu(make_model_cpu(config, 11)),
+        cuda(make_model_cuda(config, 11)),
+        plan(ScopedPlan::parse(plan_text)) {
     Floats initial_cpu(at(cpu->table().size())), initial_cuda(initial_cpu);
     cpu->read_parameters(initial_cpu);
     cuda->read_parameters(initial_cuda);
     EXPECT_TRUE(same_bits(initial_cpu, initial_cuda)) << "initial parameters differ";
     const Floats parameters = parameters_of(*cpu);
-    for (Gpt2* model : {cpu.get(), cuda.get()}) {
+    for (Model* model : {cpu.get(), cuda.get()}) {
       model->write_parameters(parameters);
       model->set_plan(plan);
     }
   }
-  std::unique_ptr<Gpt2> cpu, cuda;
+  std::unique_ptr<Model> cpu, cuda;
   const ScopedPlan plan;
 };
 
@@ -128,7 +130,7 @@ struct Distance {
 struct Bounds {
   double loss, relative, along;
 };
-Bounds bounds_of(const Gpt2Config& config) {
+Bounds bounds_of(const ModelConfig& config) {
   return config.precision == kFp32 ? Bounds{2e-6, 2e-5, 1e-5} : Bounds{2e-3, 2e-2, 5e-3};
 }
 // Where the terms of a gradient cancel (gains of qk_norm do: ten times as much as others), every rounding before it
@@ -138,7 +140,7 @@ constexpr double kChange = 0x1p-17;
 
 // Returns the CPU's gradients at the changed parameters.
 Floats changed_gradients(const Pair& pair, const Tokens& tokens, float loss_scale) {
-  const auto model = make_gpt2_cpu(pair.cpu->config(), 11);
+  const auto model = make_model_cpu(pair.cpu->config(), 11);
   Floats parameters(at(model->table().size()));
   pair.cpu->read_parameters(parameters);
   RandomStream draw({9, 0, 1});
@@ -230,7 +232,7 @@ TEST_P(AsTheCpu, LossAndEveryGradient) {
   const Distance d(logits.data(), cpu_logits.data(), c.config.vocabulary);
   EXPECT_LE(d.relative, bounds.relative) << "logits";
 }
-INSTANTIATE_TEST_SUITE_P(Gpt2Cuda, AsTheCpu, testing::ValuesIn(cases()),
+INSTANTIATE_TEST_SUITE_P(ModelCuda, AsTheCpu, testing::ValuesIn(cases()),
                          [](const auto& with) { return std::string(with.param.name); });
 
 // --- Facts
@@ -284,7 +286,7 @@ void compare_facts(const Case& c, int64_t fact_sequences = 0) {
   EXPECT_TRUE(std::isnan(pair.cuda->facts()[0].largest_score));
 }
 
-TEST(Gpt2Cuda, FactsAsTheCpuHasThem) {
+TEST(ModelCuda, FactsAsTheCpuHasThem) {
   compare_facts({"fp32", config_of(kFp32, 2, 32), "fp32", 2, 70});
   compare_facts({"fp32, odd head", config_of(kFp32, 2, 20), "fp32", 1, 131});
   compare_facts({"bf16", config_of(kBf16, 2, 64), "bf16_all", 2, 150});
@@ -302,13 +304,13 @@ TEST(Gpt2Cuda, FactsAsTheCpuHasThem) {
 
 // Where the Hopper kernels train, facts are told aside by the any-plan kernels: the same as where these train. Heads whose
 // seeds differ are theirs, and nothing here draws a number.
-TEST(Gpt2Cuda, FactsToldAsideAreTheAnyPlanKernels) {
-  const Gpt2Config config = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
+TEST(ModelCuda, FactsToldAsideAreTheAnyPlanKernels) {
+  const ModelConfig config = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
   const Tokens tokens(config, 4, 150);
   for (const int64_t sequences : {1, 3, 0}) {
     std::vector<HeadFacts> facts[2];
     for (const bool any_plan : {false, true}) {
-      const auto model = make_gpt2_cuda(config, 5);
+      const auto model = make_model_cuda(config, 5);
       Floats parameters = parameters_of(*model);
       const ParameterTensor* w = model->table().find("h.0.attn.c_attn.weight");
       for (int64_t n = 0; n < w->count(); ++n) parameters[at(w->offset + n)] *= 8;
@@ -332,11 +334,11 @@ TEST(Gpt2Cuda, FactsToldAsideAreTheAnyPlanKernels) {
 }
 
 // Of some sequences of all layers, then of one layer; behind a recorded call, too.
-TEST(Gpt2Cuda, SmallCapturesAsTheCpuHasThem) {
+TEST(ModelCuda, SmallCapturesAsTheCpuHasThem) {
   for (bool qk_norm : {false, true}) {
-    Gpt2Config config = config_of(kFp32, 2, 32);
+    ModelConfig config = config_of(kFp32, 2, 32);
     config.qk_norm = qk_norm;
-    const auto cpu = make_gpt2_cpu(config, 1), cuda = make_gpt2_cuda(config, 1);
+    const auto cpu = make_model_cpu(config, 1), cuda = make_model_cuda(config, 1);
     const Tokens tokens(config, 3, 37);
     for (int64_t layer : {int64_t{-1}, config.layers - 1}) {
       const StepContext context{.capture_sequences = 2, .capture_layer = layer};
@@ -366,13 +368,13 @@ TEST(Gpt2Cuda, SmallCapturesAsTheCpuHasThem) {
   }
 }
 
-TEST(Gpt2Cuda, ClipsQueriesAndKeysAsTheCpuDoes) {
-  Gpt2Config config = changed(config_of(kFp32, 2, 32), [](auto& c) { c.bias = true; });
+TEST(ModelCuda, ClipsQueriesAndKeysAsTheCpuDoes) {
+  ModelConfig config = changed(config_of(kFp32, 2, 32), [](auto& c) { c.bias = true; });
   config.qk_clip = 1e-4f;
   Pair pair(config, "fp32");
   EXPECT_THROW(pair.cuda->apply_qk_clip(), std::invalid_argument);  // no facts yet
   const Tokens tokens(config, 2, 30);
-  for (Gpt2* model : {pair.cpu.get(), pair.cuda.get()}) {
+  for (Model* model : {pair.cpu.get(), pair.cuda.get()}) {
     model->forward_backward(tokens.batch(), 1, {.score_facts = true});
     // Where biases outweigh tokens, all scores of a head may be negative: then there is nothing to clip.
     const auto above = std::count_if(model->facts().begin(), model->facts().end(),
@@ -390,14 +392,14 @@ TEST(Gpt2Cuda, ClipsQueriesAndKeysAsTheCpuDoes) {
 
 // --- The same bits
 
-TEST(Gpt2Cuda, SmallSameBitsTwiceRecordedOrNot) {
+TEST(ModelCuda, SmallSameBitsTwiceRecordedOrNot) {
   for (const auto& [precision, plan] : {std::pair{kFp32, "fp32"}, {kBf16, "flash2"}, {kBf16, "bf16_all"}}) {
-    const Gpt2Config config = config_of(precision, 2, 64);
+    const ModelConfig config = config_of(precision, 2, 64);
     const Tokens tokens(config, 3, 37);
     Floats first;
     double first_loss = 0;
     for (int instance = 0; instance < 2; ++instance) {
-      const auto model = make_gpt2_cuda(config, 5);
+      const auto model = make_model_cuda(config, 5);
       model->set_plan(ScopedPlan::parse(plan));
       for (int call = 0; call < 4; ++call) {  // as it comes, while recording, recorded
         model->zero_gradients();
@@ -412,8 +414,8 @@ TEST(Gpt2Cuda, SmallSameBitsTwiceRecordedOrNot) {
 }
 
 // Of some or of all sequences, told by the way, aside, or in one layer so and in the other so.
-TEST(Gpt2Cuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
-  const Gpt2Config config = config_of(kBf16, 2, 64);
+TEST(ModelCuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
+  const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 3, 37);
   for (const char* plan :
        {"flash2", "flash2,stabiliser=dither", "flash2,stabiliser=zero_sum", "flash2,stabiliser=wide_output",
@@ -422,7 +424,7 @@ TEST(Gpt2Cuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
     Floats expected;
     double expected_loss = 0;
     for (const int64_t sequences : {-1, 2, 0}) {  // -1: without facts
-      const auto model = make_gpt2_cuda(config, 5);
+      const auto model = make_model_cuda(config, 5);
       model->set_plan(ScopedPlan::parse(plan));
       StepContext context{.step = 3};
       if (sequences >= 0) {
@@ -446,9 +448,9 @@ TEST(Gpt2Cuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
   }
 }
 
-TEST(Gpt2Cuda, SmallOtherSizesInBetweenChangeNothing) {
-  const Gpt2Config config = config_of(kBf16, 2, 64);
-  const auto model = make_gpt2_cuda(config, 5);
+TEST(ModelCuda, SmallOtherSizesInBetweenChangeNothing) {
+  const ModelConfig config = config_of(kBf16, 2, 64);
+  const auto model = make_model_cuda(config, 5);
   model->set_plan(ScopedPlan::parse("flash2"));
   const Tokens tokens(config, 2, 37), larger(config, 3, 64, 8), smaller(config, 1, 9, 9);
   Floats first;
@@ -464,9 +466,9 @@ TEST(Gpt2Cuda, SmallOtherSizesInBetweenChangeNothing) {
   }
 }
 
-TEST(Gpt2Cuda, CallsAddUp) {
-  const Gpt2Config config = config_of(kFp32, 2, 32);
-  const auto model = make_gpt2_cuda(config, 5);
+TEST(ModelCuda, CallsAddUp) {
+  const ModelConfig config = config_of(kFp32, 2, 32);
+  const auto model = make_model_cuda(config, 5);
   const Tokens a(config, 2, 33), b(config, 2, 33, 8);
   const auto gradients_after = [&](std::initializer_list<const Tokens*> parts) {
     model->zero_gradients();
@@ -483,19 +485,19 @@ TEST(Gpt2Cuda, CallsAddUp) {
   }
 }
 
-TEST(Gpt2Cuda, APlanHoldsFromTheNextCallOn) {
-  const Gpt2Config config = config_of(kBf16, 2, 64);
+TEST(ModelCuda, APlanHoldsFromTheNextCallOn) {
+  const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 2, 70);
   const char* plans[] = {"flash2", "bf16_all", "flash2; layer 1 head 0: row_sum=e5m2", "flash2,keel=1e-2"};
   std::vector<Floats> alone;
   for (const char* plan : plans) {
-    const auto model = make_gpt2_cuda(config, 5);
+    const auto model = make_model_cuda(config, 5);
     model->set_plan(ScopedPlan::parse(plan));
     model->forward_backward(tokens.batch(), 1, {});
     alone.push_back(gradients_of(*model));
   }
   for (size_t n = 1; n < alone.size(); ++n) EXPECT_FALSE(same_bits(alone[n], alone[0])) << plans[n];
-  const auto model = make_gpt2_cuda(config, 5);
+  const auto model = make_model_cuda(config, 5);
   for (int round = 0; round < 2; ++round)
     for (size_t n = 0; n < alone.size(); ++n) {
       model->set_plan(ScopedPlan::parse(plans[n]));
@@ -507,10 +509,10 @@ TEST(Gpt2Cuda, APlanHoldsFromTheNextCallOn) {
     }
 }
 
-TEST(Gpt2Cuda, ARecordedCallTakesItsStepAndParametersAnew) {
-  const Gpt2Config config = config_of(kBf16, 2, 64);
+TEST(ModelCuda, ARecordedCallTakesItsStepAndParametersAnew) {
+  const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 2, 70);
-  const auto model = make_gpt2_cuda(config, 5);
+  const auto model = make_model_cuda(config, 5);
   model->set_plan(ScopedPlan::parse("flash2,output=bf16/stochastic"));
   const auto gradients_at = [&](uint32_t step) {
     model->zero_gradients();
@@ -533,11 +535,11 @@ TEST(Gpt2Cuda, ARecordedCallTakesItsStepAndParametersAnew) {
 
 // --- What must not crash
 
-TEST(Gpt2Cuda, SmallNaNIsAResult) {
+TEST(ModelCuda, SmallNaNIsAResult) {
   for (const LinearPrecision precision : {kFp32, kBf16}) {
-    const Gpt2Config config = config_of(precision, 2, 64);
+    const ModelConfig config = config_of(precision, 2, 64);
     const Tokens tokens(config, 2, 37);
-    const auto model = make_gpt2_cuda(config, 5);
+    const auto model = make_model_cuda(config, 5);
     model->set_plan(ScopedPlan::parse(precision == kFp32 ? "fp32" : "flash2"));
     Floats parameters(at(model->table().size()));
     model->read_parameters(parameters);
@@ -555,9 +557,9 @@ TEST(Gpt2Cuda, SmallNaNIsAResult) {
   }
 }
 
-TEST(Gpt2Cuda, SmallBadRequestsAreRefused) {
-  const Gpt2Config config = config_of(kBf16, 2, 64);
-  const auto model = make_gpt2_cuda(config, 5);
+TEST(ModelCuda, SmallBadRequestsAreRefused) {
+  const ModelConfig config = config_of(kBf16, 2, 64);
+  const auto model = make_model_cuda(config, 5);
   const std::vector<int32_t> tokens(10, 3), bad(10, 101);
   EXPECT_THROW(model->forward_backward({2, 5, tokens, bad}, 1, {}), std::invalid_argument);
   EXPECT_THROW(model->forward_backward({2, 6, tokens, tokens}, 1, {}), std::invalid_argument);
@@ -566,13 +568,13 @@ TEST(Gpt2Cuda, SmallBadRequestsAreRefused) {
   Floats too_short(5);
   EXPECT_THROW(model->read_parameters(too_short), std::invalid_argument);
   EXPECT_THROW(model->write_gradients(too_short), std::invalid_argument);
-  EXPECT_THROW(make_gpt2_cuda(config_of(kBf16, 1, 136), 1), std::invalid_argument);
-  EXPECT_THROW(make_gpt2_cuda(changed(config, [](auto& c) { c.tile_keys = 32; }), 1), std::invalid_argument);
+  EXPECT_THROW(make_model_cuda(config_of(kBf16, 1, 136), 1), std::invalid_argument);
+  EXPECT_THROW(make_model_cuda(changed(config, [](auto& c) { c.tile_keys = 32; }), 1), std::invalid_argument);
   EXPECT_NE(model->stream(), nullptr);
 }
 
-TEST(Gpt2Cuda, GradientsGoUpAndDown) {
-  const auto model = make_gpt2_cuda(config_of(kBf16, 2, 64), 5);
+TEST(ModelCuda, GradientsGoUpAndDown) {
+  const auto model = make_model_cuda(config_of(kBf16, 2, 64), 5);
   Floats values(at(model->table().size()));
   for (size_t n = 0; n < values.size(); ++n) values[n] = static_cast<float>(n);
   model->write_gradients(values);
@@ -736,8 +738,8 @@ double seconds_of(const std::function<void()>& work) {
 }
 
 void print_bench(const char* preset, const char* plan, int64_t B, int64_t T, int steps) {
-  const Gpt2Config config = gpt2_preset(preset);
-  const auto model = make_gpt2_cuda(config, 1);
+  const ModelConfig config = model_preset(preset);
+  const auto model = make_model_cuda(config, 1);
   model->set_plan(ScopedPlan::parse(plan));
   const Tokens tokens(config, B, T);
   const double tuning = seconds_of([&] { model->forward_backward(tokens.batch(), 1, {}); });
@@ -846,7 +848,7 @@ TEST(CrossEntropy, DISABLED_Bench) {
   print_loss(64 * 1024, 50257, 50304);
 }
 
-TEST(Gpt2Cuda, DISABLED_Bench) {
+TEST(ModelCuda, DISABLED_Bench) {
   unsetenv("XDG_CACHE_HOME");
   print_gelu(64 * 1024, 768);
   print_bench("gpt2", "flash2", 64, 1024, 20);

@@ -20,10 +20,10 @@ namespace evenkeel {
 namespace {
 
 // Parameters and gradients on the device, and no model behind them.
-class BuffersOnDevice final : public Gpt2 {
+class BuffersOnDevice final : public Model {
  public:
-  explicit BuffersOnDevice(const Gpt2Config& config)
-      : Gpt2(config), parameters_(bytes()), gradients_(bytes()) {
+  explicit BuffersOnDevice(const ModelConfig& config)
+      : Model(config), parameters_(bytes()), gradients_(bytes()) {
     std::vector<float> values(at(table().size()));
     initialise(config, table(), 3, values);
     write_parameters(values);
@@ -58,15 +58,15 @@ class BuffersOnDevice final : public Gpt2 {
 };
 
 // Widths and vocabularies that fill no block; tall, wide and square matrices; vectors of one head.
-std::vector<Gpt2Config> odd_configs() {
-  Gpt2Config tiny = gpt2_preset("micro");
+std::vector<ModelConfig> odd_configs() {
+  ModelConfig tiny = model_preset("micro");
   tiny.layers = 1, tiny.heads = 2, tiny.width = 24, tiny.context = 8, tiny.vocabulary = 19;
   tiny.bias = true;
-  Gpt2Config other = tiny;
+  ModelConfig other = tiny;
   other.layers = 3, other.heads = 3, other.width = 69, other.vocabulary = 257, other.context = 31;
   other.qk_norm = other.gated_attention = true;
   other.tied_embeddings = false;
-  Gpt2Config least = tiny;
+  ModelConfig least = tiny;
   least.heads = least.width = least.context = least.vocabulary = 1;
   return {tiny, other, least};
 }
@@ -79,7 +79,7 @@ std::vector<float> random_gradients(const ParameterTable& table, uint32_t step, 
   }
   return g;
 }
-std::vector<float> parameters_of(const Gpt2& model) {
+std::vector<float> parameters_of(const Model& model) {
   std::vector<float> w(at(model.table().size()));
   model.read_parameters(w);
   return w;
@@ -96,12 +96,12 @@ State state_of(const Optimizer& optimizer, const ParameterTable& table) {
 }
 
 TEST(OptimizerCudaSmall, AdamWHasTheBitsOfTheCpu) {
-  for (const Gpt2Config& model : odd_configs())
+  for (const ModelConfig& model : odd_configs())
     for (float decay : {0.0f, 0.1f}) {
       OptimizerConfig config;
       config.weight_decay = decay;
       config.clip = 0;
-      const auto on_cpu = make_gpt2_cpu(model, 3);
+      const auto on_cpu = make_model_cpu(model, 3);
       BuffersOnDevice on_device(model);
       const auto cpu = make_optimizer_cpu(config, on_cpu->table());
       const auto device = make_optimizer_cuda(config, on_cpu->table());
@@ -124,11 +124,11 @@ TEST(OptimizerCudaSmall, AdamWHasTheBitsOfTheCpu) {
 // The factor is rounded to a float from norms that agree to 1e-13: one unit in its last place apart at most. That is
 // 2^-23 of a gradient, and twice as much of its square; AdamW's step feels it as 2^-22 at most.
 TEST(OptimizerCudaSmall, ClipsAsTheCpuDoes) {
-  for (const Gpt2Config& model : odd_configs())
+  for (const ModelConfig& model : odd_configs())
     for (float clip : {1e-3f, 1e6f}) {
       OptimizerConfig config;
       config.clip = clip;
-      const auto on_cpu = make_gpt2_cpu(model, 3);
+      const auto on_cpu = make_model_cpu(model, 3);
       BuffersOnDevice on_device(model);
       const auto cpu = make_optimizer_cpu(config, on_cpu->table());
       const auto device = make_optimizer_cuda(config, on_cpu->table());
@@ -156,11 +156,11 @@ TEST(OptimizerCudaSmall, ClipsAsTheCpuDoes) {
 }
 
 TEST(OptimizerCudaSmall, MuonFollowsTheCpu) {
-  for (const Gpt2Config& model : odd_configs()) {
+  for (const ModelConfig& model : odd_configs()) {
     OptimizerConfig config;
     config.kind = OptimizerKind::muon;
     config.weight_decay = 0.01f;
-    const auto on_cpu = make_gpt2_cpu(model, 3);
+    const auto on_cpu = make_model_cpu(model, 3);
     BuffersOnDevice on_device(model);
     const ParameterTable& table = on_cpu->table();
     const auto cpu = make_optimizer_cpu(config, table);
@@ -230,7 +230,7 @@ TEST(OptimizerCudaSmall, GoesOnFromItsStateWithTheSameBits) {
   for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
     OptimizerConfig config;
     config.kind = kind;
-    const Gpt2Config model = odd_configs()[1];
+    const ModelConfig model = odd_configs()[1];
     BuffersOnDevice straight(model), stopped(model);
     const ParameterTable& table = straight.table();
     const auto whole = make_optimizer_cuda(config, table);
@@ -255,8 +255,8 @@ TEST(OptimizerCudaSmall, GoesOnFromItsStateWithTheSameBits) {
 // --- Sharded over ranks: threads of this process, which share the GPU
 
 // 3 units of slices: of 4 ranks, one has none; 30: the last has fewer; 1: three have none.
-std::vector<Gpt2Config> sharded_configs() {
-  std::vector<Gpt2Config> configs = odd_configs();
+std::vector<ModelConfig> sharded_configs() {
+  std::vector<ModelConfig> configs = odd_configs();
   configs[0].width = 40;
   return configs;
 }
@@ -274,7 +274,7 @@ std::vector<float> slice_alone(std::vector<float> values, const Slice& slice) {
 
 TEST(OptimizerCudaSmall, NoNumberOfRanksChangesABitOfShardedStates) {
   constexpr uint32_t kSteps = 3;
-  for (const Gpt2Config& config : sharded_configs())
+  for (const ModelConfig& config : sharded_configs())
     for (float clip : {0.0f, 1e-3f}) {
       OptimizerConfig adamw;
       adamw.clip = clip;
@@ -336,7 +336,7 @@ TEST(OptimizerCudaSmall, NoNumberOfRanksChangesABitOfShardedStates) {
 
 // In whichever slice it is, all ranks see it, and none moves.
 TEST(OptimizerCudaSmall, OneRanksInfinityStopsAll) {
-  const Gpt2Config config = odd_configs()[1];
+  const ModelConfig config = odd_configs()[1];
   for (int bad_rank : {0, 3}) {
     const auto thrown = run_ranks(4, [&](const std::shared_ptr<Ranks>& ranks) {
       BuffersOnDevice model(config);
@@ -365,7 +365,7 @@ struct NoLink final : Link {
 };
 
 TEST(OptimizerCuda, HoldsTheStatesOfItsSliceAlone) {
-  Gpt2Config config = gpt2_preset("micro");
+  ModelConfig config = model_preset("micro");
   config.layers = 5, config.heads = 8, config.width = 1024;  // 63 M parameters
   const ParameterTable table(config);
   const auto held = [&](Ranks* ranks) {

@@ -33,7 +33,7 @@ class Pieces {
   std::vector<BlockSums>& sums_;
 };
 
-LayerSums take_sums(Pieces& pieces, const Gpt2Config& config, const LayerOffsets& w) {
+LayerSums take_sums(Pieces& pieces, const ModelConfig& config, const LayerOffsets& w) {
   const int64_t C = config.width, D = config.head_size();
   // In the order of the braces.
   return {pieces.sum(w.ln1_gain, C),    pieces.sum(w.ln1_bias, C), pieces.sum(w.qkv_bias, 3 * C),
@@ -43,7 +43,7 @@ LayerSums take_sums(Pieces& pieces, const Gpt2Config& config, const LayerOffsets
 }
 
 // qkv: what attention reads; rows: of this layer, a.row_stride apart for each of the four kinds of all layers.
-LayerMemory take_layer(Pieces& pieces, const Gpt2Config& config, const LayerOffsets& w, void* qkv,
+LayerMemory take_layer(Pieces& pieces, const ModelConfig& config, const LayerOffsets& w, void* qkv,
                        float* rows, int64_t kind_stride) {
   const int64_t C = config.width;
   LayerMemory m{};
@@ -72,7 +72,7 @@ LayerMemory take_layer(Pieces& pieces, const Gpt2Config& config, const LayerOffs
 }  // namespace
 
 Activations Arena::carve(int64_t B, int64_t T, Carver& carver, std::vector<BlockSums>& sums) const {
-  const Gpt2Config& config = shape_.config;
+  const ModelConfig& config = shape_.config;
   const int64_t N = B * T, C = config.width, H = config.heads, L = config.layers;
   Pieces pieces(shape_, N, carver, sums);
   Activations a{};

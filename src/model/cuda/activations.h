@@ -10,7 +10,7 @@
 #include "gpu/cuda/work_stream.h"
 #include "gpu/device_memory.h"
 #include "model/cuda/device_layers.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel::device {
 
@@ -70,7 +70,7 @@ struct Activations {
 
 // What decides the sizes of a model's activations, besides B and T, and where its sums over rows end.
 struct ActivationShape {
-  const Gpt2Config& config;
+  const ModelConfig& config;
   const std::vector<LayerOffsets>& offsets;
   int64_t lnf_gain, lnf_bias;  // offsets; -1: no such tensor
   float* gradients;

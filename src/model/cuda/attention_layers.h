@@ -16,13 +16,13 @@
 #include "gpu/device_memory.h"
 #include "model/cuda/activations.h"
 #include "model/cuda/call_kind.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel::device {
 
 class AttentionLayers {
  public:
-  AttentionLayers(const Gpt2& model, WorkStream& stream)
+  AttentionLayers(const Model& model, WorkStream& stream)
       : model_(model), config_(model.config()), stream_(stream) {}
   ~AttentionLayers() { cudaStreamSynchronize(second_stream_); }
 
@@ -72,8 +72,8 @@ class AttentionLayers {
   const LayerCalls& calls(int64_t layer) const { return layout_->calls[static_cast<size_t>(layer)]; }
   SecondPass carve_second_pass(const AttentionCall& call, Carver& carver) const;
 
-  const Gpt2& model_;
-  const Gpt2Config& config_;
+  const Model& model_;
+  const ModelConfig& config_;
   WorkStream& stream_;
   WorkStream second_stream_;
   StreamMark forked_, joined_;

@@ -7,13 +7,13 @@
 #include "gpu/cuda/pinned_memory.h"
 #include "gpu/cuda/work_stream.h"
 #include "model/cuda/activations.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel::device {
 
 class CaptureRows {
  public:
-  CaptureRows(const Gpt2Config& config, TensorType type) : config_(config), type_(type) {}
+  CaptureRows(const ModelConfig& config, TensorType type) : config_(config), type_(type) {}
 
   // Room for what is asked for (L): the captures whose tensors are not empty, of sequences of T tokens.
   void start(const std::vector<LayerCapture>& asked, int64_t T);
@@ -40,7 +40,7 @@ class CaptureRows {
   // Columns [first, first + H D) of rows of so many, by head, in FP32.
   void unpack(Tensor<float>& to, const void* from, int64_t columns, int64_t first) const;
 
-  const Gpt2Config& config_;
+  const ModelConfig& config_;
   const TensorType type_;
   int64_t T_ = 0;
   PinnedMemory memory_;

@@ -5,7 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/attention_problem.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel::device {
 

@@ -48,7 +48,7 @@ class CudaOptimizer final : public Optimizer {
     prepare_groups();
   }
 
-  StepNorms step(Gpt2& model, double lr) override {
+  StepNorms step(Model& model, double lr) override {
     const auto stream = static_cast<cudaStream_t>(model.stream());
     float *const parameters = model.parameters(), *const gradients = model.gradients();
     auto* const norm = norm_.as<GradientNorm>();

@@ -8,9 +8,9 @@
 #include "base/error.h"
 #include "base/sizes.h"
 #include "base/threads.h"
-#include "model/gpt2.h"
 #include "model/layers.h"
 #include "model/matrix_product.h"
+#include "model/model.h"
 
 namespace evenkeel {
 namespace {
@@ -62,9 +62,9 @@ struct LayerMemory {
   Array delta;                   // (B, H, T), on request
 };
 
-class Gpt2Cpu final : public Gpt2 {
+class ModelCpu final : public Model {
  public:
-  Gpt2Cpu(const Gpt2Config& config, uint64_t seed);
+  ModelCpu(const ModelConfig& config, uint64_t seed);
 
   float* parameters() override { return parameters_.data(); }
   float* gradients() override { return gradients_.data(); }
@@ -156,8 +156,8 @@ class Gpt2Cpu final : public Gpt2 {
   int64_t first_ = 0;                                  // the part's first sequence in the batch
 };
 
-Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
-    : Gpt2(config),
+ModelCpu::ModelCpu(const ModelConfig& config, uint64_t seed)
+    : Model(config),
       rounding_{config.precision == LinearPrecision::bf16 ? kBf16 : kFp32},
       parameters_(at(table_.size())),
       gradients_(at(table_.size())),
@@ -168,13 +168,13 @@ Gpt2Cpu::Gpt2Cpu(const Gpt2Config& config, uint64_t seed)
 // --- Sizes and views
 
 // As few as make whole blocks of every sum over rows (layers.h), and 512 tokens for each thread; or all.
-int64_t Gpt2Cpu::sequences_of_part(int64_t B, int64_t T) const {
+int64_t ModelCpu::sequences_of_part(int64_t B, int64_t T) const {
   constexpr int64_t kTokens = 512;
   const int64_t whole = kProductBlock / std::gcd(kProductBlock, T);
   return std::min(B, (kTokens * thread_count() + whole * T - 1) / (whole * T) * whole);
 }
 
-void Gpt2Cpu::refresh_operands() {
+void ModelCpu::refresh_operands() {
   if (config_.precision == LinearPrecision::bf16 && !operands_fresh_) {
     operands_.resize(parameters_.size());
     round_operand(rounding_, operands_.data(), parameters_.data(), table_.size());
@@ -182,7 +182,7 @@ void Gpt2Cpu::refresh_operands() {
   operands_fresh_ = true;
 }
 
-void Gpt2Cpu::start_part(int64_t B, int64_t T) {
+void ModelCpu::start_part(int64_t B, int64_t T) {
   if (B == B_ && T == T_) return;
   B_ = B, T_ = T, N_ = B * T;
   const int64_t C = config_.width, H = config_.heads;
@@ -206,9 +206,9 @@ void Gpt2Cpu::start_part(int64_t B, int64_t T) {
   if (config_.gated_attention) size(N_ * C, dgate_);
 }
 
-AttentionProblem Gpt2Cpu::attention_problem(int64_t layer, const StepContext& context,
-                                            float keel_scale) const {
-  AttentionProblem problem = Gpt2::attention_problem(layer, B_, T_);
+AttentionProblem ModelCpu::attention_problem(int64_t layer, const StepContext& context,
+                                             float keel_scale) const {
+  AttentionProblem problem = Model::attention_problem(layer, B_, T_);
   for (PrecisionPlan& plan : problem.plans) plan.keel *= keel_scale;
   problem.step = context.step;
   problem.first_sequence = context.first_sequence;
@@ -216,14 +216,14 @@ AttentionProblem Gpt2Cpu::attention_problem(int64_t layer, const StepContext& co
   return problem;
 }
 
-AttentionInputs Gpt2Cpu::attention_inputs(LayerMemory& m) const {
+AttentionInputs ModelCpu::attention_inputs(LayerMemory& m) const {
   const int64_t C = config_.width;
   const View<float> v = heads_of(m.qkv.data() + 2 * C, 3 * C);
   if (config_.qk_norm) return {heads_of(m.qk.data(), 2 * C), heads_of(m.qk.data() + C, 2 * C), v};
   return {heads_of(m.qkv.data(), 3 * C), heads_of(m.qkv.data() + C, 3 * C), v};
 }
 
-AttentionForward Gpt2Cpu::attention_memory(LayerMemory& m, bool ties) const {
+AttentionForward ModelCpu::attention_memory(LayerMemory& m, bool ties) const {
   AttentionForward out;
   out.o = heads_of(m.o.data(), config_.width);
   out.o_for_delta = heads_of(m.o_for_delta.data(), config_.width);
@@ -236,7 +236,7 @@ AttentionForward Gpt2Cpu::attention_memory(LayerMemory& m, bool ties) const {
 
 // --- Forward
 
-void Gpt2Cpu::forward(const int32_t* tokens, const StepContext& context) {
+void ModelCpu::forward(const int32_t* tokens, const StepContext& context) {
   const int64_t C = config_.width;
   embedding_forward(tokens, master(wte_), master(wpe_), B_, T_, C, layers_[0].x.data());
   for (int64_t l = 0; l < config_.layers; ++l)
@@ -246,7 +246,7 @@ void Gpt2Cpu::forward(const int32_t* tokens, const StepContext& context) {
   round(lnf_);
 }
 
-void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
+void ModelCpu::layer_forward(int64_t l, float* out, const StepContext& context) {
   LayerMemory& m = layers_[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
@@ -289,12 +289,12 @@ void Gpt2Cpu::layer_forward(int64_t l, float* out, const StepContext& context) {
   linear_forward(m.activated.data(), operand(w.out), master(w.out_bias), m.middle.data(), N_, 4 * C, C, out);
 }
 
-Classifier Gpt2Cpu::output_layer(const int32_t* targets, float* losses) const {
+Classifier ModelCpu::output_layer(const int32_t* targets, float* losses) const {
   return {lnf_.data(), operand(head_), targets, losses,   N_, config_.width, config_.vocabulary,
           1,           nullptr,        nullptr, rounding_};
 }
 
-double Gpt2Cpu::loss(const Batch& batch, const StepContext& context) {
+double ModelCpu::loss(const Batch& batch, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
   refresh_operands();
   losses_.resize(at(batch.B * batch.T));
@@ -307,7 +307,7 @@ double Gpt2Cpu::loss(const Batch& batch, const StepContext& context) {
   return mean(losses_);
 }
 
-std::vector<float> Gpt2Cpu::logits(std::span<const int32_t> tokens) {
+std::vector<float> ModelCpu::logits(std::span<const int32_t> tokens) {
   const Batch batch{1, static_cast<int64_t>(tokens.size()), tokens, {}};
   check_batch(batch, /*with_targets=*/false);
   refresh_operands();
@@ -322,7 +322,7 @@ std::vector<float> Gpt2Cpu::logits(std::span<const int32_t> tokens) {
 
 // --- Backward
 
-double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
+double ModelCpu::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
   refresh_operands();
   const int64_t C = config_.width, rows = batch.B * batch.T;
@@ -357,7 +357,7 @@ double Gpt2Cpu::forward_backward(const Batch& batch, float loss_scale, const Ste
   return mean(losses_);
 }
 
-const float* Gpt2Cpu::stream_operand() {
+const float* ModelCpu::stream_operand() {
   if (config_.precision == LinearPrecision::fp32) return dx_;
   rounded_.resize(at(N_ * config_.width));
   round_operand(rounding_, rounded_.data(), dx_, N_ * config_.width);
@@ -365,7 +365,7 @@ const float* Gpt2Cpu::stream_operand() {
 }
 
 // dx_ comes in as the gradient of the layer's output and leaves as that of its input.
-void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_scale) {
+void ModelCpu::layer_backward(int64_t l, const StepContext& context, float keel_scale) {
   LayerMemory& m = layers_[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
@@ -429,7 +429,7 @@ void Gpt2Cpu::layer_backward(int64_t l, const StepContext& context, float keel_s
 
 // --- Facts
 
-void Gpt2Cpu::add_facts(const StepContext& context) {
+void ModelCpu::add_facts(const StepContext& context) {
   const int64_t H = config_.heads;
   for (int64_t l = 0; l < config_.layers; ++l) {
     if (context.score_facts) add_score_facts(l);
@@ -453,13 +453,13 @@ void Gpt2Cpu::add_facts(const StepContext& context) {
   }
 }
 
-void Gpt2Cpu::write_facts(const StepContext& context) {
+void ModelCpu::write_facts(const StepContext& context) {
   for (size_t n = 0; n < facts_.size(); ++n) facts_[n] = facts_of(fact_sums_[n], context);
 }
 
 // Scores again, in FP32 and by rows of 64: cheaper than to have attention keep them, and independent of the
 // plan.
-void Gpt2Cpu::add_score_facts(int64_t layer) {
+void ModelCpu::add_score_facts(int64_t layer) {
   constexpr int64_t kRows = 64;
   const int64_t H = config_.heads, D = config_.head_size();
   const AttentionInputs in = attention_inputs(layers_[at(layer)]);
@@ -497,7 +497,7 @@ void Gpt2Cpu::add_score_facts(int64_t layer) {
 
 // --- Captures
 
-void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
+void ModelCpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   LayerCapture& c = captures_[at(layer)];
   const int64_t sequences = std::min(B_, c.x.shape()[0] - first_), C = config_.width;
   if (sequences <= 0) return;
@@ -522,8 +522,8 @@ void Gpt2Cpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
 
 }  // namespace
 
-std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed) {
-  return std::make_unique<Gpt2Cpu>(config, seed);
+std::unique_ptr<Model> make_model_cpu(const ModelConfig& config, uint64_t seed) {
+  return std::make_unique<ModelCpu>(config, seed);
 }
 
 }  // namespace evenkeel

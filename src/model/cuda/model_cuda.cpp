@@ -1,5 +1,5 @@
 // GPT-2 on a GPU: what a call does around its two passes.
-#include "model/cuda/gpt2_cuda.h"
+#include "model/cuda/model_cuda.h"
 
 #include <algorithm>
 #include <cmath>
@@ -29,8 +29,8 @@ uint32_t random_step(const StepContext& context) {
 
 }  // namespace
 
-Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
-    : Gpt2(config),
+ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
+    : Model(config),
       type_((require_cuda_device(), config.tensor_type())),
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
@@ -58,21 +58,21 @@ Gpt2Cuda::Gpt2Cuda(const Gpt2Config& config, uint64_t seed)
 
 // --- Parameters
 
-void Gpt2Cuda::read(const DeviceMemory& from, std::span<float> to) const {
+void ModelCuda::read(const DeviceMemory& from, std::span<float> to) const {
   require(to.size() * sizeof(float) == from.bytes(), "[model] expected {} values, got {}",
           from.bytes() / sizeof(float), to.size());
   stream_.copy_down(to.data(), from.data(), from.bytes());
   stream_.wait();
 }
 
-void Gpt2Cuda::write(std::span<const float> from, DeviceMemory& to) {
+void ModelCuda::write(std::span<const float> from, DeviceMemory& to) {
   require(from.size() * sizeof(float) == to.bytes(), "[model] expected {} values, got {}",
           to.bytes() / sizeof(float), from.size());
   stream_.copy_up(to.data(), from.data(), to.bytes());
   stream_.wait();
 }
 
-void Gpt2Cuda::refresh_operands() {
+void ModelCuda::refresh_operands() {
   if (is_bf16() && !operands_fresh_) {
     stream_.phase("operands", 0, 6.0 * static_cast<double>(table_.size()));
     round_to_bf16(parameters_.as<float>(), table_.size(), operands_.data(), stream_);
@@ -82,7 +82,7 @@ void Gpt2Cuda::refresh_operands() {
 
 // --- A call
 
-void Gpt2Cuda::start(const CallKind& kind) {
+void ModelCuda::start(const CallKind& kind) {
   B_ = kind.B, T_ = kind.T, N_ = B_ * T_;
   at_hand_ = &arena_.room_for(B_, T_, stream_, [&] { recorded_.clear(); });
   a_ = &at_hand_->activations;
@@ -108,7 +108,7 @@ void Gpt2Cuda::start(const CallKind& kind) {
   attention_.use(found->second.attention);
 }
 
-void Gpt2Cuda::run(const CallKind& kind) {
+void ModelCuda::run(const CallKind& kind) {
   Recorded& recorded = recorded_.at(kind);
   if (stream_.clock || captures_now_ || !recorded.done_before) {
     enqueue(kind);
@@ -119,14 +119,14 @@ void Gpt2Cuda::run(const CallKind& kind) {
   recorded.graph.launch(stream_);
 }
 
-void Gpt2Cuda::stage(const Batch& batch, uint32_t step) {
+void ModelCuda::stage(const Batch& batch, uint32_t step) {
   *input_.as<uint32_t>() = step;
   int32_t* tokens = input_.as<int32_t>() + kInputHeader;
   std::copy(batch.tokens.begin(), batch.tokens.end(), tokens);
   std::copy(batch.targets.begin(), batch.targets.end(), tokens + N_);
 }
 
-void Gpt2Cuda::enqueue(const CallKind& kind) {
+void ModelCuda::enqueue(const CallKind& kind) {
   stream_.phase("copies");
   stream_.copy_up(a_->input, input_.as<void>(), at(kInputHeader + 2 * N_) * sizeof(int32_t));
   forward();
@@ -142,7 +142,7 @@ void Gpt2Cuda::enqueue(const CallKind& kind) {
 }
 
 // The rows of dwte, by runs. Sorted here while the device is at work.
-void Gpt2Cuda::token_backward(std::span<const int32_t> tokens) {
+void ModelCuda::token_backward(std::span<const int32_t> tokens) {
   token_runs_.sort(tokens);
   stream_.phase("copies");
   stream_.copy_up(a_->places, token_runs_.places, tokens.size() * sizeof(int32_t));
@@ -154,7 +154,7 @@ void Gpt2Cuda::token_backward(std::span<const int32_t> tokens) {
                          token_runs_.split_count, a_->run_sums, config_.width, gradient(wte_), stream_);
 }
 
-void Gpt2Cuda::write_facts(const CallKind& kind) {
+void ModelCuda::write_facts(const CallKind& kind) {
   if (!kind.has_facts()) return;
   attention_.join_facts();
   const LayerMemory& first = a_->layers[0];
@@ -181,7 +181,7 @@ void Gpt2Cuda::write_facts(const CallKind& kind) {
              stream_);
 }
 
-double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
+double ModelCuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
   CallKind kind{batch.B, batch.T, true, loss_scale};
   kind.score_facts = context.score_facts;
@@ -208,7 +208,7 @@ double Gpt2Cuda::forward_backward(const Batch& batch, float loss_scale, const St
   return output_.as<OutputHeader>()->loss;
 }
 
-double Gpt2Cuda::loss(const Batch& batch, const StepContext& context) {
+double ModelCuda::loss(const Batch& batch, const StepContext& context) {
   check_batch(batch, /*with_targets=*/true);
   CallKind kind{batch.B, batch.T, false, 1};
   kind.plan_version = plan_version_;
@@ -221,7 +221,7 @@ double Gpt2Cuda::loss(const Batch& batch, const StepContext& context) {
 }
 
 // Lengths are rounded up, so that few shapes of products occur: what follows a token changes nothing before it.
-std::vector<float> Gpt2Cuda::logits(std::span<const int32_t> tokens) {
+std::vector<float> ModelCuda::logits(std::span<const int32_t> tokens) {
   const int64_t count = static_cast<int64_t>(tokens.size()), C = config_.width, V = config_.vocabulary;
   check_batch({1, count, tokens, {}}, /*with_targets=*/false);
   int64_t T = 64;
@@ -250,7 +250,7 @@ std::vector<float> Gpt2Cuda::logits(std::span<const int32_t> tokens) {
   return out;
 }
 
-int64_t Gpt2Cuda::apply_qk_clip() {
+int64_t ModelCuda::apply_qk_clip() {
   const std::vector<float> factors = query_key_factors(config_, facts_);
   const int64_t clipped =
       static_cast<int64_t>(factors.size()) - std::count(factors.begin(), factors.end(), 1.0f);
@@ -267,7 +267,7 @@ int64_t Gpt2Cuda::apply_qk_clip() {
   return clipped;
 }
 
-std::vector<PhaseTime> Gpt2Cuda::time_phases(const Batch& batch, const StepContext& context, int repeats) {
+std::vector<PhaseTime> ModelCuda::time_phases(const Batch& batch, const StepContext& context, int repeats) {
   require(repeats >= 1, "[model] expected at least one repeat, got {}", repeats);
   forward_backward(batch, 1, context);  // chooses algorithms
   std::vector<PhaseTime> phases;
@@ -294,13 +294,13 @@ std::vector<PhaseTime> Gpt2Cuda::time_phases(const Batch& batch, const StepConte
 
 }  // namespace device
 
-std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed) {
-  return std::make_unique<device::Gpt2Cuda>(config, seed);
+std::unique_ptr<Model> make_model_cuda(const ModelConfig& config, uint64_t seed) {
+  return std::make_unique<device::ModelCuda>(config, seed);
 }
 
-std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
+std::vector<PhaseTime> time_phases_cuda(Model& model, const Batch& batch, const StepContext& context,
                                         int repeats) {
-  auto* const own = dynamic_cast<device::Gpt2Cuda*>(&model);
+  auto* const own = dynamic_cast<device::ModelCuda*>(&model);
   require(own != nullptr, "[model] expected a model on the GPU");
   return own->time_phases(batch, context, repeats);
 }

@@ -1,4 +1,4 @@
-// GPT-2 on a GPU, as gpt2_cpu.cpp defines it. Internal to src/model.
+// GPT-2 on a GPU, as model_cpu.cpp defines it. Internal to src/model.
 //
 // A call copies its batch up, runs one recorded graph, and waits once, for the loss. The first call of its kind
 // (sizes, scale, facts, plan) is not recorded: there the products' algorithms are chosen. The second one records.
@@ -28,14 +28,14 @@
 #include "model/cuda/capture_rows.h"
 #include "model/cuda/token_runs.h"
 #include "model/device_product.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel::device {
 
-class Gpt2Cuda final : public Gpt2 {
+class ModelCuda final : public Model {
  public:
-  Gpt2Cuda(const Gpt2Config& config, uint64_t seed);
-  ~Gpt2Cuda() override { cudaStreamSynchronize(stream_); }
+  ModelCuda(const ModelConfig& config, uint64_t seed);
+  ~ModelCuda() override { cudaStreamSynchronize(stream_); }
 
   float* parameters() override { return parameters_.as<float>(); }
   float* gradients() override { return gradients_.as<float>(); }

@@ -2,7 +2,7 @@
 // cuda/.
 #include "base/error.h"
 #include "model/device_product.h"
-#include "model/gpt2.h"
+#include "model/model.h"
 
 namespace evenkeel {
 namespace {
@@ -16,7 +16,7 @@ DeviceProducts::DeviceProducts(void*) { refuse(); }
 DeviceProducts::~DeviceProducts() = default;
 void DeviceProducts::multiply(const DeviceProduct&) { refuse(); }
 
-std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config&, uint64_t) { refuse(); }
-std::vector<PhaseTime> time_phases_cuda(Gpt2&, const Batch&, const StepContext&, int) { refuse(); }
+std::unique_ptr<Model> make_model_cuda(const ModelConfig&, uint64_t) { refuse(); }
+std::vector<PhaseTime> time_phases_cuda(Model&, const Batch&, const StepContext&, int) { refuse(); }
 
 }  // namespace evenkeel

@@ -1,13 +1,13 @@
 // GPT-2 on a GPU: products, the forward pass, the backward pass in reverse. In the backward pass the product whose
 // result a LayerNorm reads comes last before it.
 #include "base/sizes.h"
-#include "model/cuda/gpt2_cuda.h"
+#include "model/cuda/model_cuda.h"
 
 namespace evenkeel::device {
 
 // --- Products
 
-void Gpt2Cuda::multiply(const char* name, const DeviceProduct& p) {
+void ModelCuda::multiply(const char* name, const DeviceProduct& p) {
   if (stream_.clock) {
     const auto bytes = [](int64_t rows, int64_t columns, TensorType type) {
       return static_cast<double>(rows * columns * (type == TensorType::bf16 ? 2 : 4));
@@ -21,8 +21,8 @@ void Gpt2Cuda::multiply(const char* name, const DeviceProduct& p) {
   products_.multiply(p);
 }
 
-void Gpt2Cuda::linear_forward(const char* name, const void* x, int64_t w, int64_t bias, int64_t in,
-                              int64_t out, void* y, TensorType y_type, const float* residual) {
+void ModelCuda::linear_forward(const char* name, const void* x, int64_t w, int64_t bias, int64_t in,
+                               int64_t out, void* y, TensorType y_type, const float* residual) {
   DeviceProduct p{N_, out, in,    type_, DeviceMatrix::rows_of(x, in), DeviceMatrix::rows_of(operand(w), out),
                   y,  out, y_type};
   p.base = residual;
@@ -31,8 +31,8 @@ void Gpt2Cuda::linear_forward(const char* name, const void* x, int64_t w, int64_
   multiply(name, p);
 }
 
-void Gpt2Cuda::linear_backward(const char* name, const void* dy, int64_t w, int64_t in, int64_t out, void* dx,
-                               TensorType dx_type, const void* base) {
+void ModelCuda::linear_backward(const char* name, const void* dy, int64_t w, int64_t in, int64_t out,
+                                void* dx, TensorType dx_type, const void* base) {
   DeviceProduct p{
       N_, in, out,    type_, DeviceMatrix::rows_of(dy, out), DeviceMatrix::transposed(operand(w), out),
       dx, in, dx_type};
@@ -40,8 +40,8 @@ void Gpt2Cuda::linear_backward(const char* name, const void* dy, int64_t w, int6
   multiply(name, p);
 }
 
-void Gpt2Cuda::weight_backward(const char* name, const void* dy, const void* x, int64_t w, int64_t in,
-                               int64_t out) {
+void ModelCuda::weight_backward(const char* name, const void* dy, const void* x, int64_t w, int64_t in,
+                                int64_t out) {
   DeviceProduct p{in,
                   out,
                   N_,
@@ -55,7 +55,7 @@ void Gpt2Cuda::weight_backward(const char* name, const void* dy, const void* x, 
   multiply(name, p);
 }
 
-void Gpt2Cuda::bias_backward(const void* dy, int64_t out, float* sums) {
+void ModelCuda::bias_backward(const void* dy, int64_t out, float* sums) {
   if (!sums) return;
   stream_.phase("bias gradients", 0, activation_bytes(out));
   column_sums(dy, N_, out, type_, sums, stream_);
@@ -63,7 +63,7 @@ void Gpt2Cuda::bias_backward(const void* dy, int64_t out, float* sums) {
 
 // --- Forward
 
-void Gpt2Cuda::forward() {
+void ModelCuda::forward() {
   const int64_t C = config_.width;
   stream_.phase("embedding", 0, 2 * stream_bytes());
   embedding_forward(a_->tokens, master(wte_), master(wpe_), N_, T_, C, a_->layers[0].x, stream_);
@@ -74,7 +74,7 @@ void Gpt2Cuda::forward() {
                     stream_);
 }
 
-void Gpt2Cuda::layer_forward(int64_t l, float* out) {
+void ModelCuda::layer_forward(int64_t l, float* out) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
@@ -99,7 +99,7 @@ void Gpt2Cuda::layer_forward(int64_t l, float* out) {
   mlp_forward(l, out);
 }
 
-void Gpt2Cuda::mlp_forward(int64_t l, float* out) {
+void ModelCuda::mlp_forward(int64_t l, float* out) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width;
@@ -129,7 +129,7 @@ void Gpt2Cuda::mlp_forward(int64_t l, float* out) {
 }
 
 // Logits and losses; with gradients, dlogits in their place.
-void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
+void ModelCuda::classify(bool gradients, float gradient_scale) {
   const int64_t C = config_.width;
   multiply("logits", {N_, padded_V_, C, type_, DeviceMatrix::rows_of(a_->lnf, C),
                       DeviceMatrix::transposed(operand(head_), C), a_->logits, padded_V_, type_});
@@ -141,7 +141,7 @@ void Gpt2Cuda::classify(bool gradients, float gradient_scale) {
 
 // --- Backward
 
-void Gpt2Cuda::backward(float gradient_scale) {
+void ModelCuda::backward(float gradient_scale) {
   const int64_t C = config_.width;
   classify(/*gradients=*/true, gradient_scale);
   // Columns of dlogits from V on are zero, and so are the rows behind the gradient of the output layer.
@@ -173,7 +173,7 @@ void Gpt2Cuda::backward(float gradient_scale) {
 }
 
 // dx comes in as the gradient of the layer's output and leaves as that of what the MLP adds to.
-void Gpt2Cuda::mlp_backward(int64_t l) {
+void ModelCuda::mlp_backward(int64_t l) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width;
@@ -206,7 +206,7 @@ void Gpt2Cuda::mlp_backward(int64_t l) {
 }
 
 // dx comes in as the gradient of the residual stream behind attention and leaves as that of the layer's input.
-void Gpt2Cuda::attention_backward(int64_t l) {
+void ModelCuda::attention_backward(int64_t l) {
   LayerMemory& m = a_->layers[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
   const int64_t C = config_.width, H = config_.heads, D = config_.head_size();

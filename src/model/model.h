@@ -1,8 +1,8 @@
-// GPT-2: what it is made of, where its parameters lie, and what one step does. The same interface for every
-// backend; gpt2_cpu.cpp is the CPU's, and the definition; cuda/gpt2_cuda.cpp is the GPU's.
+// A model: one step, its facts and its captures. The same interface for every backend and every description
+// (model_config.h); model_cpu.cpp is the CPU's, and the definition; cuda/model_cuda.cpp is the GPU's.
 //
-// One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D = C / H features, L layers,
-// V vocabulary. Residual stream, LayerNorm and master weights are FP32; attention follows a precision plan
+// One alphabet of sizes: B sequences of T tokens (N = B T), C width, H heads of D features, L layers,
+// V vocabulary. Residual stream, norms and master weights are FP32; attention follows a precision plan
 // per layer and head.
 #pragma once
 
@@ -10,97 +10,15 @@
 #include <limits>
 #include <memory>
 #include <span>
-#include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "attention/attention_problem.h"
 #include "base/tensor.h"
 #include "gpu/phase_time.h"
+#include "model/model_config.h"
 
 namespace evenkeel {
-
-// Of the linear layers: sums and master weights are FP32 in both.
-//   fp32  nothing is rounded
-//   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
-//         within a block (q, k, v, the gate, the input of GELU, and the gradients of them, of O and of what
-//         a LayerNorm gives), as in mixed-precision training. What is added to the residual stream and the
-//         stream's own gradient are FP32. Logits are FP32 on the CPU; on the GPU they are BF16 as well, but
-//         for those that logits() returns.
-enum class LinearPrecision { fp32, bf16 };
-
-struct Gpt2Config {
-  int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50257;
-  bool bias = false;             // of linear layers (Hugging Face's weights have it)
-  bool norm_bias = false;        // of LayerNorms
-  bool tied_embeddings = true;   // the output layer is wte
-  bool qk_norm = false;          // q and k of each head over their root mean square, times a learnt gain (D)
-  bool gated_attention = false;  // O times sigmoid(x W), value by value; x is what q, k and v are made of
-  float softcap = 0;             // scores become c tanh(S / c); 0 is off
-  float qk_clip = 0;             // largest score that apply_qk_clip leaves to a head; 0 is off
-  int64_t tile_keys = 64;        // of attention: keys between two roundings of pv and row_sum; 0: all
-  LinearPrecision precision = LinearPrecision::bf16;
-
-  int64_t head_size() const { return width / heads; }
-  // Of activations on a GPU; the CPU keeps them in FP32.
-  TensorType tensor_type() const {
-    return precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32;
-  }
-  int64_t padded_vocabulary() const;  // a multiple of 64: rows of wte and lm_head in the flat buffer
-  friend bool operator==(const Gpt2Config&, const Gpt2Config&) = default;
-};
-
-//   micro         3 layers,  4 heads, width  128, context  128, bytes   fails in minutes on a CPU
-//   nano          6 layers,  6 heads, width  384, context  512, 8192    fails in minutes on a GPU
-//   gpt2         12 layers, 12 heads, width  768, context 1024, 50257   124 M parameters
-//   gpt2-medium  24 layers, 16 heads, width 1024, context 1024, 50257   354 M parameters
-// No linear layer has a bias. micro is FP32 and its LayerNorms have one, as where it was first measured.
-inline constexpr std::string_view kGpt2Presets[] = {"micro", "nano", "gpt2", "gpt2-medium"};
-Gpt2Config gpt2_preset(std::string_view name);  // std::invalid_argument lists the known ones
-void validate(const Gpt2Config& config);        // std::invalid_argument: what was expected, what was found
-
-enum class ParameterInit { normal, residual, one, zero };
-
-struct ParameterTensor {
-  std::string name;            // Hugging Face's: h.0.attn.c_attn.weight
-  std::vector<int64_t> shape;  // (in, out) of linear layers, (V, C) of wte and lm_head; (C) of vectors
-  int64_t offset;              // of its first value in the flat buffer
-  bool decay;                  // weight decay applies: to matrices, not to gains and biases
-  bool muon;                   // a hidden matrix; embeddings, head and vectors are AdamW's
-  int64_t parts;               // c_attn is 3 matrices side by side: q, k, v; others are 1
-  ParameterInit init;
-
-  int64_t count() const;
-};
-
-// Where every tensor lies in the one flat FP32 buffer that parameters, gradients and optimiser states share.
-// Tensors start at multiples of 64 floats; what lies between is zero and stays zero while gradients are finite.
-// Behind wte and lm_head (V, C) that is whole rows, up to padded_vocabulary(): a product may run over them too
-// (of V = 50257 rows a GPU's products are half as fast as of 50304).
-class ParameterTable {
- public:
-  explicit ParameterTable(const Gpt2Config& config);
-  const std::vector<ParameterTensor>& tensors() const { return tensors_; }
-  const ParameterTensor* find(std::string_view name) const;  // nullptr: no such tensor
-  int64_t size() const { return size_; }                     // floats of the buffer, gaps included
-  int64_t parameter_count() const;                           // without gaps
-
- private:
-  void add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon, int64_t parts = 1);
-  std::vector<ParameterTensor> tensors_;
-  int64_t size_ = 0;
-};
-
-// Forward and backward: 6 for every weight that meets a token in a product (2 forward, 4 backward; wpe, gains
-// and biases meet none, a tied wte counts once), and 12 L C T for scores and PV. The causal half is counted
-// too, as usual.
-double flops_per_token(const Gpt2Config& config, int64_t T);
-
-// GPT-2's: normal with deviation 0.02, matrices that write to the residual stream over sqrt(2 L); gains 1,
-// biases 0. A tensor's numbers depend on the seed and its name alone. parameters: (table.size()).
-void initialise(const Gpt2Config& config, const ParameterTable& table, uint64_t seed,
-                std::span<float> parameters);
 
 // Host memory, (B, T) each. Tokens and targets lie in [0, V).
 struct Batch {
@@ -118,7 +36,7 @@ struct StepContext {
   // Ties and residuals, which cost time, are of the first so many sequences of the batch; 0: of all. No fact that is asked
   // for changes a bit of the step.
   int64_t fact_sequences = 0;
-  // Gpt2::captured, of the first so many sequences of the batch (or all of them), of each the first so many rows (0: all;
+  // Model::captured, of the first so many sequences of the batch (or all of them), of each the first so many rows (0: all;
   // as no row sees a later one, they are a whole attention of their own); of all layers, or of one.
   int64_t capture_sequences = 0, capture_rows = 0;
   int64_t capture_layer = -1;
@@ -163,14 +81,14 @@ struct LayerOffsets {
       ln2_bias, fc, fc_bias, out, out_bias;
 };
 
-class Gpt2 {
+class Model {
  public:
-  explicit Gpt2(const Gpt2Config& config);
-  virtual ~Gpt2() = default;
-  Gpt2(const Gpt2&) = delete;
-  Gpt2& operator=(const Gpt2&) = delete;
+  explicit Model(const ModelConfig& config);
+  virtual ~Model() = default;
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
 
-  const Gpt2Config& config() const { return config_; }
+  const ModelConfig& config() const { return config_; }
   const ParameterTable& table() const { return table_; }
 
   // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
@@ -223,7 +141,7 @@ class Gpt2 {
   // Room in captures_ for what the context asks for; of any content.
   void start_captures(const Batch& batch, const StepContext& context);
 
-  const Gpt2Config config_;
+  const ModelConfig config_;
   const ParameterTable table_;
   std::vector<LayerOffsets> offsets_;               // (L)
   int64_t wte_, wpe_, lnf_gain_, lnf_bias_, head_;  // the same of the rest; head_ is wte_ where it is tied
@@ -236,20 +154,20 @@ class Gpt2 {
 };
 
 // What apply_qk_clip multiplies W_Q and W_K with: (L, H), 1 for a head that is left alone.
-std::vector<float> query_key_factors(const Gpt2Config& config, std::span<const HeadFacts> facts);
+std::vector<float> query_key_factors(const ModelConfig& config, std::span<const HeadFacts> facts);
 // apply_qk_clip on parameters in host memory.
-int64_t clip_query_key(const Gpt2Config& config, const ParameterTable& table,
+int64_t clip_query_key(const ModelConfig& config, const ParameterTable& table,
                        std::span<const HeadFacts> facts, float* parameters);
 
 // Parameters as initialise leaves them.
-std::unique_ptr<Gpt2> make_gpt2_cpu(const Gpt2Config& config, uint64_t seed);
+std::unique_ptr<Model> make_model_cpu(const ModelConfig& config, uint64_t seed);
 // The same on the current GPU. DataError where there is none, or no CUDA in this build, or no cuBLASLt.
-std::unique_ptr<Gpt2> make_gpt2_cuda(const Gpt2Config& config, uint64_t seed);
+std::unique_ptr<Model> make_model_cuda(const ModelConfig& config, uint64_t seed);
 
 // Where the time of forward_backward goes on the GPU (the mean of `repeats`), in the order of the first appearance.
 // Without graphs, and with a mark of the device's clock before each phase, so that the sum is a little above a real
-// step's time. REQUIRES: the model is make_gpt2_cuda's. Adds to its gradients.
-std::vector<PhaseTime> time_phases_cuda(Gpt2& model, const Batch& batch, const StepContext& context,
+// step's time. REQUIRES: the model is make_model_cuda's. Adds to its gradients.
+std::vector<PhaseTime> time_phases_cuda(Model& model, const Batch& batch, const StepContext& context,
                                         int repeats);
 
 }  // namespace evenkeel

@@ -1,0 +1,102 @@
+// What a model is made of, and where its parameters lie. Every architecture is such a description: nothing above
+// src/model asks which one it is.
+//
+// One alphabet of sizes: C width, H heads of D features, L layers, V vocabulary, T tokens a sequence.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attention/attention_problem.h"
+
+namespace evenkeel {
+
+// Of the linear layers: sums and master weights are FP32 in both.
+//   fp32  nothing is rounded
+//   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
+//         within a block (q, k, v, the gate, the input of GELU, and the gradients of them, of O and of what
+//         a LayerNorm gives), as in mixed-precision training. What is added to the residual stream and the
+//         stream's own gradient are FP32. Logits are FP32 on the CPU; on the GPU they are BF16 as well, but
+//         for those that logits() returns.
+enum class LinearPrecision { fp32, bf16 };
+
+struct ModelConfig {
+  int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50257;
+  bool bias = false;             // of linear layers (Hugging Face's weights have it)
+  bool norm_bias = false;        // of LayerNorms
+  bool tied_embeddings = true;   // the output layer is wte
+  bool qk_norm = false;          // q and k of each head over their root mean square, times a learnt gain (D)
+  bool gated_attention = false;  // O times sigmoid(x W), value by value; x is what q, k and v are made of
+  float softcap = 0;             // scores become c tanh(S / c); 0 is off
+  float qk_clip = 0;             // largest score that apply_qk_clip leaves to a head; 0 is off
+  int64_t tile_keys = 64;        // of attention: keys between two roundings of pv and row_sum; 0: all
+  LinearPrecision precision = LinearPrecision::bf16;
+
+  int64_t head_size() const { return width / heads; }
+  // Of activations on a GPU; the CPU keeps them in FP32.
+  TensorType tensor_type() const {
+    return precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32;
+  }
+  int64_t padded_vocabulary() const;  // a multiple of 64: rows of wte and lm_head in the flat buffer
+  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
+};
+
+//   micro         3 layers,  4 heads, width  128, context  128, bytes   fails in minutes on a CPU
+//   nano          6 layers,  6 heads, width  384, context  512, 8192    fails in minutes on a GPU
+//   gpt2         12 layers, 12 heads, width  768, context 1024, 50257   124 M parameters
+//   gpt2-medium  24 layers, 16 heads, width 1024, context 1024, 50257   354 M parameters
+// No linear layer has a bias. micro is FP32 and its LayerNorms have one, as where it was first measured.
+inline constexpr std::string_view kModelPresets[] = {"micro", "nano", "gpt2", "gpt2-medium"};
+inline constexpr std::string_view kDefaultPreset = "gpt2";  // what a ModelConfig is by itself
+ModelConfig model_preset(std::string_view name);            // std::invalid_argument lists the known ones
+void validate(const ModelConfig& config);  // std::invalid_argument: what was expected, what was found
+
+enum class ParameterInit { normal, residual, one, zero };
+
+struct ParameterTensor {
+  std::string name;            // Hugging Face's: h.0.attn.c_attn.weight
+  std::vector<int64_t> shape;  // (in, out) of linear layers, (V, C) of wte and lm_head; (C) of vectors
+  int64_t offset;              // of its first value in the flat buffer
+  bool decay;                  // weight decay applies: to matrices, not to gains and biases
+  bool muon;                   // a hidden matrix; embeddings, head and vectors are AdamW's
+  int64_t parts;               // c_attn is 3 matrices side by side: q, k, v; others are 1
+  ParameterInit init;
+
+  int64_t count() const;
+};
+
+// Where every tensor lies in the one flat FP32 buffer that parameters, gradients and optimiser states share.
+// Tensors start at multiples of 64 floats; what lies between is zero and stays zero while gradients are finite.
+// Behind wte and lm_head (V, C) that is whole rows, up to padded_vocabulary(): a product may run over them too
+// (of V = 50257 rows a GPU's products are half as fast as of 50304).
+class ParameterTable {
+ public:
+  explicit ParameterTable(const ModelConfig& config);
+  const std::vector<ParameterTensor>& tensors() const { return tensors_; }
+  const ParameterTensor* find(std::string_view name) const;  // nullptr: no such tensor
+  int64_t size() const { return size_; }                     // floats of the buffer, gaps included
+  int64_t parameter_count() const;                           // without gaps
+
+ private:
+  void add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon, int64_t parts = 1);
+  std::vector<ParameterTensor> tensors_;
+  int64_t size_ = 0;
+};
+
+// In words, for people: "GPT-2, 12 layers, ...".
+std::string describe(const ModelConfig& config);
+
+// Forward and backward: 6 for every weight that meets a token in a product (2 forward, 4 backward; wpe, gains
+// and biases meet none, a tied wte counts once), and 12 L C T for scores and PV. The causal half is counted
+// too, as usual.
+double flops_per_token(const ModelConfig& config, int64_t T);
+
+// GPT-2's: normal with deviation 0.02, matrices that write to the residual stream over sqrt(2 L); gains 1,
+// biases 0. A tensor's numbers depend on the seed and its name alone. parameters: (table.size()).
+void initialise(const ModelConfig& config, const ParameterTable& table, uint64_t seed,
+                std::span<float> parameters);
+
+}  // namespace evenkeel
