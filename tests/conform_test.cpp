@@ -8,8 +8,149 @@
 #include <cmath>
 #include <functional>
 
+#include "attention_cases.h"
+#include "diagnosis/attention_truth.h"
+
 namespace evenkeel {
 namespace {
+
+// Both in FP64: sums of a few hundred terms in another order. Zeros and infinities are the same ones.
+void expect_near(const Tensor<double>& found, const Tensor<double>& exact, const Tensor<double>* scale,
+                 const std::string& what) {
+  ASSERT_EQ(found.values().size(), exact.values().size()) << what;
+  for (size_t n = 0; n < exact.values().size(); ++n) {
+    const double truth = exact.values()[n], size = scale ? scale->values()[n] : std::fabs(truth);
+    if (found.values()[n] != truth) {
+      ASSERT_NEAR(found.values()[n], truth, 1e-12 * std::max(size, std::fabs(truth))) << what << " at " << n;
+    }
+  }
+}
+
+TEST(AttentionTruth, IsTheDefinition) {
+  for (const cases::Case& c : cases::kCases) {
+    const cases::Problem p = cases::make_problem(c);
+    const AttentionProblem config = p.with(PrecisionPlan{});
+    const AttentionTruth truth = attention_truth(config, p.in, p.grad_output);
+    const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+    const std::string name = c.name;
+    expect_near(truth.o, exact.o, &truth.scales.o, name + " o");
+    expect_near(truth.lse, exact.lse, nullptr, name + " lse");
+    expect_near(truth.dv, exact.dv, &truth.scales.dv, name + " dv");
+    expect_near(truth.dq, exact.dq, &truth.scales.dq[1], name + " dq");
+    expect_near(truth.dk, exact.dk, &truth.scales.dk[1], name + " dk");
+  }
+}
+
+// What the definition does not have, by what it has: a sink is a key of that score whose value is 0, narrow values are
+// wide ones without the last features, and the gradient of L = log sum exp is keel's, 2 z L.
+TEST(AttentionTruth, TakesSinksNarrowValuesAndTheGradientOfTheLogSumExp) {
+  const cases::Case narrow = cases::find_case("plain_fp32");
+  cases::Problem p = cases::make_problem(narrow);
+  const int64_t H = narrow.H, N = narrow.N, D = narrow.D, T = narrow.T;
+  // Key 0 is 0 in every feature, so that its score is 0, and so is its value; the last 12 features of V and dO are 0.
+  for (int64_t h = 0; h < H; ++h) {
+    for (int64_t d = 0; d < D; ++d) *p.k().at(0, h, 0, d) = *p.v().at(0, h, 0, d) = 0;
+    for (int64_t d = D - 12; d < D; ++d) {
+      for (int64_t j = 0; j < N; ++j) *p.v().at(0, h, j, d) = 0;
+      for (int64_t i = 0; i < T; ++i) *p.grad().at(0, h, i, d) = 0;
+    }
+  }
+  PrecisionPlan plan;
+  plan.keel = 0.125f;
+  const AttentionReference exact = attention_reference(p.with(plan), p.in, p.grad_output);
+
+  const auto without_first_key = [](View<const float> x) {
+    x.data = x.at(0, 0, 1);
+    --x.shape[2];
+    return x;
+  };
+  AttentionInputs in{p.in.q, without_first_key(p.in.k), without_first_key(p.in.v)};
+  in.v.shape[3] -= 12;
+  View<const float> d_o = p.grad_output;
+  d_o.shape[3] -= 12;
+  std::vector<float> grad_lse;
+  for (double L : exact.lse.values()) grad_lse.push_back(static_cast<float>(2 * 0.125 * L));
+  const std::vector<float> sinks(static_cast<size_t>(H), 0.0f);
+  TruthOptions options;
+  options.sinks = sinks;
+  options.grad_lse = contiguous_view<const float>(grad_lse.data(), {1, H, T, 1});
+  const AttentionTruth truth = attention_truth(p.with(PrecisionPlan{}), in, d_o, options);
+  expect_near(truth.lse, exact.lse, nullptr, "lse");
+  for (int64_t h = 0; h < H; ++h) {
+    for (int64_t i = 0; i < T; ++i)
+      for (int64_t d = 0; d < D; ++d) {
+        if (d < D - 12) {
+          EXPECT_NEAR(*truth.o.view().at(0, h, i, d), *exact.o.view().at(0, h, i, d), 1e-12);
+        }
+        // grad_lse is a float: 2^-24 of it.
+        EXPECT_NEAR(*truth.dq.view().at(0, h, i, d), *exact.dq.view().at(0, h, i, d), 1e-6);
+      }
+    for (int64_t j = 1; j < N; ++j)
+      for (int64_t d = 0; d < D; ++d) {
+        EXPECT_NEAR(*truth.dk.view().at(0, h, j - 1, d), *exact.dk.view().at(0, h, j, d), 1e-6);
+      }
+    // Key 0 is 0: dS of the sink is found at finite differences alone.
+    const auto loss = [&](float sink) {
+      std::vector<float> moved = sinks;
+      moved[static_cast<size_t>(h)] = sink;
+      TruthOptions with = options;
+      with.sinks = moved;
+      const AttentionTruth at = attention_truth(p.with(PrecisionPlan{}), in, d_o, with);
+      double sum = 0;
+      for (int64_t i = 0; i < T; ++i) {
+        sum += grad_lse[static_cast<size_t>(h * T + i)] * *at.lse.view().at(0, h, i);
+        for (int64_t d = 0; d < D - 12; ++d) sum += *d_o.at(0, h, i, d) * *at.o.view().at(0, h, i, d);
+      }
+      return sum;
+    };
+    constexpr float kStep = 0x1p-12f;
+    EXPECT_NEAR(*truth.grad_sink.view().at(0, h, 0), (loss(kStep) - loss(-kStep)) / (2 * kStep), 1e-5);
+  }
+}
+
+TEST(AttentionTruth, TakesPackedSequences) {
+  const cases::Problem p = cases::make_problem(cases::find_case("plain"));  // (2, 2, 64, 64): 128 rows a head
+  // Two sequences of 40 and 24 rows, 30 and 34 keys, in head 0 and 1 of the first batch entry.
+  const std::vector<int32_t> rows{40, 24}, keys{30, 34}, row_starts{0, 40}, key_starts{0, 30};
+  AttentionProblem packed = p.with(PrecisionPlan{});
+  packed.mask.causal = true;
+  AttentionInputs in = p.in;
+  View<const float> d_o = p.grad_output;
+  for (View<const float>* x : {&in.q, &d_o}) x->stride[0] = 0, x->shape[2] = 40;
+  for (View<const float>* x : {&in.k, &in.v}) x->stride[0] = 0, x->shape[2] = 34;
+  packed.mask.query_lengths = rows, packed.mask.key_lengths = keys;
+  packed.mask.query_offsets = row_starts, packed.mask.key_offsets = key_starts;
+  packed.mask.query_rows = packed.mask.key_rows = 64;
+  const AttentionTruth truth = attention_truth(packed, in, d_o);
+  for (size_t b = 0; b < 2; ++b) {
+    const auto part = [](View<const float> x, int64_t first, int64_t count) {
+      x.data = x.at(0, 0, first);
+      x.shape[0] = 1, x.shape[2] = count;
+      return x;
+    };
+    AttentionProblem alone = p.with(PrecisionPlan{});
+    alone.mask.causal = true;
+    const AttentionReference exact =
+        attention_reference(alone,
+                            {part(in.q, row_starts[b], rows[b]), part(in.k, key_starts[b], keys[b]),
+                             part(in.v, key_starts[b], keys[b])},
+                            part(d_o, row_starts[b], rows[b]));
+    for (int64_t h = 0; h < 2; ++h)
+      for (int64_t d = 0; d < 64; ++d) {
+        for (int64_t i = 0; i < rows[b]; ++i) {
+          ASSERT_NEAR(*truth.o.view().at(0, h, row_starts[b] + i, d), *exact.o.view().at(0, h, i, d), 1e-12);
+          ASSERT_NEAR(*truth.dq.view().at(0, h, row_starts[b] + i, d), *exact.dq.view().at(0, h, i, d),
+                      1e-12);
+        }
+        for (int64_t j = 0; j < keys[b]; ++j) {
+          ASSERT_NEAR(*truth.dk.view().at(0, h, key_starts[b] + j, d), *exact.dk.view().at(0, h, j, d),
+                      1e-12);
+          ASSERT_NEAR(*truth.dv.view().at(0, h, key_starts[b] + j, d), *exact.dv.view().at(0, h, j, d),
+                      1e-12);
+        }
+      }
+  }
+}
 
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool kSmall = true;  // too few rows to judge bias: only that everything runs

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/threads.h"
-
 namespace evenkeel {
 namespace {
 
@@ -22,115 +20,7 @@ double absolute_error(const Rounding& r) {
   return std::max(kSmallestNormal, std::ldexp(double{min_subnormal(r.format)}, -r.scale_exponent));
 }
 
-// One row of a head, and what it adds to the scales of keys.
-class RowScales {
- public:
-  RowScales(const AttentionProblem& problem, const AttentionInputs& in, View<const float> d_o, int64_t h,
-            int64_t i)
-      : in_(in), shape_(problem), h_(h), i_(i), q_(in.q.at(0, h, i)), grad_(d_o.at(0, h, i)) {
-    const auto [first, last] = problem.key_range(0, i);
-    for (int64_t j = first; j < last; ++j)
-      if (!problem.mask.visible.present() || *problem.mask.visible.at(0, h, i, j) != 0) add_key(j);
-    double sum = 0;
-    for (Key& key : keys_) sum += key.p = std::exp(key.score - m_);
-    for (Key& key : keys_) {
-      key.p /= sum;
-      W_ += key.p * key.g;
-      delta_ += key.p * key.dp;
-    }
-  }
-
-  void add_to(OutputScales& out) const {
-    const auto head = static_cast<size_t>(h_);
-    const int64_t D = shape_.D;
-    const double a = std::fabs(double{shape_.scale});
-    std::vector<double> mean_key(static_cast<size_t>(D));
-    double* const o = out.o.view().at(0, h_, i_);
-    for (const Key& key : keys_) {
-      out.score[head] = std::max(out.score[head], key.size);
-      if (key.score > m_ - kNear) out.near_score[head] = std::max(out.near_score[head], key.size);
-      const float *k = in_.k.at(0, h_, key.j), *v = in_.v.at(0, h_, key.j);
-      double* const dv = out.dv.view().at(0, h_, key.j);
-      const double terms[] = {a * key.p * std::fabs(key.dp - delta_), a * key.p * (key.g + W_),
-                              a * key.p * W_};
-      for (size_t part = 0; part < 3; ++part) {
-        double *dq = out.dq[part].view().at(0, h_, i_), *dk = out.dk[part].view().at(0, h_, key.j);
-        for (int64_t d = 0; d < D; ++d) {
-          if (part < 2) dq[d] += terms[part] * std::fabs(k[d]);
-          dk[d] += terms[part] * std::fabs(q_[d]);
-        }
-      }
-      for (int64_t d = 0; d < D; ++d) {
-        o[d] += key.p * std::fabs(v[d]);
-        dv[d] += key.p * std::fabs(grad_[d]);
-        mean_key[static_cast<size_t>(d)] += key.p * double{k[d]};
-      }
-    }
-    for (int64_t d = 0; d < D; ++d)
-      *out.dq[2].view().at(0, h_, i_, d) = a * W_ * std::fabs(mean_key[static_cast<size_t>(d)]);
-  }
-
- private:
-  struct Key {
-    int64_t j;
-    double score, size, g, dp, p = 0;
-  };
-  void add_key(int64_t j) {
-    const float *k = in_.k.at(0, h_, j), *v = in_.v.at(0, h_, j);
-    Key key{j, 0, 0, 0, 0};
-    for (int64_t d = 0; d < shape_.D; ++d) {
-      const double of_score = double{shape_.scale} * q_[d] * k[d], of_dp = double{grad_[d]} * v[d];
-      key.score += of_score, key.size += std::fabs(of_score);
-      key.dp += of_dp, key.g += std::fabs(of_dp);
-    }
-    m_ = std::max(m_, key.score);
-    keys_.push_back(key);
-  }
-
-  const AttentionInputs& in_;
-  const AttentionProblem& shape_;
-  const int64_t h_, i_;
-  const float *q_, *grad_;
-  std::vector<Key> keys_;
-  double m_ = -HUGE_VAL, W_ = 0, delta_ = 0;
-};
-
-double largest_of(View<const float> x) {
-  double largest = 0;
-  for (int64_t h = 0; h < x.shape[1]; ++h)
-    for (int64_t i = 0; i < x.shape[2]; ++i)
-      for (int64_t d = 0; d < x.shape[3]; ++d)
-        largest = std::max(largest, std::fabs(double{*x.at(0, h, i, d)}));
-  return largest;
-}
-
 }  // namespace
-
-OutputScales output_scales(const AttentionProblem& config, const AttentionInputs& in,
-                           View<const float> grad_output) {
-  const AttentionProblem shape = problem_of(config, in);
-  OutputScales out;
-  out.o = Tensor<double>(in.q.shape);
-  out.dv = Tensor<double>(in.k.shape);
-  out.dq.fill(out.o);
-  out.dk.fill(out.dv);
-  out.v_low = out.v_high = Tensor<double>({1, shape.H, 1, shape.D});
-  out.score.assign(static_cast<size_t>(shape.H), 0.0);
-  out.near_score = out.score;
-  out.largest = {largest_of(in.q), largest_of(in.k), largest_of(in.v), largest_of(grad_output)};
-  parallel_for(shape.H, [&](int64_t h, int) {
-    for (int64_t d = 0; d < shape.D; ++d) {
-      double &low = *out.v_low.view().at(0, h, 0, d), &high = *out.v_high.view().at(0, h, 0, d);
-      low = HUGE_VAL, high = -HUGE_VAL;
-      for (int64_t j = 0; j < shape.N; ++j) {
-        const double value = *in.v.at(0, h, j, d);
-        low = std::min(low, value), high = std::max(high, value);
-      }
-    }
-    for (int64_t i = 0; i < shape.T; ++i) RowScales(shape, in, grad_output, h, i).add_to(out);
-  });
-  return out;
-}
 
 OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& scales, int64_t head) {
   const PrecisionPlan& plan = shape.plans[0];

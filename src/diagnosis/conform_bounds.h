@@ -24,9 +24,6 @@ struct OutputScales {
 };
 // Scores further below hold e^-60 of a row at most: their errors do not matter unless they are as large as half of that distance.
 inline constexpr double kNear = 60;
-// Computes as much as attention_reference does. REQUIRES: B is 1, G is H, no softcap.
-OutputScales output_scales(const AttentionProblem& config, const AttentionInputs& in,
-                           View<const float> grad_output);
 
 // One head's bounds: |found - exact| <= relative * scale (summed over the scales of dQ and dK) + absolute.
 struct OutputBounds {

@@ -1,0 +1,261 @@
+// The families of hard inputs.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <numbers>
+
+#include "base/threads.h"
+#include "diagnosis/conform.h"
+#include "numerics/random.h"
+
+namespace evenkeel {
+namespace {
+
+// Scores are set exactly by one-hot keys: with k_j = sqrt(D) e_j and a = 1 / sqrt(D), S_ij = q_ij. The last
+// kOffsetFeatures features are the same in every key, so that q sets there what is common to a row's scores.
+constexpr int64_t kHeadSize = 64, kOffsetFeatures = 16, kKeys = kHeadSize - kOffsetFeatures;
+
+// round_to(bf16, x) for finite numbers.
+float bf16(double x) {
+  const auto bits = std::bit_cast<uint32_t>(static_cast<float>(x));
+  return std::bit_cast<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+
+// RandomStream's numbers, to the bit, without computing a block of them once a number; and numbers can be passed over.
+class InputStream {
+ public:
+  explicit InputStream(const RandomKey& key) : key_(key) {}
+  double unit() {  // in (0, 1)
+    const uint64_t group = element_ / kRandomGroup;
+    if (group != group_) fill(group);
+    return (static_cast<float>(words_[element_++ % kRandomGroup] >> 9) + 0.5f) * 0x1p-23f;
+  }
+  double between(double low, double high) { return low + (high - low) * unit(); }
+  int64_t below(int64_t count) {
+    return std::min(count - 1, static_cast<int64_t>(unit() * static_cast<double>(count)));
+  }
+  double normal() {
+    const double radius = std::sqrt(-2 * std::log(unit()));
+    return radius * std::cos(2 * std::numbers::pi * unit());
+  }
+  void skip_normals(int64_t count) { element_ += 2 * static_cast<uint64_t>(count); }
+
+ private:
+  void fill(uint64_t group) {
+    group_ = group;
+    for (uint64_t lane = 0; lane < kRandomLanes; ++lane) {
+      const uint64_t counter = group * kRandomLanes + lane;
+      const auto words = philox(
+          {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), key_.tensor, key_.step},
+          static_cast<uint32_t>(key_.seed), static_cast<uint32_t>(key_.seed >> 32));
+      for (uint64_t n = 0; n < words.size(); ++n) words_[n * kRandomLanes + lane] = words[n];
+    }
+  }
+
+  const RandomKey key_;
+  uint64_t element_ = 0, group_ = ~uint64_t{0};
+  std::array<uint32_t, kRandomGroup> words_{};
+};
+
+struct HeadInputs {
+  float *q, *k, *v, *d_o;  // (T, D), (N, D), (N, D), (T, D)
+  int64_t T, N, D;
+};
+
+void fill_normal(float* x, int64_t count, InputStream& draw, double scale) {
+  for (int64_t n = 0; n < count; ++n) x[n] = bf16(scale * draw.normal());
+}
+
+// Which of the four a family sets by itself; the normal numbers they would have had are passed over.
+bool sets_scores(std::string_view name) {
+  constexpr std::string_view kNormal[] = {"random",      "one_signed_v", "subnormal_v", "loss_feedback",
+                                          "masked_rows", "one_row",      "odd_rows"};
+  return std::ranges::find(kNormal, name) == std::end(kNormal);
+}
+bool sets_values(std::string_view name) {
+  constexpr std::string_view kNormal[] = {"random",  "tiny_scores", "subnormal_v",
+                                          "one_row", "odd_rows",    "masked_rows"};
+  return std::ranges::find(kNormal, name) == std::end(kNormal);
+}
+
+// V and dO as in the paper's guilty features: one sign throughout, so that delta has one sign and errors of O
+// do too.
+void fill_one_signed(HeadInputs h, InputStream& draw) {
+  for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(-(1.5 + 0.6 * std::fabs(draw.normal())));
+  for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] = bf16(-0.1 * std::fabs(draw.normal()));
+}
+
+void fill_one_hot_keys(HeadInputs h) {
+  const auto length = static_cast<float>(std::sqrt(static_cast<double>(h.D)));
+  std::fill_n(h.k, h.N * h.D, 0.0f);
+  for (int64_t j = 0; j < h.N; ++j) {
+    h.k[j * h.D + j] = length;
+    for (int64_t d = kKeys; d < h.D; ++d) h.k[j * h.D + d] = length / kOffsetFeatures;
+  }
+}
+
+// The row's scores: score(j) for every key, plus an offset common to them all.
+template <class Score>
+void set_scores(HeadInputs h, int64_t row, Score score, double offset = 0) {
+  for (int64_t j = 0; j < h.N; ++j) h.q[row * h.D + j] = bf16(score(j));
+  for (int64_t d = kKeys; d < h.D; ++d) h.q[row * h.D + d] = bf16(offset);
+}
+
+// `ties` scores at `top`, the others a tail below it (none: so far below that they vanish).
+void set_ties(HeadInputs h, int64_t row, InputStream& draw, int64_t ties, bool tail, double top,
+              int64_t apart = 1) {
+  std::vector<int64_t> chosen;
+  while (static_cast<int64_t>(chosen.size()) < ties) {
+    const int64_t key = draw.below(h.N);
+    bool free = true;
+    for (int64_t other : chosen) free &= apart > 1 ? key / apart != other / apart : key != other;
+    if (free) chosen.push_back(key);
+  }
+  set_scores(h, row, [&](int64_t j) {
+    const bool tied = std::find(chosen.begin(), chosen.end(), j) != chosen.end();
+    return tied ? top : tail ? top - draw.between(10, 14) : top - 200;
+  });
+}
+
+void fill_head(const ConformCase& which, HeadInputs h, InputStream draw) {
+  const std::string_view name = which.name;
+  const int64_t of_rows = h.T * h.D, of_keys = h.N * h.D;
+  if (sets_scores(name)) {
+    draw.skip_normals(of_rows + of_keys);
+  } else {
+    fill_normal(h.q, of_rows, draw, 1);
+    fill_normal(h.k, of_keys, draw, 1);
+  }
+  if (sets_values(name)) {
+    draw.skip_normals(of_keys + of_rows);
+  } else {
+    fill_normal(h.v, of_keys, draw, 1);
+    fill_normal(h.d_o, of_rows, draw, 0.1);
+  }
+  const auto rows = [&](auto set_row) {
+    fill_one_hot_keys(h);
+    for (int64_t row = 0; row < h.T; ++row) set_row(row);
+  };
+  if (name == "loss_feedback") {
+    fill_one_signed(h, draw);
+  } else if (name.starts_with("ties_")) {
+    const bool tail = name.ends_with("_tail"), across = name.find("across") != std::string_view::npos;
+    const int64_t ties = across ? 2 : name[5] - '0';
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      set_ties(h, row, draw, ties, tail, draw.between(1, 6), across ? which.tile_keys : 1);
+    });
+  } else if (name == "one_signed_v") {
+    fill_one_signed(h, draw);
+  } else if (name == "sink") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      const double top = draw.between(4, 9);
+      set_scores(h, row, [&](int64_t j) { return j == 0 ? top : draw.normal() - 2; });
+    });
+  } else if (name == "row_max_zero") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) { set_ties(h, row, draw, 2, /*tail=*/true, 0); });
+  } else if (name == "tiny_scores") {
+    rows([&](int64_t row) { set_scores(h, row, [&](int64_t) { return 1e-4 * draw.normal(); }); });
+  } else if (name == "scores_100" || name == "scores_2500") {
+    fill_one_signed(h, draw);
+    const double size = name == "scores_100" ? 100 : 2500;
+    rows([&](int64_t row) {
+      const double centre = row % 2 == 0 ? size : -size;
+      set_scores(h, row, [&](int64_t) { return centre + size / 100 * draw.normal(); });
+    });
+  } else if (name == "common_offset") {
+    fill_one_signed(h, draw);
+    rows([&](int64_t row) {
+      set_scores(
+          h, row, [&](int64_t) { return draw.normal(); }, draw.between(-300, 300));
+    });
+  } else if (name == "subnormal_v") {
+    for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(static_cast<double>(h.v[n]) * 0x1p-127);
+    for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] *= 1024;  // so that dP is normal
+  }
+}
+
+}  // namespace
+
+const std::vector<ConformCase>& conform_cases() {
+  constexpr int64_t T = 64, D = kHeadSize, N = kKeys;
+  static const std::vector<ConformCase> cases = {
+      {"random", "q, k, v, dO normal", T, 64, D},
+      {"one_signed_v", "the same, V and dO of one sign", T, 64, D},
+      {"ties_2", "two keys share the maximum, nothing else counts", T, N, D},
+      {"ties_2_tail", "two keys share the maximum, the others hold about 0.1 %", T, N, D},
+      {"ties_3", "three", T, N, D},
+      {"ties_3_tail", "three, with a tail", T, N, D},
+      {"ties_4", "four", T, N, D},
+      {"ties_4_tail", "four, with a tail", T, N, D},
+      {"ties_5", "five", T, N, D},
+      {"ties_5_tail", "five, with a tail", T, N, D},
+      {"ties_6", "six", T, N, D},
+      {"ties_6_tail", "six, with a tail", T, N, D},
+      {"ties_7", "seven", T, N, D},
+      {"ties_7_tail", "seven, with a tail", T, N, D},
+      {"ties_8", "eight", T, N, D},
+      {"ties_8_tail", "eight, with a tail", T, N, D},
+      {"ties_across_tail", "two, in different tiles of 16 keys, with a tail", T, N, D, false, 16},
+      {"sink", "key 0 holds nearly all of every row", T, N, D},
+      {"row_max_zero", "two tied at a score of exactly 0, with a tail", T, N, D},
+      {"tiny_scores", "scores near 1e-4", T, N, D},
+      {"scores_100", "scores near +-100", T, N, D},
+      {"scores_2500", "scores near +-2500", T, N, D},
+      {"common_offset", "normal scores plus up to +-300 common to the row", T, N, D},
+      {"subnormal_v", "values of V and O below 2^-126", T, 64, D},
+      {"loss_feedback", "one-signed V; dO from a loss that saw this kernel's O", T, 64, D, false, 64, false,
+       1, true},
+      {"masked_rows", "a quarter of the rows see no key", T, 64, D, false, 64, true, 8},
+      {"one_row", "T = 1", 1, 16, D, false, 64, false, 8},
+      {"odd_rows", "T = 65, causal, tiles of 16 keys", 65, 65, D, true, 16, false, 8},
+  };
+  return cases;
+}
+
+ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed, bool constant_feature)
+    : which(&c),
+      q({1, heads, c.rows_per_head, c.head_size}),
+      k({1, heads, c.keys, c.head_size}),
+      v(k.shape()),
+      d_o(q.shape()) {
+  if (c.masked_rows) visible = Tensor<uint8_t>({1, heads, c.rows_per_head, 1});
+  // A head's numbers depend on its own stream alone.
+  parallel_for(heads, [&](int64_t h, int) {
+    const HeadInputs head{q.view().at(0, h, 0), k.view().at(0, h, 0),
+                          v.view().at(0, h, 0), d_o.view().at(0, h, 0),
+                          c.rows_per_head,      c.keys,
+                          c.head_size};
+    fill_head(c, head, InputStream(RandomKey{seed, 0, static_cast<uint32_t>(h)}));
+    for (int64_t j = 0; constant_feature && j < c.keys; ++j)
+      *k.view().at(0, h, j, c.head_size - 1) = kKeyConstant;
+    if (c.masked_rows)
+      for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
+  });
+}
+
+AttentionInputs ConformInputs::inputs() const { return {q.view(), k.view(), v.view()}; }
+View<const float> ConformInputs::grad_output() const { return d_o.view(); }
+AttentionMask ConformInputs::mask() const {
+  AttentionMask mask;
+  mask.causal = which->causal;
+  if (which->masked_rows) {
+    mask.visible = visible.view();
+    mask.visible.shape[3] = which->keys;
+    mask.visible.stride[3] = 0;
+  }
+  return mask;
+}
+
+void ConformInputs::set_feedback(const Tensor<float>& o, const Tensor<double>& exact_o, uint64_t seed) {
+  // Noise of 1/8 beside values of about 2: a model that predicts well, and errors of O (2^-9 of it) well
+  // below that.
+  InputStream draw({seed, 1, 0});
+  for (size_t n = 0; n < o.values().size(); ++n)
+    d_o.values()[n] = bf16(o.values()[n] - (exact_o.values()[n] + 0.125 * draw.normal()));
+}
+
+}  // namespace evenkeel
