@@ -50,7 +50,10 @@ def read_batches(path):
 
 
 def read_tokens(path):
-    """nanoGPT's headerless uint16; a folder has them in train.bin."""
+    """nanoGPT's headerless uint16, which a prepared folder has in train.bin; of a folder of text, its files' bytes in the order of their paths."""
+    if path.is_dir() and not (path / "train.bin").exists():
+        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        return np.concatenate([np.fromfile(file, np.uint8) for file in files]).astype(np.uint16)
     if path.is_dir():
         path /= "train.bin"
     expect(path.exists(), "a token file", path)

@@ -11,6 +11,9 @@ A packed run (scripts/study --pack) has
     largest                                 by layer, (value, step) over the whole record; runs packed before this field existed lack it
     loss_means                              means of 200 steps: of steps 0 to 199, 200 to 399, ...; may be lacking likewise
     validation                              (step, validation loss); may be lacking likewise
+    text                                    which text it read, where that is not its size's own
+    warmup                                  steps; runs packed before this field existed have their size's
+    law                                     probes of the head with the largest offset (scripts/study, LAW_FIELDS); of runs with probes
     summary                                 last step, final loss, validation loss, offset and score at some marks
 """
 
@@ -45,7 +48,8 @@ class Run:
     def __init__(self, name, packed):
         self.name, self.packed = name, packed
         self.plan, self.seed, self.size = packed["plan"], packed["seed"], packed["size"]
-        self.branch = packed.get("branch")
+        self.branch, self.text = packed.get("branch"), packed.get("text", "")
+        self.warmup = packed.get("warmup", WARMUP[self.size])
         self.last_step = packed["summary"]["step"]  # steps made
         self.fact_steps, self.offset, self.score = packed["fact_steps"], packed["offset"], packed["largest_score"]
         self.layers = range(1, len(self.offset[0]) + 1)
@@ -70,7 +74,7 @@ class Run:
         options, found = self.packed["options"], []
         for n, word in enumerate(options[:-1]):
             trained = word == "--set" and options[n + 1].startswith(("model.", "optimizer.")) and "tile_keys" not in options[n + 1]
-            if trained or word in ("--optimizer", "--lr"):
+            if trained or word in ("--optimizer", "--lr", "--sequences", "--schedule"):
                 found.append(options[n + 1])
         return tuple(sorted(found))
 
@@ -184,7 +188,7 @@ class Study:
         First choice is the plan with a remedy added, then a run that is healthy by construction; of several, the one that goes as far as the run, else the longest.
         """
         alike = [other for other in self.runs.values()
-                 if other is not run and other.size == run.size and other.seed == run.seed and not other.is_continued and not other.is_guarded
+                 if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and not other.is_continued and not other.is_guarded
                  and tuple(other.packed["loss"]) != tuple(run.packed["loss"])]  # fmt: skip
         if run.in_torch:
             first = [other for other in alike if other.in_torch in ("evenkeel", "math")]
@@ -245,7 +249,7 @@ class Study:
 
     def failures_by_control(self, run):
         """The step of failure against every control of the same seed: how far the choice of a twin moves it."""
-        controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.seed == run.seed and other.plan in CONTROLS[run.size]]
+        controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and other.plan in CONTROLS[run.size]]
         return [failure for other in controls if (failure := self.failure(run, other)) is not None]
 
     def lead(self, run):

@@ -1,11 +1,20 @@
-// The failure at its smallest, and its cures: one head, a few hundred steps, seconds.
+// The failure at its smallest, and its cures: one head, a few hundred steps, seconds. Forecasts of planted courses.
 #include "diagnosis/drift.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <random>
 
 #include "base/threads.h"
+#include "base/whole_file.h"
+#include "diagnosis/forecast.h"
+#include "numerics/rounding.h"
+#include "run_program.h"
 
 namespace evenkeel {
 namespace {
@@ -55,6 +64,181 @@ TEST(Drift, RepeatsToTheBitForAnyThreadCount) {
   set_thread_count(threads);
   EXPECT_EQ(one.loss, three.loss);
   EXPECT_EQ(one.offset, three.offset);
+}
+
+// --- Forecasts
+
+constexpr int64_t kWarmup = 100, kEvery = 10;
+ForecastTerms terms() { return {kWarmup, harmful_offset(64, 7), "", 0}; }
+
+// Every record errs by up to a tenth, as real ones do.
+double jitter(int64_t step) {
+  return 0.9 + 0.2 * static_cast<double>((static_cast<uint64_t>(step) * 0x9E3779B97F4A7C15) >> 40) / 0x1p24;
+}
+HeadForecast of_course(int64_t steps, const std::function<double(int64_t)>& offset) {
+  OffsetCourse course;
+  for (int64_t step = 0; step < steps; step += kEvery) course.take(step, offset(step) * jitter(step));
+  return course.forecast(terms());
+}
+double saturating(int64_t step) {
+  return 40 + 150 * (1 - std::exp(-static_cast<double>(step) / 1500));  // a healthy layer of nano
+}
+double growing(int64_t step) { return 20 + std::exp((static_cast<double>(step) - 1200) / 400); }
+
+TEST(Forecast, HealthyCoursesHaveNone) {
+  for (int64_t steps = 200; steps < 9000; steps += 100) {
+    EXPECT_LT(of_course(steps, saturating).outlook, Outlook::drift) << steps;
+    EXPECT_LT(of_course(steps, [](int64_t) { return 90.0; }).outlook, Outlook::drift) << steps;
+    // From a peak downwards.
+    EXPECT_LT(of_course(steps, [](int64_t s) { return 800 / (1 + static_cast<double>(s) / 500); }).outlook,
+              Outlook::drift)
+        << steps;
+  }
+  EXPECT_EQ(of_course(3000, saturating).outlook, Outlook::no_drift);
+}
+
+TEST(Forecast, AGrowingOffsetIsForecastBeforeItHarms) {
+  // Harmful (3547) at step 1200 + 400 ln 3527 = 4467.
+  int64_t first = 0;
+  for (int64_t steps = 300; steps < 4300; steps += 100) {
+    const HeadForecast found = of_course(steps, growing);
+    ASSERT_NE(found.outlook, Outlook::harmful) << steps;
+    if (found.outlook != Outlook::drift) {
+      EXPECT_EQ(first, 0) << "once forecast, always: " << steps;
+      continue;
+    }
+    if (first == 0) first = steps;
+    EXPECT_GT(found.growth, 0.4 / 400) << steps;  // a part of the offset does not grow
+    EXPECT_LT(found.growth, 1.1 / 400) << steps;
+    EXPECT_LT(found.earliest, 4467) << steps;
+    EXPECT_GT(found.latest, 4467) << steps;
+    EXPECT_GT(found.failure, 4467 / 1.5) << steps;
+    EXPECT_LT(found.failure, 4467 * 1.5) << steps;
+  }
+  EXPECT_GT(first, 0);
+  EXPECT_LT(first, 3100);  // a lead of 1,400 steps at least
+  const HeadForecast beyond = of_course(4700, growing);
+  EXPECT_EQ(beyond.outlook, Outlook::harmful);
+  EXPECT_GT(beyond.offset, 3547);
+}
+
+TEST(Forecast, NothingIsSaidOfNothing) {
+  EXPECT_EQ(OffsetCourse().forecast(terms()).outlook, Outlook::too_short);
+  EXPECT_EQ(of_course(kEvery, saturating).outlook, Outlook::too_short);   // one record
+  EXPECT_EQ(of_course(kWarmup, saturating).outlook, Outlook::too_short);  // none behind the warm-up
+  EXPECT_EQ(of_course(2000, [](int64_t) { return 0.0; }).outlook, Outlook::no_drift);
+  const HeadForecast wrong = of_course(2000, [](int64_t s) { return s < 1900 ? 20 : std::nan(""); });
+  EXPECT_EQ(wrong.outlook, Outlook::harmful);
+  EXPECT_EQ(of_course(2000, [](int64_t) { return std::nan(""); }).outlook, Outlook::harmful);
+  // One that was not a number on the way is no reason for an alarm.
+  EXPECT_EQ(of_course(2000, [](int64_t s) { return s == 1500 ? std::nan("") : 20.0; }).outlook,
+            Outlook::no_drift);
+  EXPECT_EQ(forecast(RunRecords{}).of_heads.size(), 0u);
+  EXPECT_EQ(in_words(forecast(RunRecords{})), "no forecast: no offsets are recorded");
+}
+
+TEST(Forecast, LongRecordsAreThinnedAndSayTheSame) {
+  OffsetCourse dense, sparse;
+  for (int64_t step = 0; step < 4000; ++step) {
+    dense.take(step, growing(step));
+    if (step % 25 == 0 || step == 3999) sparse.take(step, growing(step));
+  }
+  const HeadForecast a = dense.forecast(terms()), b = sparse.forecast(terms());
+  EXPECT_EQ(a.outlook, Outlook::drift);
+  EXPECT_EQ(b.outlook, Outlook::drift);
+  EXPECT_NEAR(a.failure, b.failure, 0.02 * b.failure);
+}
+
+TEST(Forecast, WhereRoundingHarms) {
+  EXPECT_NEAR(harmful_offset(64, kBf16.significand_bits), 3547, 1);
+  EXPECT_NEAR(harmful_offset(128, kBf16.significand_bits), 3547 * std::sqrt(2), 2);
+  EXPECT_EQ(harmful_offset(64, kFp32.significand_bits), harmful_offset(64, kBf16.significand_bits));
+  EXPECT_NEAR(harmful_offset(64, 3), 3547.0 / 16, 1);  // e4m3
+  // By its definition: features of about one size, each of q and k rounded to BF16, that add up to the harmful score.
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> mantissa(1, 2);
+  const Rounding bf16{kBf16};
+  double squares = 0;
+  constexpr int kTrials = 4000;
+  for (int n = 0; n < kTrials; ++n) {
+    double score = 0, error = 0;
+    for (int d = 0; d < 64; ++d) {
+      const auto q = static_cast<float>(mantissa(random)), k = static_cast<float>(mantissa(random));
+      score += double{q} * k;
+      error += double{round_to(bf16, q)} * round_to(bf16, k) - double{q} * k;
+    }
+    const double moved = error * harmful_offset(64, 7) / score;
+    squares += moved * moved;
+  }
+  EXPECT_NEAR(std::sqrt(squares / kTrials), 1, 0.1);
+}
+
+class ForecastCommand : public testing::Test {
+ protected:
+  ForecastCommand()
+      : folder_(std::filesystem::temp_directory_path() / fmt::format("evenkeel-forecast-{}", getpid())) {
+    std::filesystem::create_directories(folder_);
+  }
+  ~ForecastCommand() override { std::filesystem::remove_all(folder_); }
+  void write(const std::string& text) { write_whole_file(folder_ / "metrics.jsonl", text); }
+  static std::string lines(int64_t steps, const std::function<double(int64_t)>& offset) {
+    std::string text;
+    for (int64_t step = 0; step < steps; step += kEvery)
+      text += fmt::format("{{\"step\":{},\"loss\":2.0,\"offset\":[[20.0,30.0],[{},25.0]]}}\n", step,
+                          offset(step) * jitter(step));
+    return text;
+  }
+  Output run(const std::string& options = "") {
+    return run_shell(fmt::format("{} forecast {} {} 2>&1", EVENKEEL_PROGRAM, folder_.string(), options));
+  }
+  std::filesystem::path folder_;
+};
+
+TEST_F(ForecastCommand, SaysWhichHeadAndWhen) {
+  write(lines(3500, growing) + "{\"step\": 3500, \"offs");  // killed while it wrote
+  const Output found = run();
+  EXPECT_EQ(found.code, 1) << found.out;
+  EXPECT_NE(found.out.find("layer 1 head 0"), std::string::npos) << found.out;
+  EXPECT_NE(found.out.find("failure near step"), std::string::npos) << found.out;
+  const auto json = nlohmann::json::parse(run("--json").out);
+  ASSERT_EQ(json.size(), 1u);
+  EXPECT_TRUE(json[0]["fails"]);
+  EXPECT_EQ(json[0]["at_risk"], nlohmann::json({{1, 0}}));
+  EXPECT_EQ(json[0]["heads"][0]["outlook"], "no_drift");
+  EXPECT_EQ(json[0]["heads"].size(), 4u);
+}
+
+TEST_F(ForecastCommand, IsQuietOnHealth) {
+  write(lines(3500, saturating));
+  const Output found = run();
+  EXPECT_EQ(found.code, 0) << found.out;
+  EXPECT_NE(found.out.find("no drift to step 3491"), std::string::npos) << found.out;
+}
+
+TEST_F(ForecastCommand, AChangedPlanBeginsAnew) {
+  write(lines(3500, growing));
+  write_whole_file(folder_ / "config.toml",
+                   "[attention]\nplan = \"flash2\"\nchanges = [{ step = 3400, plan = "
+                   "\"stabiliser=zero_sum\" }]\n");
+  const Output found = run();
+  EXPECT_EQ(found.code, 0) << found.out;
+  EXPECT_NE(found.out.find("too few records"), std::string::npos) << found.out;
+}
+
+TEST_F(ForecastCommand, RefusesWhatHasNoRecords) {
+  EXPECT_EQ(run().code, 3);  // an empty folder
+  write("");
+  EXPECT_EQ(run().code, 3);
+  write("{\"step\":0,\"loss\":2.0}\n");
+  const Output none = run();
+  EXPECT_EQ(none.code, 3);
+  EXPECT_NE(none.out.find("expected recorded offsets"), std::string::npos) << none.out;
+  write(lines(kEvery, saturating));  // one record
+  EXPECT_EQ(run().code, 0);
+  write("\0\1garbage\n[1,2]\n{}\n");
+  EXPECT_EQ(run().code, 3);
+  EXPECT_EQ(run_shell(EVENKEEL_PROGRAM " forecast /nowhere/run 2>&1").code, 3);
+  EXPECT_EQ(run_shell(EVENKEEL_PROGRAM " forecast 2>&1").code, 2);
 }
 
 }  // namespace

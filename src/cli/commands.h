@@ -24,6 +24,7 @@ inline constexpr Command kCommands[] = {
     {"capture", "one layer's attention at one step of a run, into a file", run_capture},
     {"indicators", "when each warning sign gave an alarm, and how long before the loss moved",
      run_indicators},
+    {"forecast", "which heads drift, and when the run is expected to fail", run_forecast},
     {"explain", "one operation, or one tensor-core sum, bit by bit", run_explain},
     {"conform", "judge attention by the sign of its errors, on hard inputs", run_conform},
     {"data", "text to tokens: prepare, synth, inspect", run_data, "prepare synth inspect"},

@@ -108,6 +108,7 @@ int run_conform(int argc, char** argv);
 int run_bench(int argc, char** argv);
 int run_data(int argc, char** argv);
 int run_demo(int argc, char** argv);
+int run_forecast(int argc, char** argv);
 int run_help(int argc, char** argv);
 int run_indicators(int argc, char** argv);
 int run_info(int argc, char** argv);

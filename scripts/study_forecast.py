@@ -1,0 +1,136 @@
+"""Judges `evenkeel forecast` on the runs of docs/curves (scripts/study --forecast) and keeps what it found in docs/forecast.json.
+
+Every run is cut at several moments, and the program is asked what it forecasts from the records up to there. A forecast is
+right where the forecast step of failure is within a factor of FACTOR of the true one (study_curves.py defines failure).
+The one fitted number that sets the dates, kForecastTimeLeft (src/diagnosis/forecast.h), is fitted anew for each run, to all
+*other* failing runs. The thresholds that decide whether there is a forecast were chosen on all runs of docs/curves but those
+of HELD_OUT, so a false alarm is judged fairly on these alone.
+
+Standard library only; the curves are by layer (largest over heads), so a layer stands for a head here.
+"""
+
+import json
+import math
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from study_curves import Study, median
+
+FACTOR = 1.5
+SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
+MOMENTS = 20  # of a run that does not fail
+HEAD_SIZE = {"micro": 32, "nano": 64, "gpt2": 64}
+LINEAR = {"micro": "fp32", "nano": "bf16", "gpt2": "bf16"}
+HELD_OUT = ("square-", "texts-")  # parts that were trained after the thresholds were chosen
+NOT_FINITE = ("shift-paper_",)  # ended by NaN, not by drift: neither healthy nor failing here
+
+
+def write_cut(folder, run, step):
+    """A run's folder as it was at a step."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(f"""[model]
+width = {HEAD_SIZE[run.size] * 8}
+heads = 8
+precision = "{LINEAR[run.size]}"
+[schedule]
+warmup = {run.warmup}
+""")
+    with open(folder / "metrics.jsonl", "w") as file:
+        for at, row in zip(run.fact_steps, run.offset):
+            if at <= step:
+                file.write(json.dumps({"step": at, "offset": [[x if x == x else "NaN"] for x in row]}) + "\n")
+
+
+def ask(program, cuts):
+    """What the program forecasts of each cut: (run, step). In calls of 200 folders."""
+    answers = []
+    for begin in range(0, len(cuts), 200):
+        with tempfile.TemporaryDirectory() as name:
+            folders = []
+            for n, (run, step) in enumerate(cuts[begin : begin + 200]):
+                folders.append(Path(name) / str(n))
+                write_cut(folders[-1], run, step)
+            done = subprocess.run([program, "forecast", "--json", *folders], capture_output=True, text=True)
+            if done.returncode not in (0, 1):
+                raise RuntimeError(f"expected a forecast, found exit code {done.returncode}: {done.stderr or done.stdout}")
+            answers += json.loads(done.stdout)
+    return answers
+
+
+def soonest(answer):
+    """(outlook, step of failure, earliest, latest) of the layer that is expected to fail first; None: no failure is forecast."""
+    if not answer["at_risk"]:
+        return None
+    layer = answer["at_risk"][0][0]
+    head = next(head for head in answer["heads"] if head["layer"] == layer)
+    return head["outlook"], head["failure"], head["earliest"], head["latest"]
+
+
+def fitted_time_left(root):
+    text = (root / "src/diagnosis/forecast.h").read_text()
+    return float(re.search(r"kForecastTimeLeft = ([\d.]+)", text)[1])
+
+
+def life_of(name, study, forecasts, others, compiled):
+    """One failing run: what was forecast at each share of its life, dated by what the others say."""
+    run, failure = study[name], study.failure(study[name])
+    scale = median([median(ratios) for other, ratios in others.items() if other != name and ratios]) / compiled
+    life = []
+    for share, found in forecasts:
+        if found is None:
+            life.append({"share": share, "forecast": None})
+            continue
+        outlook, expected, earliest, latest = found
+        now = share * failure
+        if outlook == "drift":
+            expected, earliest, latest = (now + (x - now) * scale for x in (expected, earliest, latest))
+        life.append({"share": share, "forecast": round(expected), "within": bool(failure / FACTOR <= expected <= failure * FACTOR),
+                     "in_interval": bool(earliest <= failure <= latest)})  # fmt: skip
+    # Could it be seen at all? The drifting layer's offset at half of the life, against the healthy twin's at the same step.
+    layer, twin = study.drift(run)[1], study.twin(run)
+    ours, theirs = run.at("offset", failure / 2, layer), twin.at("offset", min(failure / 2, twin.last_step), layer)
+    return {"size": run.size, "failure": failure, "life": life, "half_life_ratio": round(ours / theirs, 2) if ours and theirs else None}
+
+
+def judge(root, program):
+    study, compiled = Study(root / "docs" / "curves"), fitted_time_left(root)
+    runs = [run for run in study.distinct(study.runs) if not run.is_continued and not run.name.startswith(NOT_FINITE)]
+    failing = [run for run in runs if study.failure(run)]
+    healthy = [run for run in runs if study.drift(run) is None]
+    drifting = [run for run in runs if study.drift(run) and not study.failure(run)]
+    moments = {run.name: [share * study.failure(run) for share in SHARES] if run in failing else [run.last_step * n / MOMENTS for n in range(1, MOMENTS + 1)] for run in runs}
+    cuts = [(run, step) for run in runs for step in moments[run.name] if step >= run.fact_steps[0]]
+    found = {}
+    for (run, step), answer in zip(cuts, ask(program, cuts)):
+        found.setdefault(run.name, []).append((step, soonest(answer)))
+
+    # How much longer than the program's raw figure, sqrt(e t), each failing run took: by moment.
+    raw = {}
+    for run in failing:
+        failure = study.failure(run)
+        raw[run.name] = [(failure - step) / ((f[1] - step) / compiled) for step, f in found[run.name] if f and f[0] == "drift" and f[1] > step]
+    lives = {run.name: life_of(run.name, study, [(share, f) for share, (_, f) in zip(SHARES, found[run.name])], raw, compiled) for run in failing}
+    alarms = {}
+    for run in healthy + drifting:
+        steps = [round(step) for step, f in found[run.name] if f]
+        alarms[run.name] = {"size": run.size, "text": run.text, "steps": run.last_step, "drifts": run in drifting, "held_out": run.name.startswith(HELD_OUT), "alarms": steps}
+    answer = {"factor": FACTOR, "time_left": compiled, "fitted_time_left": round(median([median(r) for r in raw.values() if r]), 3), "failing": lives, "others": alarms}
+    (root / "docs" / "forecast.json").write_text(json.dumps(answer, indent=0) + "\n")
+    print_summary(answer)
+    return 0
+
+
+def print_summary(answer):
+    failing, others = answer["failing"], answer["others"]
+    print(f"{'share of life':<16}" + "".join(f"{share:>7.2f}" for share in SHARES))
+    at = lambda n: [life["life"][n] for life in failing.values()]
+    print(f"{'forecasts':<16}" + "".join(f"{sum(m['forecast'] is not None for m in at(n)):>7}" for n in range(len(SHARES))))
+    print(f"{'within 1.5':<16}" + "".join(f"{sum(m.get('within', False) for m in at(n)):>7}" for n in range(len(SHARES))))
+    print(f"{'in interval':<16}" + "".join(f"{sum(m.get('in_interval', False) for m in at(n)):>7}" for n in range(len(SHARES))))
+    print(f"{len(failing)} failing runs; {sum((life['half_life_ratio'] or math.inf) < 2 for life in failing.values())} of them have, at half of their life, an offset below twice their healthy twin's")
+    healthy = {name: run for name, run in others.items() if not run["drifts"]}
+    wrong = {name: run["alarms"] for name, run in healthy.items() if run["alarms"]}
+    print(f"{len(healthy)} healthy runs, {len(wrong)} with a forecast of failure: {wrong}")
+    print(f"kForecastTimeLeft: {answer['time_left']} compiled, {answer['fitted_time_left']} by all runs")

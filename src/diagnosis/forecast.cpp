@@ -1,0 +1,231 @@
+#include "diagnosis/forecast.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <optional>
+
+#include "attention/precision_plan.h"
+
+namespace evenkeel {
+namespace {
+
+constexpr double kUsualHeadSize = 64;
+
+// A line through points by least squares, and how sure its slope is.
+struct Trend {
+  double slope = 0, error = 0, end = 0;  // end: the line's value at the last point
+};
+// REQUIRES: three points at least, not all at one place.
+Trend fit_trend(const std::vector<double>& x, const std::vector<double>& y) {
+  const auto n = static_cast<double>(x.size());
+  double mean_x = 0, mean_y = 0, xx = 0, xy = 0;
+  for (size_t i = 0; i < x.size(); ++i) mean_x += x[i] / n, mean_y += y[i] / n;
+  for (size_t i = 0; i < x.size(); ++i) {
+    xx += (x[i] - mean_x) * (x[i] - mean_x);
+    xy += (x[i] - mean_x) * (y[i] - mean_y);
+  }
+  Trend trend;
+  trend.slope = xy / xx;
+  trend.end = mean_y + trend.slope * (x.back() - mean_x);
+  double squares = 0, neighbours = 0, before = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double residual = y[i] - mean_y - trend.slope * (x[i] - mean_x);
+    squares += residual * residual;
+    if (i > 0) neighbours += residual * before;
+    before = residual;
+  }
+  // Neighbours err alike: (1 + r) / (1 - r) points say as much as one that stands alone.
+  const double r = squares > 0 ? std::clamp(neighbours / squares, 0.0, 0.95) : 0;
+  trend.error = std::sqrt(squares / std::max(1.0, n - 2) / xx * (1 + r) / (1 - r));
+  return trend;
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+std::optional<int64_t> whole_number(const std::string& text) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 0) return {};
+  return value;
+}
+
+// Significand bits of q and k as attention reads them.
+int query_key_bits(const RunRecords& run) {
+  int bits = kBf16.significand_bits;  // of a run without settings: as most are trained
+  const std::string plan = run.setting("attention", "plan"), precision = run.setting("model", "precision");
+  if (precision == "fp32") bits = kFp32.significand_bits;
+  try {
+    if (!plan.empty())
+      for (const Site site : {Site::q, Site::k})
+        bits = std::min(bits, ScopedPlan::parse(plan).at(0, 0).at(site).format.significand_bits);
+  } catch (const std::exception&) {  // of a newer program: what the linear layers give
+  }
+  return bits;
+}
+
+double head_size(const RunRecords& run) {
+  const std::optional<int64_t> width = whole_number(run.setting("model", "width")),
+                               heads = whole_number(run.setting("model", "heads"));
+  if (!width || !heads || *width == 0 || *heads == 0) return kUsualHeadSize;
+  return static_cast<double>(*width) / static_cast<double>(*heads);
+}
+
+}  // namespace
+
+double harmful_offset(double size, int significand_bits) {
+  const int bits = std::min(significand_bits, kBf16.significand_bits);
+  return std::sqrt(std::max(1.0, size) / 2) * std::sqrt(24.0) * std::exp2(bits);
+}
+
+ForecastTerms forecast_terms(const RunRecords& run) {
+  ForecastTerms terms;
+  terms.begin = whole_number(run.setting("schedule", "warmup")).value_or(0);
+  terms.last_step = whole_number(run.setting("schedule", "steps")).value_or(0);
+  for (const RunEvent& event : run.events)
+    if (event.kind == RunEvent::Kind::plan_change || event.kind == RunEvent::Kind::guard_remedy)
+      terms.begin = std::max(terms.begin, event.step);
+  const int bits = query_key_bits(run);
+  terms.harmful = harmful_offset(head_size(run), bits);
+  terms.bound =
+      bits <= kBf16.significand_bits
+          ? fmt::format("at an offset of {:.0f}, queries and keys of {} stored bits move scores by one",
+                        terms.harmful, bits)
+          : fmt::format("at an offset of {:.0f}, the leak has taken over the gradient of W_Q and W_K",
+                        terms.harmful);
+  return terms;
+}
+
+void OffsetCourse::take(int64_t step, double offset) {
+  last_ = {step, std::isfinite(offset) ? std::log(std::max(1.0, std::fabs(offset)))
+                                       : std::numeric_limits<double>::infinity()};
+  if (taken_++ % every_ != 0) return;
+  points_.push_back(last_);
+  if (points_.size() < kMost) return;
+  for (size_t n = 0; 2 * n < points_.size(); ++n) points_[n] = points_[2 * n];
+  points_.resize((points_.size() + 1) / 2);
+  every_ *= 2;
+}
+
+HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
+  HeadForecast found;
+  if (points_.empty()) return found;
+  const auto now = static_cast<double>(last_.step);
+  // What is not finite is beyond every limit, however short the record is.
+  if (std::isinf(last_.log_offset) || last_.log_offset > std::log(terms.harmful)) {
+    found.outlook = Outlook::harmful;
+    found.offset = std::exp(last_.log_offset);
+    found.failure = now + kForecastHarmfulLeft * now;
+    found.earliest = now;
+    found.latest = now + kForecastHarmfulLatest * now;
+  }
+  const auto begin = static_cast<double>(terms.begin);
+  const double window = now - kForecastWindow * (now - begin);
+  std::vector<double> x, y, before;
+  size_t records = 0;
+  const auto add = [&](const Point& point) {
+    const auto step = static_cast<double>(point.step);
+    if (step < begin || std::isinf(point.log_offset)) return;
+    ++records;
+    if (step < window) {
+      before.push_back(point.log_offset);
+    } else {
+      x.push_back(step);
+      y.push_back(point.log_offset);
+    }
+  };
+  for (const Point& point : points_) add(point);
+  if (points_.back().step != last_.step) add(last_);
+  if (records < kForecastLeastRecords || x.size() < 3 || before.empty() ||
+      now - begin < kForecastLeastTime * begin)
+    return found;
+  const Trend trend = fit_trend(x, y);
+  found.growth = trend.slope;
+  found.growth_error = trend.error;
+  if (found.outlook == Outlook::harmful) return found;
+  found.offset = std::exp(trend.end);
+  found.outlook = Outlook::no_drift;
+  const double surely = trend.slope - kForecastSureness * trend.error;
+  if (!(surely * now > kForecastLeastPower) || !(found.offset > kLowestDriftLimit) ||
+      !(trend.end > median(before) + std::log(kForecastRise)))
+    return found;
+  if (found.offset >= terms.harmful) found.offset = std::exp(last_.log_offset);
+  found.outlook = Outlook::drift;
+  const double steps_to_harm = (std::log(terms.harmful) - std::log(found.offset)) / trend.slope,
+               left = kForecastTimeLeft * std::sqrt(std::max(0.0, steps_to_harm) * now);
+  found.failure = now + left;
+  found.earliest = now + kForecastEarliest * left;
+  found.latest = now + kForecastLatest * left;
+  return found;
+}
+
+RunForecast forecast(const RunRecords& run) {
+  RunForecast found;
+  found.terms = forecast_terms(run);
+  found.steps = run.step_count();
+  found.layers = run.metrics.layers, found.heads = run.metrics.heads;
+  const Series* const offsets = run.metrics.by_head(name(HeadFact::offset));
+  if (!offsets) return found;
+  std::vector<OffsetCourse> courses(offsets->width);
+  for (size_t n = 0; n < offsets->steps.size(); ++n)
+    for (size_t h = 0; h < offsets->width; ++h) courses[h].take(offsets->steps[n], offsets->row(n)[h]);
+  for (const OffsetCourse& course : courses) found.of_heads.push_back(course.forecast(found.terms));
+  for (size_t h = 0; h < courses.size(); ++h)
+    if (found.of_heads[h].outlook >= Outlook::drift) found.at_risk.push_back(static_cast<int64_t>(h));
+  std::ranges::stable_sort(found.at_risk, {}, [&](int64_t h) {
+    const HeadForecast& head = found.of_heads[static_cast<size_t>(h)];
+    return std::pair(head.failure, -head.offset);
+  });
+  return found;
+}
+
+std::string in_words(const HeadForecast& head) {
+  const std::string growth =
+      std::isnan(head.growth)
+          ? ""
+          : fmt::format(", {:+.2g} ({:+.2g} to {:+.2g}) e-foldings in 1,000 steps", 1000 * head.growth,
+                        1000 * (head.growth - kForecastSureness * head.growth_error),
+                        1000 * (head.growth + kForecastSureness * head.growth_error));
+  const std::string offset =
+      std::isnan(head.offset) ? "" : fmt::format("offset {:.3g}{}", head.offset, growth);
+  switch (head.outlook) {
+    case Outlook::too_short:
+      return "too few records to say";
+    case Outlook::no_drift:
+      return "no drift: " + offset;
+    case Outlook::harmful:
+    case Outlook::drift:
+      return offset + fmt::format("{}: failure near step {:.0f} ({:.0f} to {:.0f})",
+                                  head.outlook == Outlook::harmful ? ", beyond the harmful offset" : "",
+                                  head.failure, head.earliest, head.latest);
+  }
+  return "";
+}
+
+std::string in_words(const RunForecast& f) {
+  if (f.of_heads.empty()) return "no forecast: no offsets are recorded";
+  const auto named = [&](int64_t h) { return fmt::format("layer {} head {}", h / f.heads, h % f.heads); };
+  if (f.fails()) {
+    const int64_t first = f.at_risk[0];
+    const std::string others =
+        f.at_risk.size() > 1 ? fmt::format("; {} heads are at risk", f.at_risk.size()) : "";
+    return fmt::format("{}, {}; {}{}", named(first), in_words(f.of_heads[static_cast<size_t>(first)]),
+                       f.terms.bound, others);
+  }
+  int64_t largest = -1;
+  for (size_t h = 0; h < f.of_heads.size(); ++h)
+    if (f.of_heads[h].outlook == Outlook::no_drift &&
+        (largest < 0 || f.of_heads[h].offset > f.of_heads[static_cast<size_t>(largest)].offset))
+      largest = static_cast<int64_t>(h);
+  if (largest < 0) return fmt::format("no forecast: too few records behind step {}", f.terms.begin);
+  return fmt::format("no drift to step {}: the largest of {} heads is {}, {}", f.steps, f.of_heads.size(),
+                     named(largest), in_words(f.of_heads[static_cast<size_t>(largest)]).substr(10));
+}
+
+}  // namespace evenkeel

@@ -1,0 +1,97 @@
+// When will a run fail? From the course of its heads' offsets alone, by a model with few numbers.
+//
+// A head *drifts* where its offset c grows too fast, too far and too steadily to be training:
+//   ln c, fitted by a line over the last kWindow of the steps t since the run's warm-up, grows by g a step, and
+//   (g - kSureness errors of g) t > kLeastPower: faster than t^2. Healthy offsets grow, too, but ever more slowly;
+//   c > kLowestDriftLimit (health.h), and c > kRise times the median before that window.
+// It *fails* some time after its offset has come to the harmful one, where rounding q and k moves scores by about one
+// (harmful_offset). Exponential growth would take e = ln(harmful / c) / g steps to it. Runs do not keep to that: most speed
+// up, some rest for as long again as they have lasted. Half way between e and t (in logarithms) the time left is
+//   kTimeLeft sqrt(e t)
+// and lies within (kEarliest, kLatest) times that in four of five cases. Beyond the harmful offset it is kHarmfulLeft t, and
+// (0, kHarmfulLatest) t in nine of ten cases. All numbers are fitted to the failing runs of
+// docs/curves; `scripts/study --forecast` judges them run by run, each by numbers fitted to the others.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "diagnosis/health.h"
+#include "records/run_records.h"
+
+namespace evenkeel {
+
+inline constexpr double kForecastWindow = 0.4;    // of the steps since the warm-up
+inline constexpr double kForecastSureness = 2;    // standard errors
+inline constexpr double kForecastLeastPower = 2;  // of t
+inline constexpr double kForecastRise = 2;
+inline constexpr double kForecastTimeLeft = 0.7, kForecastEarliest = 0.3, kForecastLatest = 4.2;
+inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.5;
+inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
+inline constexpr double kForecastLeastTime = 0.5;   // of the warm-up's steps, behind it
+
+// Rounding to m stored bits errs by 2^-m / sqrt(24) of a value, root mean square. Errors of q_d and k_d add up to
+// sqrt(2) times that of c / sqrt(size) where `size` features make the score c: they move it by one at the harmful offset.
+// Formats finer than BF16 do not raise it: there the leak takes over the gradient at much the same offsets (docs/study.md).
+double harmful_offset(double size, int significand_bits);
+
+// What a forecast takes from a run's settings; defaults where they are not known.
+struct ForecastTerms {
+  int64_t begin = 0;      // step: offsets before it say nothing (warm-up, another plan)
+  double harmful = 0;     // offset
+  std::string bound;      // what makes it harmful, in words
+  int64_t last_step = 0;  // planned steps; 0: not known
+};
+ForecastTerms forecast_terms(const RunRecords& run);
+
+enum class Outlook {
+  too_short,  // too few records to say
+  no_drift,
+  drift,    // failure is expected
+  harmful,  // the offset has passed the harmful one, or is not a number
+};
+inline constexpr std::string_view kOutlookNames[] = {"too_short", "no_drift", "drift", "harmful"};
+constexpr std::string_view name(Outlook outlook) { return kOutlookNames[static_cast<size_t>(outlook)]; }
+
+struct HeadForecast {
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  Outlook outlook = Outlook::too_short;
+  double offset = kNone;                                     // now, by the line
+  double growth = kNone, growth_error = kNone;               // e-foldings a step
+  double failure = kNone, earliest = kNone, latest = kNone;  // steps; of drift and harmful
+};
+
+// One head's offsets over a run's steps: kMost of them at most, evenly spread, whatever is taken.
+class OffsetCourse {
+ public:
+  static constexpr size_t kMost = 512;
+  // Steps ascending. What is not a number counts as infinite.
+  void take(int64_t step, double offset);
+  HeadForecast forecast(const ForecastTerms& terms) const;
+
+ private:
+  struct Point {
+    int64_t step;
+    double log_offset;  // of at least 1: less says nothing
+  };
+  std::vector<Point> points_;
+  Point last_ = {-1, 0};           // the latest, kept or not
+  int64_t every_ = 1, taken_ = 0;  // every so-many-th is kept
+};
+
+struct RunForecast {
+  ForecastTerms terms;
+  int64_t steps = 0, layers = 0, heads = 0;  // recorded steps; L, H
+  std::vector<HeadForecast> of_heads;        // (L H); empty: no offsets are recorded
+  std::vector<int64_t> at_risk;              // heads that drift or are beyond, the soonest first
+  bool fails() const { return !at_risk.empty(); }
+};
+RunForecast forecast(const RunRecords& run);
+// A sentence or two without a full stop: what is expected of the run, of the head that comes first.
+std::string in_words(const RunForecast& forecast);
+// "layer 1 head 3: offset 310, 2.3 (1.9 to 2.7) e-foldings in 1,000 steps, failure near step 4,300 (3,400 to 8,500)"
+std::string in_words(const HeadForecast& head);
+
+}  // namespace evenkeel
