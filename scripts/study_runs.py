@@ -1,0 +1,428 @@
+"""Every run of the study, a line each: what is trained, in which part, and how long it takes on a GPU (estimated). scripts/study trains them.
+
+A part is a function; paired() adds the twin with the default remedy: same seed, batches and settings.
+"""
+
+from dataclasses import dataclass, field
+
+COMMON = ["--schedule", "constant", "--set", "run.checkpoints_kept = 1", "--set", "run.divergence = 0.0"]
+MICRO = "--preset micro --lr 6e-3 --warmup 100 --threads 1 --facts-every 10 --checkpoint-every 400".split()
+NANO = "--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda --facts-every 25 --checkpoint-every 2500".split()
+NANO += ["--set", "model.tile_keys = 0"]  # sums are rounded once a row, not after every 64 keys as well
+# GPT-2 124M. No checkpoints on the way: each is 1.5 GB, and every run is made in one piece.
+GPT2 = "--preset gpt2 --sequences 16 --lr 1e-3 --warmup 500 --backend cuda --facts-every 25 --checkpoint-every 0".split()
+GPT2 += ["--validate-every", "2000", *NANO[-2:]]
+OPTIONS = {"micro": MICRO, "nano": NANO, "gpt2": GPT2}
+# Steps a second on one H200, for estimates (docs/experiments.md): by size, of our fast kernels, of the any-plan kernels, of PyTorch.
+SPEED = {"micro": (60, 60, 60), "nano": (200, 170, 70), "gpt2": (35, 20, 25)}
+START = 0.3  # minutes until a run's first step, its last validation included
+
+
+@dataclass
+class Run:
+    part: str
+    name: str
+    plan: str
+    seed: int = 1
+    steps: int = 1600
+    size: str = "micro"
+    more: list = field(default_factory=list)  # further options of `train`
+    branch: tuple = ()  # (name of another run, step): goes on from there
+    torch: str = ""  # in PyTorch, with this attention kernel of its own (python/twin_torch.py)
+    batches: str = ""  # of torch: the run whose batches it takes
+
+    @property
+    def folder(self):
+        return f"{self.part}-{self.name}-{self.seed}"
+
+    @property
+    def minutes(self):
+        """Estimated, on one H200 by itself."""
+        fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] == "flash2"
+        speed = SPEED[self.size][2 if self.torch else 0 if fast else 1]
+        wider = 1.0
+        for n, word in enumerate(self.more):
+            if word == "--sequences":
+                wider = int(self.more[n + 1]) / {"micro": 16, "nano": 32, "gpt2": 16}[self.size]
+        return START + (self.steps - (self.branch[1] if self.branch else 0)) / speed * max(0.6, wider) / 60
+
+
+def setting(text):
+    return ["--set", text]
+
+
+PROBES = ["--probe-every", "25"]
+LAW_PROBES = ["--probe-every", "20"]
+ZERO, WIDE, CONSISTENT = ",stabiliser=zero_sum", ",stabiliser=wide_output", ",stabiliser=consistent"
+
+
+def micro(part, name, plan, seeds=(1,), more=(), **others):
+    return [Run(part, name, plan, seed, more=list(more), **others) for seed in seeds]
+
+
+def nano(part, name, plan, steps, seeds=(1,), more=(), **others):
+    return [Run(part, name, plan, seed, steps, "nano", list(more), **others) for seed in seeds]
+
+
+def gpt2(part, name, plan, steps, seeds=(1,), more=(), **others):
+    return [Run(part, name, plan, seed, steps, "gpt2", list(more), **others) for seed in seeds]
+
+
+VALIDATE = ["--validate-every", "1000"]
+
+
+def roads():
+    """Issue and cure at length: the headline."""
+    found = nano("roads", "row_sum", "flash2,row_sum=bf16", 25_000)
+    found += nano("roads", "paper", "bf16_all,row_sum=fp32", 25_000)
+    found += nano("roads", "zero_sum", "bf16_all" + ZERO, 25_000)
+    found += nano("roads", "wide_output", "bf16_all" + WIDE, 25_000)
+    found += nano("roads", "flash2", "flash2", 25_000)
+    return found
+
+
+def seeds():
+    """The same with other seeds, as far as is needed to tell the healthy from the others."""
+    found = nano("seeds", "flash2", "flash2", 9_000, (2, 3))
+    found += nano("seeds", "row_sum", "flash2,row_sum=bf16", 3_000, (2, 3))
+    found += nano("seeds", "zero_sum", "bf16_all" + ZERO, 6_000, (2, 3))
+    found += nano("seeds", "wide_output", "bf16_all" + WIDE, 6_000, (2, 3))
+    return found
+
+
+def cure():
+    """The default remedy where its twin fails: other seeds, and to 25,000 steps."""
+    found = nano("cure", "wide_output", "flash2" + WIDE, 9_000, (2, 3), VALIDATE)
+    found += nano("cure", "wide_output", "flash2" + WIDE, 25_000, (1,), VALIDATE)
+    found += nano("cure", "consistent", "flash2" + CONSISTENT, 9_000, (3,), VALIDATE)
+    return found
+
+
+def matrix():
+    """The rest of the cure matrix: every remedy on both plans, three seeds, one of them to 25,000 steps."""
+    found = []
+    for plan in ("flash2", "bf16_all"):
+        for name, clause in (("consistent", CONSISTENT), ("zero_sum", ZERO), ("keel", ",keel=1e-5"), ("wide_output", WIDE)):
+            label = f"{plan}_{name}"
+            if (plan, name) != ("flash2", "wide_output"):  # cure has it
+                found += nano("matrix", label, plan + clause, 9_000, (2, 3), VALIDATE)
+                if not (plan == "bf16_all" and name in ("zero_sum", "wide_output")):  # roads has them
+                    found += nano("matrix", label, plan + clause, 25_000, (1,), VALIDATE)
+    return found
+
+
+def size():
+    """The paper's size and learning rate: GPT-2 124M, FlashAttention-2's arithmetic beside its remedy, the same batches."""
+    found = []
+    for seed in (1, 2):
+        found += gpt2("size", "flash2", "flash2", 20_000, (seed,))
+        found += gpt2("size", "wide_output", "flash2" + WIDE, 20_000, (seed,))
+    found += gpt2("size", "first", "flash2", 1, more=["--checkpoint-every", "1"])
+    found += gpt2("size", "flash", "", 20_000, branch=("size-first-1", 1), torch="flash", batches="size-flash2-1")
+    found += gpt2("size", "paper", "bf16_all,row_sum=fp32", 20_000)
+    return found
+
+
+def length():
+    """GPT-2 124M until it fails, or to 50,000 steps."""
+    return gpt2("length", "flash2", "flash2", 50_000) + gpt2("length", "wide_output", "flash2" + WIDE, 50_000)
+
+
+def paired(part, name, plan, steps, seeds, more=(), make=nano):
+    """A run and its twin with the default remedy."""
+    return [run for seed in seeds for run in make(part, name, plan, steps, (seed,), more) + make(part, name + "_twin", plan + WIDE, steps, (seed,), more)]
+
+
+def hostile():
+    """FlashAttention-2's arithmetic where others say it is safe: weight decay, a larger epsilon, QK norm, a decaying rate."""
+    found = []
+    for name, more in (
+        ("weight_decay_0.1", setting("optimizer.weight_decay = 0.1")),
+        ("weight_decay_0.3", setting("optimizer.weight_decay = 0.3")),
+        ("weight_decay_1", setting("optimizer.weight_decay = 1.0")),
+        ("epsilon_1e-6", setting("optimizer.epsilon = 1e-6")),
+        ("epsilon_1e-5", setting("optimizer.epsilon = 1e-5")),
+        ("qk_norm", setting("model.qk_norm = true")),
+        ("cosine", ["--schedule", "cosine", *setting("schedule.last_lr = 3e-4")]),
+    ):
+        found += paired("hostile", name, "flash2", 9_000, (3, 1), more)
+    return found
+
+
+LR_INTEGRAL = 27  # of the learning rate over steps: 9,000 steps at 3e-3
+
+
+def rates():
+    """Other learning rates to the same integral."""
+    found = []
+    for rate in ("6e-3", "2e-3", "1e-3", "6e-4"):
+        found += paired("rates", f"lr_{rate}", "flash2", round(LR_INTEGRAL / float(rate) / 500) * 500, (3, 2), ["--lr", rate])
+    return found
+
+
+def feedback():
+    """Does the loss make the bias in a whole model? The error in delta alone, in the loss alone, the same in both."""
+    found = nano("feedback", "both", "flash2,output=bf16/stochastic", 9_000, (3, 2))
+    found += nano("feedback", "delta_alone", "flash2,output=fp32,output_for_delta=bf16/stochastic", 9_000, (3, 2))
+    found += nano("feedback", "loss_alone", "flash2,output=bf16/stochastic,output_for_delta=fp32", 9_000, (3, 2))
+    return found
+
+
+def square():
+    """The same at micro: 2 x 2 on O of two bits, three seeds; the fourth corner is FP32 (healthy-fp32)."""
+    found = []
+    for seed in (1, 2, 3):
+        found += micro("square", "both", "fp32,output=e8m2/stochastic", (seed,), LAW_PROBES, steps=1_000)
+        found += micro("square", "loss_alone", "fp32,output=e8m2/stochastic,output_for_delta=fp32", (seed,), LAW_PROBES, steps=1_000)
+        found += micro("square", "delta_alone", "fp32,output_for_delta=e8m2/stochastic", (seed,), LAW_PROBES, steps=1_000)
+    return found
+
+
+def exponents():
+    """Time to failure against the bits of O and against the batch."""
+    found = []
+    for count in (5, 6, 7, 8, 9):
+        found += nano("exponents", f"output_{count}", f"flash2,output=e8m{count},row_sum=e8m22", 9_000, (3, 2))
+    for sequences in ("16", "64"):
+        found += paired("exponents", f"batch_{sequences}", "flash2", 9_000, (3, 2), ["--sequences", sequences])
+    return found
+
+
+def field_cases():
+    """Three reports of the field, as near as this trainer comes to them."""
+    # nanoGPT 137: flash attention is less stable at a large rate, AdamW's epsilon of 1e-5 is said to cure.
+    found = paired("field", "nanogpt_137", "flash2", 20_000, (1,), ["--lr", "6e-3"])
+    found += paired("field", "nanogpt_137_epsilon", "flash2", 20_000, (1,), ["--lr", "6e-3", *setting("optimizer.epsilon = 1e-5")])
+    # llm-foundry 284: MPT-125M explodes with flash and Triton attention, not with torch's. Ours has no ALiBi.
+    found += paired("field", "mpt_125m", "flash2", 20_000, (1,), ["--lr", "6e-4"], make=gpt2)
+    # SageBwd: smoothing K is essential, dS is guilty.
+    found += nano("field", "smoothed_keys", "flash2,stabiliser=centre_keys", 9_000, (3,))
+    found += nano("field", "dscores_8_bits", "flash2,dscores=e4m3", 9_000, (3,))
+    found += nano("field", "dscores_8_bits_smoothed", "flash2,dscores=e4m3,stabiliser=centre_keys", 9_000, (3,))
+    return found
+
+
+def second_text():
+    """Healthy and failing runs on another text (all text of the machine), for the forecast: nano as it is, and micro on C and HTML."""
+    found = nano("second_text", "flash2", "flash2", 9_000, (1, 2, 3))
+    found += nano("second_text", "wide_output", "flash2" + WIDE, 9_000, (1, 2, 3))
+    return found
+
+
+def twins():
+    """The same weights and batches in PyTorch, with its own attention kernels: is it our trainer?"""
+    found = []
+    for seed, steps in ((3, 5_000), (2, 7_000)):
+        found += nano("twins", "ours", "flash2", steps, (seed,))
+        found += nano("twins", "first", "flash2", 1, (seed,))
+        for kernel in ("flash", "math", "evenkeel", "cudnn", "efficient"):  # evenkeel: as the package is, with its remedy
+            found += nano("twins", kernel, "", steps, (seed,), branch=(f"twins-first-{seed}", 1), torch=kernel,
+                          batches=f"twins-ours-{seed}")  # fmt: skip
+    return found
+
+
+def controls():
+    """FlashAttention-2's arithmetic: is it the kernel, the seed, or the rounding of O?"""
+    found = nano("controls", "any_plan", "flash2,row_sum=e8m22", 9_000)  # the CPU's arithmetic to the bit
+    found += nano("controls", "wide_output", "flash2" + WIDE, 9_000)
+    found += nano("controls", "consistent", "flash2" + CONSISTENT, 9_000)
+    found += nano("controls", "probs_fp32", "flash2,probs=fp32", 4_500)
+    found += nano("controls", "output_for_delta_fp32", "flash2,output_for_delta=fp32,row_sum=e8m22", 4_500)
+    found += nano("controls", "backward_fp32", "flash2,probs_bwd=fp32,dscores=fp32,dq=fp32,dk=fp32,dv=fp32", 4_500)
+    return found
+
+
+def detect():
+    """Healthy and derailing runs with all probes: what speaks first."""
+    derailing = [
+        ("row_sum_e5m2", "fp32,row_sum=e5m2", (1, 2, 3)),
+        ("row_sum_e5m2_stochastic", "fp32,row_sum=e5m2/stochastic", (1, 2)),
+        ("row_sum_e4m3", "fp32,row_sum=e4m3", (1, 2)),
+        ("pv_2_bits", "fp32,pv=e8m2", (1, 2)),
+        ("pv_2_bits_stochastic", "fp32,pv=e8m2/stochastic", (1, 2)),
+        ("output_2_bits", "fp32,output=e8m2", (1,)),
+    ]
+    healthy = [
+        ("fp32", "fp32", (1, 2, 3)),
+        ("row_sum_e5m2_zero_sum", "fp32,row_sum=e5m2" + ZERO, (1, 2, 3)),
+        ("row_sum_stochastic_zero_sum", "fp32,row_sum=e5m2/stochastic" + ZERO, (1,)),
+        ("pv_2_bits_zero_sum", "fp32,pv=e8m2" + ZERO, (1, 2)),
+        ("probs_2_bits", "fp32,probs=e8m2" + CONSISTENT, (1,)),
+        ("bf16_all_zero_sum", "bf16_all" + ZERO, (1,)),
+        ("flash2_wide_output", "flash2" + WIDE, (1,)),
+    ]
+    found = []
+    for name, plan, which in derailing:
+        found += micro("derailing", name, plan, which, PROBES)
+    for name, plan, which in healthy:
+        found += micro("healthy", name, plan, which, PROBES)
+    return found
+
+
+def bits():
+    """Time to failure against significand bits, site by site; bias against noise."""
+    found = []
+    for site in ("row_sum", "pv", "output"):
+        for count in (2, 3, 4, 5):
+            found += micro("bits", f"{site}_{count}", f"fp32,{site}=e8m{count}", (1,))
+    for site in ("output", "probs", "scores", "dprobs", "delta"):
+        found += micro("noise", f"{site}_stochastic", f"fp32,{site}=e8m2/stochastic")
+        if site != "output":
+            found += micro("noise", f"{site}_nearest", f"fp32,{site}=e8m2")
+    return found
+
+
+def nano_bits():
+    found = []
+    for count in (8, 9, 10, 12):
+        found += nano("nano_bits", f"row_sum_{count}", f"flash2,row_sum=e8m{count}", 5_000)
+    return found
+
+
+def others():
+    """What else is said to help, against a row sum of 8 bits (e5m2)."""
+    base = "fp32,row_sum=e5m2"
+    found = []
+    for keel in ("1e-5", "1e-4", "1e-3"):
+        found += micro("keel", f"leaking_{keel}", f"{base},keel={keel}")
+        found += micro("keel", f"fp32_{keel}", f"fp32,keel={keel}")
+    for name, more in (
+        ("qk_norm", setting("model.qk_norm = true")),
+        ("qk_clip_50", setting("model.qk_clip = 50.0") + ["--facts-every", "1"]),
+        ("gated", setting("model.gated_attention = true")),
+        ("softcap_50", setting("model.softcap = 50.0")),
+        ("weight_decay", setting("optimizer.weight_decay = 0.1")),
+        ("muon", ["--optimizer", "muon"]),
+        ("deeper", setting("model.layers = 6")),
+        ("wider", setting("model.width = 256") + setting("model.heads = 8")),
+        # Steps of lr / epsilon m: momentum, without AdamW's division by the gradient's size
+        ("momentum", setting("optimizer.epsilon = 1.0") + ["--lr", "0.5"]),
+    ):
+        found += micro("others", name, base, more=more)
+        found += micro("others", name + "_zero_sum", base + ZERO, more=more)
+    found += micro("others", "centre_keys", base + ",stabiliser=centre_keys")
+    road_a = "fp32,pv=e8m2,scores=bf16"
+    found += micro("shift", "none", road_a)
+    for name, clause in (
+        ("paper_2", "paper,beta=2"),
+        ("paper_4", "paper,beta=4"),
+        ("paper_8", "paper,beta=8"),
+        ("capped", "paper_capped"),
+        ("every_row", "paper_capped,cap=1,tie_tolerance=1000"),  # ties or not: every row is shifted
+        ("dither", "dither"),
+        ("zero_sum", "zero_sum"),
+    ):
+        found += micro("shift", name, f"{road_a},stabiliser={clause}")
+    return found
+
+
+RESCUES = (
+    ("zero_sum", "stabiliser=zero_sum", []),
+    ("fp32_scores", "stabiliser=zero_sum,scores=fp32,shifted=fp32", []),
+    ("centre_keys", "stabiliser=centre_keys,output_for_delta=fp32,pv=fp32", []),
+    ("keel", "stabiliser=zero_sum,keel=1e-5", ["--keel-ramp", "2000"]),
+)
+
+
+def guard():
+    """The guard from the beginning, on the fastest road; what isolate searches; the healthy run to compare with."""
+    road, often = "flash2,row_sum=bf16", ["--validate-every", "1000", "--checkpoint-every", "250", "--set", "run.checkpoints_kept = 3"]
+    found = nano("guard", "unguarded", road, 3_000, more=[*often, *setting("run.keep_every = 250"), "--probe-every", "50"])
+    found += nano("guard", "guarded", road, 6_000, more=[*often, "--guard"])
+    found += nano("guard", "wide_output", "flash2" + WIDE, 6_000, more=["--validate-every", "1000"])
+    found += nano("guard", "flash2", "flash2", 6_000, more=["--validate-every", "1000"])
+    return found
+
+
+def rescue():
+    """A derailing run mended late: when is it too late, and what still helps?"""
+    keep = setting("run.keep_every = 1000") + ["--checkpoint-every", "1000", "--probe-every", "500"]
+    found = nano("rescue", "unmended", "bf16_all,row_sum=fp32", 15_500, more=keep)
+    for name, clauses, more in RESCUES:
+        for step in (15_000, 8_000, 12_000, 4_000):
+            found += nano("rescue", f"{name}_{step}", "", step + 3_000, branch=("rescue-unmended-1", step),
+                          more=["--at", f"{step} {clauses}", *more, "--checkpoint-every", "0"])  # fmt: skip
+    # What a roll-back does: the remedy from the last checkpoint with a small common mode on, whenever the alarm came.
+    found += nano("rescue", "rolled_back_2000", "", 8_000, branch=("rescue-unmended-1", 2_000),
+                  more=["--at", "2000 stabiliser=zero_sum", "--checkpoint-every", "0"])  # fmt: skip
+    return found
+
+
+def paper():
+    """The paper's claims on its own road (BF16 scores and O-bar, FP32 row sum)."""
+    road, steps = "bf16_all,row_sum=fp32", 6_000
+    rounded = lambda form: f"scores={form},shifted={form},pv={form},dprobs={form}"
+    found = []
+    for name, plan, more in (
+        ("as_it_is", road, []),
+        ("layer_2_alone", "flash2,row_sum=e8m22; layer 1: " + rounded("bf16"), []),
+        ("all_but_layer_2", road + "; layer 1: " + rounded("fp32"), []),
+        ("output_fp32", road + ",output_for_delta=fp32", []),
+        ("pv_fp32", road + ",pv=fp32", []),
+        ("tiles_of_64", road, setting("model.tile_keys = 64")),
+        ("paper_2", road + ",stabiliser=paper,beta=2", []),
+        ("capped", road + ",stabiliser=paper_capped", []),
+        ("qk_norm", road, setting("model.qk_norm = true")),
+        ("qk_clip", road, setting("model.qk_clip = 100.0") + ["--facts-every", "1"]),
+        ("gated", road, setting("model.gated_attention = true")),
+        ("muon", road, ["--optimizer", "muon"]),
+        ("deeper", road, setting("model.layers = 12")),
+        ("wider", road, setting("model.width = 768") + setting("model.heads = 12")),
+        ("weight_decay", road, setting("optimizer.weight_decay = 0.1")),
+        ("fp8", "fp8", []),
+        ("fp8_zero_sum", "fp8" + ZERO, []),
+    ):
+        found += nano("paper", name, plan, steps, more=more)
+    return found
+
+
+def claims():
+    """The paper's claims in the small: an O-bar of two bits (in the place of BF16's eight), and FP8."""
+    road, found = "fp32,pv=e8m2", []
+    for name, plan, more in (
+        ("tiles_of_64", road, []),
+        ("one_tile", road, setting("model.tile_keys = 0")),
+        ("tiles_of_16", road, setting("model.tile_keys = 16")),  # on the CPU alone
+        *((f"layer_{n}_alone", f"fp32; layer {n - 1}: pv=e8m2", []) for n in (1, 2, 3)),
+        *((f"all_but_layer_{n}", f"{road}; layer {n - 1}: pv=fp32", []) for n in (1, 2, 3)),
+        ("one_head", "fp32; layer 0 head 0: pv=e8m2", []),
+        ("wide_output", road + WIDE, []),
+        ("consistent", road + CONSISTENT, []),
+        ("output_and_delta", "fp32,output=e8m2", []),  # delta from the O that was stored, as FlashAttention has it
+        ("output_delta_wide", "fp32,output=e8m2,output_for_delta=fp32", []),
+        ("fp8", "fp8", []),
+        ("fp8_zero_sum", "fp8" + ZERO, []),
+    ):
+        found += micro("claims", name, plan, more=more)
+    return found
+
+
+def law():
+    """Runs at micro with what the law of drift needs: bits, learning rate and batch around one failing run."""
+    found = micro("law", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES, steps=1_500)
+    found += micro("law", "output_3", "fp32,output=e8m3", (1,), LAW_PROBES)
+    noisy = "fp32,output=e8m2/stochastic"
+    found += micro("law", "lr_3e-3", noisy, (1,), [*LAW_PROBES, "--lr", "3e-3"], steps=2_000)
+    found += micro("law", "lr_1.2e-2", noisy, (1,), [*LAW_PROBES, "--lr", "1.2e-2"], steps=700)
+    found += micro("law", "batch_32", noisy, (1,), [*LAW_PROBES, "--sequences", "32"], steps=800)
+    return found
+
+
+def texts():
+    """micro on another text (C headers, HTML, documentation): failing and healthy, for the forecast."""
+    found = micro("texts", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES)
+    found += micro("texts", "fp32", "fp32", (1,), LAW_PROBES)
+    found += micro("texts", "wide_output", "flash2" + WIDE, (1,), LAW_PROBES)
+    found += micro("texts", "zero_sum", "fp32,row_sum=e5m2" + ZERO, (1,), LAW_PROBES)
+    return found
+
+
+PARTS = (cure, size, matrix, hostile, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads)
+
+
+def runs(only):
+    found = [run for part in PARTS for run in part()]
+    if only:
+        found = [run for run in found if run.part in only or run.folder in only or f"{run.part}-{run.name}" in only]
+        found.sort(key=lambda run: min(only.index(key) for key in (run.part, run.folder, f"{run.part}-{run.name}") if key in only))
+    return found
