@@ -207,9 +207,10 @@ class RowBlock {
     ds_ = std::move(dp);
     for (int64_t j = 0; j < s_.rows; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
-        const double p = s_.row(j)[i] * (capped ? slope_.row(j)[i] : 1);
-        const double away = ds_.row(j)[i] - at(delta_, i) + at(grad_l, i), ds = p * away;
-        terms_[0].row(j)[i] = size * std::fabs(ds);
+        // The scales leave the soft cap's slope out: it is at most 1, and has an error that is not relative.
+        const double p = s_.row(j)[i], away = ds_.row(j)[i] - at(delta_, i) + at(grad_l, i),
+                     ds = p * away * (capped ? slope_.row(j)[i] : 1);
+        terms_[0].row(j)[i] = size * p * std::fabs(away);
         terms_[1].row(j)[i] = size * p * (g.row(j)[i] + at(w_, i) + std::fabs(at(grad_l, i)));
         terms_[2].row(j)[i] = size * p * at(w_, i);
         ds_.row(j)[i] = a * ds;

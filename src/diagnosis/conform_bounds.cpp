@@ -27,21 +27,24 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const auto u = [&](Site site, double largest = 0) { return relative_error(plan.at(site), largest); };
   const auto eta = [&](Site site) { return absolute_error(plan.at(site)); };
   const auto both = [](double x, double y) { return x + y + x * y; };  // (1 + x)(1 + y) - 1
-  const auto N = static_cast<double>(shape.N), T = static_cast<double>(shape.T),
-             D = static_cast<double>(shape.D);
+  const auto N = static_cast<double>(shape.N), T = static_cast<double>(shape.T * (shape.H / shape.G)),
+             D = static_cast<double>(std::max(shape.D, scales.o.shape()[3]));
   const auto [q, k, v, d_o] = scales.largest;
   const double a = std::fabs(double{shape.scale}), of_v = u(Site::v, v), of_d_o = u(Site::grad_output, d_o);
   // FP32 arithmetic: an ulp (tensor cores truncate) for each term of the longest chain of sums, exp, log and division.
   const double arithmetic = 0x1p-23 * (2 * D + 2 * N + T + 64);
   const double tiles = shape.tile_keys > 0 ? std::ceil(N / static_cast<double>(shape.tile_keys)) : 1;
   const bool centred = plan.stabiliser == Stabiliser::centre_keys;
+  // The tanh of a soft cap: 11 bits in hardware, where kernels of 16 bits take it from there.
+  const bool rounds = std::ranges::any_of(plan.rounding, [](const Rounding& r) { return !is_identity(r); });
+  const double tanh_error = shape.softcap > 0 ? (rounds ? 0x1p-10 : 0x1p-20) : 0;
 
   // A score's absolute error. Keys less their mean are up to twice as large.
   const double of_score =
       (centred ? 2 : 1) *
       both(both(u(Site::q, q), u(Site::k, k)), u(Site::scores) + 2 * u(Site::shifted) + 0x1p-23 * (D + 16));
-  const double lost_scores =
-      D * a * (eta(Site::q) * k + eta(Site::k) * q) + eta(Site::scores) + eta(Site::shifted);
+  const double lost_scores = D * a * (eta(Site::q) * k + eta(Site::k) * q) + eta(Site::scores) +
+                             eta(Site::shifted) + double{shape.softcap} * tanh_error;
   const auto n = static_cast<size_t>(head);
   const bool far_matter =
       centred || 4 * of_score * scales.score[n] > kNear / 2;  // the mean key has part of all
@@ -66,7 +69,7 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
       both(both(backward, u(Site::probs) + u(Site::probs_bwd) + of_d_o), u(Site::dv) + arithmetic);
   bounds.dv.absolute = T * (eta(Site::probs_bwd) * d_o + eta(Site::grad_output) + far * d_o) + eta(Site::dv);
   // dS = P (dP - delta): relative errors of P and dS, of dP's terms, and of delta, from O or from sum P dP.
-  const double of_ds = both(backward, u(Site::dscores) + arithmetic);
+  const double of_ds = both(backward, u(Site::dscores) + arithmetic + 2 * tanh_error);
   const double d_probs = of_d_o + of_v + u(Site::dprobs) + arithmetic;
   const double delta =
       bounds.o.relative + u(Site::output_for_delta) + of_d_o + u(Site::delta) + 2 * backward + d_probs;

@@ -12,20 +12,21 @@ namespace evenkeel {
 // Sums of the absolute values of an output's terms, from exact inputs: what relative errors of the terms are relative to.
 // P: probabilities, G = |dO| |V|^T, W_i = sum_j P_ij G_ij (which bounds |delta|).
 struct OutputScales {
-  Tensor<double> o;  // (1, H, T, D): sum_j P |v|
-  // (1, H, T or N, D) each, for errors relative to dS, for those of dP's terms, and for that of delta, which is common to
+  // Shapes are those of the outputs (attention_truth.h).
+  Tensor<double> o;  // (B, H, T, Dv): sum_j P |v|
+  // (B, H or G, T or N, D) each, for errors relative to dS, for those of dP's terms, and for that of delta, which is common to
   // a row: a sum P |dP - delta| |k|; a sum P (G + W) |k|; a W |sum P k|. dK: with |q|, and sums of absolute values.
   std::array<Tensor<double>, 3> dq, dk;
-  Tensor<double> dv;             // (1, H, N, D): sum_i P |dO|
-  Tensor<double> v_low, v_high;  // (1, H, 1, D): O is a mean of V's rows, so it lies between
-  // (H): largest a sum_d |q| |k| of a score, and of one within kNear of its row's largest.
+  Tensor<double> dv;             // (B, G, N, Dv): sum_i P |dO|
+  Tensor<double> v_low, v_high;  // (B, G, 1, Dv): O is a mean of V's rows, so it lies between
+  // (B, H): largest a sum_d |q| |k| of a score, and of one within kNear of its row's largest.
   std::vector<double> score, near_score;
   std::array<double, 4> largest;  // |q|, |k|, |v|, |dO|, over all heads
 };
 // Scores further below hold e^-60 of a row at most: their errors do not matter unless they are as large as half of that distance.
 inline constexpr double kNear = 60;
 
-// One head's bounds: |found - exact| <= relative * scale (summed over the scales of dQ and dK) + absolute.
+// Bounds of head `head` of (B, H): |found - exact| <= relative * scale (summed over the scales of dQ and dK) + absolute.
 struct OutputBounds {
   struct Bound {
     double relative = 0, absolute = 0;

@@ -1,0 +1,16 @@
+// Faults by name: a failing kernel's outputs are compared with those of the definition with one known fault put in, and
+// the fault that explains most of the failing forms is named.
+#pragma once
+
+#include <vector>
+
+#include "diagnosis/conform_judge.h"
+
+namespace evenkeel {
+
+// The faults that explain failures of the report, the most telling first; one without a known explanation is named by
+// what is seen. Calls the kernel a few times again.
+std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel& kernel,
+                                    const JudgeOptions& options);
+
+}  // namespace evenkeel

@@ -1,0 +1,171 @@
+// The judge over the space of forms: it finds and names planted faults, and is quiet where nothing is wrong.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "diagnosis/conform_judge.h"
+#include "diagnosis/covering.h"
+#include "flash_kernel.h"
+
+namespace evenkeel {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kSanitized = true;  // ten times slower: one kernel without faults, one with many
+#else
+constexpr bool kSanitized = false;
+#endif
+
+JudgeOptions quick(const char* plan, uint64_t seed = 1) {
+  JudgeOptions options;
+  options.plan = parse_plan(plan);
+  options.extent = FormExtent::quick;
+  options.seed = seed;
+  return options;
+}
+
+std::string text_of(const FormsReport& report) {
+  std::string out;
+  for (const FormResult& failure : report.failures)
+    for (const FormFinding& x : failure.findings)
+      out += failure.form.text() + ": " + std::string(name(x.fault)) + " " + x.output + ": " + x.words + "\n";
+  for (const NamedFault& fault : report.named)
+    out += "named: " + fault.words + " (" + std::to_string(fault.forms) + " of " +
+           std::to_string(fault.tried) + ")\n";
+  return out;
+}
+
+TEST(Covering, EveryPairIsCovered) {
+  for (const std::vector<int>& levels : std::vector<std::vector<int>>{
+           {2, 2}, {1, 3}, {5, 4, 3, 2}, {19, 9, 8, 7, 6, 2, 4, 3, 3, 3, 3, 3, 2, 2, 2}}) {
+    const auto rows = covering_rows(levels, 3);
+    EXPECT_EQ(rows, covering_rows(levels, 3));
+    size_t most = 0;
+    for (size_t f = 0; f < levels.size(); ++f)
+      for (size_t g = f + 1; g < levels.size(); ++g) {
+        std::set<std::pair<int, int>> pairs;
+        for (const auto& row : rows) {
+          ASSERT_EQ(row.size(), levels.size());
+          pairs.insert({row[f], row[g]});
+        }
+        EXPECT_EQ(pairs.size(), static_cast<size_t>(levels[f] * levels[g])) << f << ", " << g;
+        most = std::max(most, pairs.size());
+      }
+    EXPECT_LE(rows.size(), 2 * most + 4);  // all products of the last would be 10^9
+  }
+  EXPECT_NE(covering_rows({4, 4, 4}, 1), covering_rows({4, 4, 4}, 2));
+  EXPECT_THROW(covering_rows({}, 1), std::invalid_argument);
+  EXPECT_THROW(covering_rows({3, 0}, 1), std::invalid_argument);
+}
+
+TEST(Forms, GoThroughJsonAndRepeat) {
+  ConformForm form;
+  form.B = 3, form.H = 6, form.Dv = 32, form.packed = form.causal = form.sinks = form.grad_lse = true;
+  form.N = 33, form.T = 33, form.type = FormType::fp16, form.offset = -300, form.values = FormValues::rising;
+  nlohmann::ordered_json json;
+  to_json(json, form);
+  EXPECT_EQ(form_from_json(json), form);
+  const FormInputs one(form), two(form_from_json(json));
+  EXPECT_EQ(one.q, two.q);
+  EXPECT_EQ(one.sinks, two.sinks);
+  for (const auto& [key, value] : {std::pair<const char*, nlohmann::ordered_json>{"B", 0},
+                                   {"values", "nonsense"},
+                                   {"N", "x"},
+                                   {"G", 4}}) {
+    nlohmann::ordered_json bad = json;
+    bad[key] = value;
+    EXPECT_THROW(form_from_json(bad), std::invalid_argument) << key;
+  }
+  EXPECT_THROW(form_from_json({}), std::invalid_argument);
+}
+
+TEST(Judge, IsQuietOnTheDefinition) {
+  if (kSanitized) GTEST_SKIP();
+  const FormsReport report = judge_forms(definition_form_kernel(), quick("flash2"));
+  EXPECT_TRUE(report.passes()) << text_of(report);
+  EXPECT_TRUE(report.not_judged.empty());
+}
+
+TEST(Judge, IsQuietOnATiledKernelWithoutFault) {
+  const FormsReport report = judge_forms(flash::kernel({}), quick("flash2"));
+  EXPECT_TRUE(report.passes()) << text_of(report);
+  EXPECT_TRUE(report.not_judged.empty());
+}
+
+TEST(Judge, IsQuietOnOurRemedies) {
+  if (kSanitized) GTEST_SKIP();
+  const int seeds = std::getenv("EVENKEEL_SLOW") ? 10 : 1;
+  for (uint64_t seed = 1; seed <= static_cast<uint64_t>(seeds); ++seed)
+    for (const char* plan : {"flash2,stabiliser=consistent", "flash2,stabiliser=zero_sum"}) {
+      const FormsReport report = judge_forms(cpu_form_kernel(parse_plan(plan)), quick(plan, seed));
+      EXPECT_TRUE(report.passes()) << plan << ", seed " << seed << "\n" << text_of(report);
+      EXPECT_FALSE(report.not_judged.empty());  // sinks and others are not offered, and that is said
+    }
+}
+
+TEST(Judge, NullKernelsFail) {
+  if (kSanitized) GTEST_SKIP();
+  const FormsReport nothing =
+      judge_forms([](const ConformForm&, const FormTensors&) { return FormAnswer::done; }, quick("flash2"));
+  EXPECT_FALSE(nothing.passes());
+  EXPECT_EQ(nothing.failures.front().findings.front().fault, Fault::not_written);
+  const FormsReport none = judge_forms(
+      [](const ConformForm&, const FormTensors&) { return FormAnswer::not_offered; }, quick("flash2"));
+  EXPECT_FALSE(none.passes());
+  EXPECT_EQ(none.judged, 0);
+  const FormsReport raises =
+      judge_forms([](const ConformForm&,
+                     const FormTensors&) -> FormAnswer { throw std::runtime_error("no such device"); },
+                  quick("flash2"));
+  EXPECT_FALSE(raises.passes());
+  EXPECT_EQ(raises.failures.front().findings.front().fault, Fault::error);
+}
+
+// Kernels with faults, and words of the name that the judge must give to each. Several faults in one kernel are each
+// named, in whatever order; one that is alone comes first.
+struct Planted {
+  flash::Bugs bugs;
+  std::vector<const char*> words;
+};
+void PrintTo(const Planted& planted, std::ostream* out) { *out << planted.words.front(); }
+class PlantedFault : public testing::TestWithParam<Planted> {};
+
+TEST_P(PlantedFault, IsFoundAndNamed) {
+  if (kSanitized && GetParam().bugs.size() < 3) GTEST_SKIP();
+  const FormsReport report = judge_forms(flash::kernel(GetParam().bugs), quick("flash2"));
+  ASSERT_FALSE(report.failures.empty());
+  ASSERT_FALSE(report.named.empty());
+  for (const char* words : GetParam().words) {
+    const auto has_words = [&](const NamedFault& x) { return x.words.find(words) != std::string::npos; };
+    EXPECT_TRUE(std::ranges::any_of(report.named, has_words)) << words << "\n" << text_of(report);
+    if (GetParam().bugs.size() == 1) {
+      EXPECT_TRUE(has_words(report.named.front())) << words << "\n" << text_of(report);
+    }
+  }
+  ASSERT_TRUE(report.smallest);
+  EXPECT_FALSE(report.smallest->passes());
+  EXPECT_LE(report.smallest->form.work(), report.failures.front().form.work());
+}
+
+using flash::Bug;
+INSTANTIATE_TEST_SUITE_P(
+    Kernels, PlantedFault,
+    testing::Values(Planted{{Bug::late_rescale}, {"rescaled late"}},
+                    Planted{{Bug::row_sum_not_rescaled}, {"l is not rescaled"}},
+                    Planted{{Bug::mask_at_tile_edge}, {"edges of tiles of 32 keys"}},
+                    Planted{{Bug::last_tile_dropped}, {"last partial tile"}},
+                    Planted{{Bug::exp_without_maximum}, {"exp underflows"}},
+                    Planted{{Bug::delta_of_next_head}, {"delta is that of the next head"}},
+                    Planted{{Bug::coarse_lse}, {"other probabilities"}},
+                    Planted{{Bug::window_too_wide, Bug::sinks_not_in_lse, Bug::packed_off_by_one},
+                            {"window is one key too wide (left)", "sinks are left out of the log-sum-exp",
+                             "cu_seqlens is off by one"}},
+                    Planted{{Bug::biased_dk, Bug::random_dq, Bug::fp16_dscores, Bug::writes_outside,
+                             Bug::hides_nan},
+                            {"dK is biased", "dQ is not deterministic", "dS overflows FP16", "memory outside",
+                             "NaN of V is hidden"}}));
+
+}  // namespace
+}  // namespace evenkeel
