@@ -201,6 +201,37 @@ EVENKEEL_API const char* evenkeel_probe_field(int32_t index);
 /* values: (heads, fields), `count` numbers in all; NaN where a number is not known. */
 EVENKEEL_API int32_t evenkeel_probe(const void* capture, size_t bytes, double* values, size_t count);
 
+/* The largest singular value of a contiguous FP32 matrix (rows, columns) in host memory, to one part in 10^6; NaN where a
+ * number is not finite. */
+EVENKEEL_API int32_t evenkeel_spectral_norm(const float* matrix, int64_t rows, int64_t columns, double* norm);
+
+/* --- The guard's rule: which heads drift, and what is to be done. Used by one thread at a time. */
+
+typedef struct evenkeel_guard evenkeel_guard;
+typedef enum evenkeel_guard_kind {
+  EVENKEEL_GUARD_NOTHING = 0,
+  EVENKEEL_GUARD_WARNING = 1,  /* heads drift; nothing is to be done, or nothing can be */
+  EVENKEEL_GUARD_REMEDY = 2,   /* add `clauses` to the plan from the next step on */
+  EVENKEEL_GUARD_ROLL_BACK = 3 /* the same, from the checkpoint of step `to` on */
+} evenkeel_guard_kind;
+typedef struct evenkeel_guard_event {
+  uint64_t struct_size;
+  int32_t kind;      /* evenkeel_guard_kind */
+  int64_t last_good; /* the last step at which no head of the event was beyond the limit; -1: none */
+  int64_t to;        /* a roll-back's checkpoint, else -1 */
+  const char *clauses, *words; /* valid until the guard's next call */
+} evenkeel_guard_event;
+/* plan: in force now, of a model with so many layers and heads; bf16: q and k come from BF16 products. NULL on failure. */
+EVENKEEL_API evenkeel_guard* evenkeel_guard_new(const char* plan, int64_t layers, int64_t heads,
+                                                int32_t bf16);
+EVENKEEL_API void evenkeel_guard_free(evenkeel_guard* guard);
+/* The figures of a step, (layers, heads) each: largest |log-sum-exp|, root mean squares of leak and delta (both or neither
+ * NULL). checkpoints: steps at which the run can go back, ascending. act: 0 only to tell. event: NULL to take the figures of
+ * steps before without an answer. Steps ascend. */
+EVENKEEL_API int32_t evenkeel_guard_take(evenkeel_guard* guard, int64_t step, const double* lse,
+                                         const double* leak, const double* delta, const int64_t* checkpoints,
+                                         size_t checkpoint_count, int32_t act, evenkeel_guard_event* event);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,7 +10,9 @@
 #include "attention/kernel_families.h"
 #include "base/error.h"
 #include "diagnosis/conform.h"
+#include "diagnosis/drift_guard.h"
 #include "diagnosis/probes.h"
+#include "diagnosis/spectrum.h"
 
 namespace {
 
@@ -332,3 +334,74 @@ int32_t evenkeel_probe(const void* capture, size_t bytes, double* values, size_t
       for (const ProbeField& field : kProbeFields) *values++ = head.*field.value;
   });
 }
+
+int32_t evenkeel_spectral_norm(const float* matrix, int64_t rows, int64_t columns, double* norm) {
+  return guarded([&] {
+    require(matrix != nullptr && norm != nullptr, "expected a matrix and norm to write to, got NULL");
+    require(rows >= 1 && columns >= 1, "expected a matrix of one row and column or more, got {} by {}", rows,
+            columns);
+    SpectralNorm largest;
+    *norm = largest.of(Matrix{matrix, columns, 1}, rows, columns);
+  });
+}
+
+// The opaque type of the header.
+struct evenkeel_guard {
+  DriftGuard rule;
+  size_t heads;
+  GuardEvent event;
+};
+
+evenkeel_guard* evenkeel_guard_new(const char* plan, int64_t layers, int64_t heads, int32_t bf16) {
+  evenkeel_guard* made = nullptr;
+  guarded([&] {
+    require(plan != nullptr, "expected a plan such as \"flash2\", got NULL");
+    require(layers >= 1 && heads >= 1 && layers <= 1 << 16 && heads <= 1 << 16,
+            "expected layers and heads from 1 to 65536, got {} and {}", layers, heads);
+    const ScopedPlan scoped = ScopedPlan::parse(plan);
+    scoped.check_scopes(layers, heads);
+    made = new evenkeel_guard{
+        DriftGuard(scoped, layers, heads, bf16 != 0), static_cast<size_t>(layers * heads), {}};
+  });
+  return made;
+}
+
+void evenkeel_guard_free(evenkeel_guard* guard) { delete guard; }
+
+int32_t evenkeel_guard_take(evenkeel_guard* guard, int64_t step, const double* lse, const double* leak,
+                            const double* delta, const int64_t* checkpoints, size_t checkpoint_count,
+                            int32_t act, evenkeel_guard_event* event) {
+  return guarded([&] {
+    require(guard != nullptr && lse != nullptr, "expected a guard and log-sum-exps, got NULL");
+    require((leak != nullptr) == (delta != nullptr), "expected leak and delta, or neither, got one of them");
+    require(checkpoints != nullptr || checkpoint_count == 0, "expected {} checkpoints, got NULL",
+            checkpoint_count);
+    const auto numbers = [&](const double* from) {
+      return from ? std::vector<double>(from, from + guard->heads) : std::vector<double>();
+    };
+    guard->rule.follow(step, numbers(lse), numbers(leak), numbers(delta));
+    if (!event) return;
+    const evenkeel_guard_event given =
+        adopt("evenkeel_guard_event", event, evenkeel_guard_event{}, sizeof(evenkeel_guard_event));
+    DriftGuard::Means means;
+    means.act = act != 0;
+    means.checkpoint_before = [&](int64_t before) {
+      int64_t newest = -1;
+      for (size_t n = 0; n < checkpoint_count; ++n)
+        if (checkpoints[n] <= before) newest = std::max(newest, checkpoints[n]);
+      return newest;
+    };
+    *event = {given.struct_size, EVENKEEL_GUARD_NOTHING, -1, -1, "", ""};
+    const std::optional<DriftGuard::Decision> decision = guard->rule.decide(step, means);
+    if (!decision) return;
+    guard->event = decision->event;
+    event->kind = 1 + static_cast<int32_t>(guard->event.kind);
+    event->last_good = decision->leaking ? decision->last_good : -1;
+    event->to = guard->event.to;
+    event->clauses = guard->event.clauses.c_str();
+    event->words = guard->event.words.c_str();
+  });
+}
+static_assert(1 + static_cast<int>(GuardEvent::Kind::warning) == EVENKEEL_GUARD_WARNING &&
+              1 + static_cast<int>(GuardEvent::Kind::remedy) == EVENKEEL_GUARD_REMEDY &&
+              1 + static_cast<int>(GuardEvent::Kind::roll_back) == EVENKEEL_GUARD_ROLL_BACK);

@@ -535,6 +535,47 @@ static void test_plans_that_draw(void) {
   EXPECT(evenkeel_plan_draws("fp32", NULL) == EVENKEEL_BAD_ARGUMENT);
 }
 
+static void test_spectral_norm(void) {
+  const float matrix[6] = {3, 0, 0, 0, -4, 0};
+  double norm = 0;
+  EXPECT(evenkeel_spectral_norm(matrix, 2, 3, &norm) == EVENKEEL_OK && fabs(norm - 4) < 1e-5);
+  EXPECT(evenkeel_spectral_norm(NULL, 2, 3, &norm) == EVENKEEL_BAD_ARGUMENT);
+  EXPECT(evenkeel_spectral_norm(matrix, 0, 3, &norm) == EVENKEEL_BAD_ARGUMENT);
+}
+
+/* Four heads; the log-sum-exp of the last grows by half a step, with a leak, until it has the remedy, and then on. */
+static void test_guard(void) {
+  const int64_t checkpoints[2] = {0, 2};
+  double lse[4] = {5, 5, 5, 5}, leak[4] = {0, 0, 0, 1e-2}, delta[4] = {1, 1, 1, 1};
+  evenkeel_guard_event event;
+  int step, remedies = 0, back = 0;
+  evenkeel_guard* guard = evenkeel_guard_new("bf16_all", 2, 2, 0);
+  EXPECT(guard != NULL);
+  memset(&event, 0, sizeof event);
+  event.struct_size = sizeof event;
+  EXPECT(evenkeel_guard_take(guard, 0, lse, leak, delta, checkpoints, 2, 1, &event) == EVENKEEL_OK);
+  EXPECT(event.kind == EVENKEEL_GUARD_NOTHING && strcmp(event.clauses, "") == 0);
+  for (step = 1; step < 40 && !back; ++step) {
+    lse[3] *= 1.5;
+    EXPECT(evenkeel_guard_take(guard, step, lse, leak, delta, checkpoints, 2, 1, &event) == EVENKEEL_OK);
+    if (event.kind == EVENKEEL_GUARD_REMEDY) {
+      ++remedies;
+      EXPECT(strcmp(event.clauses, "layer 1 head 1: stabiliser=zero_sum") == 0 && event.to == -1);
+      EXPECT(strstr(event.words, "layer 1 head 1: log-sum-exp") != NULL && event.last_good >= 2);
+    }
+    back = event.kind == EVENKEEL_GUARD_ROLL_BACK;
+  }
+  EXPECT(remedies == 1 && back && event.to == 2);
+  EXPECT(evenkeel_guard_take(guard, 50, NULL, leak, delta, NULL, 0, 1, &event) == EVENKEEL_BAD_ARGUMENT);
+  EXPECT(evenkeel_guard_take(guard, 50, lse, leak, NULL, NULL, 0, 1, &event) == EVENKEEL_BAD_ARGUMENT);
+  EXPECT(evenkeel_guard_take(guard, 50, lse, NULL, NULL, NULL, 0, 1, NULL) == EVENKEEL_OK);
+  evenkeel_guard_free(guard);
+  evenkeel_guard_free(NULL);
+  EXPECT(evenkeel_guard_new("bf17", 2, 2, 0) == NULL && strstr(evenkeel_last_error(), "bf17") != NULL);
+  EXPECT(evenkeel_guard_new("fp32; head 9: pv=bf16", 2, 2, 0) == NULL);
+  EXPECT(evenkeel_guard_new("fp32", 0, 2, 0) == NULL);
+}
+
 int main(void) {
   Problem* p = malloc(sizeof *p);
   if (!p) return 3;
@@ -548,6 +589,8 @@ int main(void) {
   test_strides_of_zero(p);
   test_families();
   test_plans_that_draw();
+  test_spectral_norm();
+  test_guard();
   test_definition(p);
   test_conform();
   test_null_kernels();

@@ -137,9 +137,9 @@ TEST(Guard, rolls_back_where_it_is_too_late) {
 }
 
 TEST(Guard, knows_when_scores_have_no_steps_left) {
-  EXPECT_NEAR(Guard::too_late(parse_plan("bf16_all"), LinearPrecision::fp32), 128 * kScoreUnit, 1e-9);
-  EXPECT_NEAR(Guard::too_late(parse_plan("fp32"), LinearPrecision::bf16), 128 * kScoreUnit, 1e-9);
-  EXPECT_GT(Guard::too_late(parse_plan("fp32"), LinearPrecision::fp32), 1e8);
+  EXPECT_NEAR(DriftGuard::too_late(parse_plan("bf16_all"), false), 128 * kScoreUnit, 1e-9);
+  EXPECT_NEAR(DriftGuard::too_late(parse_plan("fp32"), true), 128 * kScoreUnit, 1e-9);
+  EXPECT_GT(DriftGuard::too_late(parse_plan("fp32"), false), 1e8);
 }
 
 TEST(Guard, is_asked_for_on_the_command_line) {

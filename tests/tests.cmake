@@ -7,7 +7,7 @@ set(threaded_tests threads_test http_test watch_test ranks_test ranks_cli_test t
 # Checks of the sources and of the objects: once is enough, in the ordinary build.
 set(source_tests layering_test size_test tree_test)
 set(slow_tests attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test pytorch_test
-               ranks_cli_test rounding_test study_test torch_attention_test torch_watch_test)
+               ranks_cli_test rounding_test study_test torch_attention_test torch_run_test torch_watch_test)
 
 # evenkeel_label(TEST...): quick or slow.
 function(evenkeel_label)
@@ -124,6 +124,8 @@ endif()
 
 if(NOT EVENKEEL_SANITIZE)
   add_test(NAME wrapper_test COMMAND ${CMAKE_SOURCE_DIR}/tests/wrapper_test.sh ${CMAKE_SOURCE_DIR}/evenkeel)
+  add_test(NAME install_test COMMAND ${CMAKE_SOURCE_DIR}/tests/install_test.sh ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+  evenkeel_label(install_test)
   add_test(NAME clang_format_test COMMAND ${CMAKE_SOURCE_DIR}/tests/clang_format_test.sh ${CMAKE_SOURCE_DIR})
   set_tests_properties(clang_format_test PROPERTIES SKIP_RETURN_CODE 77)
   # Alone: a browser and a run that trains keep two cores busy.

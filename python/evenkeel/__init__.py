@@ -6,22 +6,28 @@
     evenkeel.flash_attn                             the flash_attn package's interface
     evenkeel.coverage()                             which kernel every attention call of the last step ran in, or why not
     evenkeel.Monitor(model, "runs/mine")            probes of every head while anyone's training goes on
+    evenkeel.Guard(model, optimizer, "runs/mine")   the same, and heads that drift get the remedy
+    evenkeel.isolate(training, checkpoints, run)    which rounding makes a recorded training drift
+    evenkeel.integrations                           Monitor and Guard in the trainers of the field
     evenkeel.capture(model, tokens, layer, file)    one layer at one step, for `evenkeel probe`
     evenkeel.conform(fn)                            any attention judged by the sign of its errors
 
 docs/pytorch.md has an example of each.
 """
-from . import flash_attn, hf
+from . import flash_attn, hf, integrations
 from ._attention import attention, attention_facts, kernel_choice
 from ._conform import conform, conform_families
 from ._coverage import NotCovered, coverage, next_step
+from ._guard import Guard
+from ._isolate import isolate
 from ._library import EvenkeelError, library_path, library_version
 from ._patch import patch, patched, register_flash_attention_impl, unpatch
-from ._watch import Monitor, capture
+from ._capture import capture
+from ._watch import Monitor
 from .flash_attn import flash_attn_func
 
-__all__ = ["EvenkeelError", "Monitor", "NotCovered", "attention", "attention_facts", "capture", "conform", "conform_families",
-           "coverage", "flash_attn", "flash_attn_func", "hf", "kernel_choice", "library_path", "library_version", "next_step",
+__all__ = ["EvenkeelError", "Guard", "Monitor", "NotCovered", "attention", "attention_facts", "capture", "conform", "conform_families",
+           "coverage", "flash_attn", "flash_attn_func", "hf", "integrations", "isolate", "kernel_choice", "library_path", "library_version", "next_step",
            "patch", "patched", "register_flash_attention_impl", "unpatch"]
 
 

@@ -87,6 +87,11 @@ class ConformResult(ctypes.Structure):
     ]
 
 
+class GuardEvent(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint64), ("kind", ctypes.c_int32), ("last_good", ctypes.c_int64),
+                ("to", ctypes.c_int64), ("clauses", ctypes.c_char_p), ("words", ctypes.c_char_p)]
+
+
 def library_path():
     """EVENKEEL_LIBRARY, or the library beside this package (pip install .), or that of the source tree's build."""
     asked = os.environ.get("EVENKEEL_LIBRARY")
@@ -126,6 +131,10 @@ def library():
             ("conform_family", text, [number, ctypes.POINTER(text), ctypes.POINTER(number)]),
             ("conform", number, [pointer, ConformKernel, pointer, pointer]),
             ("probe_field", text, [number]),
+            ("spectral_norm", number, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),
+            ("guard_new", pointer, [text, ctypes.c_int64, ctypes.c_int64, number]),
+            ("guard_free", None, [pointer]),
+            ("guard_take", number, [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_size_t, number, pointer]),
             ("probe", number, [pointer, ctypes.c_size_t, pointer, ctypes.c_size_t])):
         call = getattr(c, "evenkeel_" + name)
         call.restype, call.argtypes = result, arguments

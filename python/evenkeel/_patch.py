@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from . import _coverage
+from . import _coverage, _layers
 from ._attention import attention, run_packed, under_autocast, unsuited, unsuited_mask
 
 NAME = "scaled_dot_product_attention"
@@ -82,7 +82,7 @@ def _routed(original, plan, stabiliser, strict):
             more = {**more, **({} if scale is None else {"scale": scale}), **({"enable_gqa": True} if enable_gqa else {})}
             return fall_back(why, original, strict, *given, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
                              **more)
-        o = attention(query, key, value, is_causal, plan, stabiliser, attn_mask, scale, door=NAME)
+        o = attention(query, key, value, is_causal, plan, stabiliser, attn_mask, scale, layer=_layers.current.layer, door=NAME)
         return o.squeeze(1) if flat else o
 
     scaled_dot_product_attention.evenkeel_original = original
@@ -126,7 +126,7 @@ def _routed_varlen(original, plan, stabiliser, strict):
             return original(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *positional, window_size=window_size, **given)
         window = tuple(window_size)
         o, lse = run_packed("varlen_attn", q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window[1] == 0, plan, stabiliser, scale,
-                            window=(window[0], -1) if window[1] == 0 else window)
+                            window=(window[0], -1) if window[1] == 0 else window, layer=_layers.current.layer)
         return (o, lse) if return_aux is not None and return_aux.lse else o
 
     varlen_attn.evenkeel_original = original

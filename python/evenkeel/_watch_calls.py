@@ -45,7 +45,8 @@ def _observed(call, add):
 
 
 def seen(call, q, k, v, scale, softcap, causal, visible=None, heads_axis=1, window=(-1, -1)):
-    """q (B, H, T, D), k, v (B, G, N, D); the output has its heads on that axis. visible: bool or uint8, broadcast to
+    """q (B, H, T, D), k, v (B, G, N, D); the output has its heads on that axis, 1 or 2, or is brought to (B, T, H, D) by that
+    function. visible: bool or uint8, broadcast to
     (B, H, T, N); or None."""
     return _observed(call, lambda recording: recording.add(q, k, v, scale, softcap, causal, visible, heads_axis, window))
 

@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from . import _coverage
+from . import _coverage, _layers
 from ._attention import run, run_packed, under_autocast, unsuited
 from ._plain import alibi_bias, and_masks, band, plain_attention
 
@@ -65,6 +65,7 @@ def _batched(door, q, k, v, dropout_p, scale, causal, window_size, softcap, alib
     q, k, v = (t.transpose(1, 2) for t in under_autocast(q, k, v))
     causal, window = _window(causal, window_size)
     plan, stabiliser = _chosen(plan, stabiliser)
+    layer = _layers.current.layer if layer is None else layer
     why = _not_taken(door, q, k, v, dropout_p, alibi_slopes, scale)
     if why is None:
         o, lse = run("evenkeel." + door, q, k, v, causal, visible, plan, stabiliser, scale, softcap, window, None, layer,
@@ -80,7 +81,7 @@ def _batched(door, q, k, v, dropout_p, scale, causal, window_size, softcap, alib
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                     alibi_slopes=None, deterministic=False, return_attn_probs=False, *, plan=None, stabiliser=None,
-                    layer=0):
+                    layer=None):
     """q (B, T, H, D), k, v (B, N, G, D); returns o (B, T, H, D), with return_attn_probs (o, lse (B, H, T), None)."""
     o, lse = _batched("flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, plan,
                       stabiliser, layer)
@@ -104,7 +105,7 @@ def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=Fa
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
                            softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                            deterministic=False, return_attn_probs=False, block_table=None, *, plan=None, stabiliser=None,
-                           layer=0):
+                           layer=None):
     """Packed sequences: q (rows, H, D), k, v (keys, G, D), or pages of keys (pages, page, G, D) with block_table
     (sequences, pages of each). Returns o (rows, H, D), with return_attn_probs (o, lse (H, rows), None)."""
     door = "flash_attn_varlen_func"
@@ -116,7 +117,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     rows_first = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
     why = _not_taken(door, *rows_first, dropout_p, alibi_slopes, softmax_scale)
     if why is None:
-        chosen = _chosen(plan, stabiliser)
+        chosen, layer = _chosen(plan, stabiliser), _layers.current.layer if layer is None else layer
         o, lse = run_packed("evenkeel." + door, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_flag,
                             *chosen, softmax_scale, softcap, window, None, layer, door=door)
     else:

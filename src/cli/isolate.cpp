@@ -2,15 +2,20 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json_lines.h"
+#include "base/text.h"
 #include "base/threads.h"
 #include "cli/options.h"
 #include "diagnosis/isolate.h"
+#include "records/metrics.h"
 #include "records/schema.h"
 
 namespace evenkeel::cli {
@@ -51,6 +56,79 @@ class ReplayLine {
   int64_t steps_ = 0;
 };
 
+// --- --ask: another trainer makes the replays. One JSON object a line: out go {"tell": words}, {"replay": ...} and last
+// {"result": ...}; after a replay was asked for, its steps come in with the names of metrics.jsonl, then {"done": true} or
+// {"error": words}.
+
+void say(const nlohmann::json& line) {
+  fmt::print("{}\n", json_with_words(line).dump());
+  std::fflush(stdout);
+}
+
+std::vector<TrialStep> ask_for_replay(const TrialSetup& setup, const Window& window, const std::string& plan,
+                                      HeadShape shape) {
+  say({{"replay",
+        {{"what", setup.what},
+         {"plan", plan},
+         {"clauses", setup.clauses},
+         {"lr_factor", setup.lr_factor},
+         {"begin", window.begin},
+         {"end", window.end}}}});
+  std::string text;
+  for (std::string line;;) {
+    require_data(static_cast<bool>(std::getline(std::cin, line)),
+                 "expected the steps of a replay on standard input, found its end");
+    const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    require_data(object.is_object(), "expected a JSON object a line on standard input, found '{}'",
+                 shown(line, 80));
+    if (object.contains("done")) break;
+    if (const auto error = object.find("error"); error != object.end())
+      throw DataError(fmt::format("the replay failed: {}",
+                                  error->is_string() ? error->get<std::string>() : error->dump()));
+    text += line + "\n";
+  }
+  const Metrics metrics = parse_metrics(text, shape);
+  std::vector<TrialStep> steps;
+  for (size_t n = 0; n < metrics.steps.size(); ++n) {
+    const auto number = [&](const Series& series) {
+      const auto found = series.of_line(n);
+      return found.empty() ? std::numeric_limits<double>::quiet_NaN() : found[0];
+    };
+    const auto heads = [&](HeadFact fact) {
+      const auto found = metrics.of(fact).of_line(n);
+      return std::vector<double>(found.begin(), found.end());
+    };
+    TrialStep step{metrics.steps[n],
+                   number(metrics.loss),
+                   number(metrics.gradient_norm),
+                   heads(HeadFact::offset),
+                   heads(HeadFact::largest_lse),
+                   heads(HeadFact::leak_mean),
+                   heads(HeadFact::leak_error),
+                   heads(HeadFact::leak_rms),
+                   heads(HeadFact::delta_rms)};
+    if (step.lse.empty()) step.offset.clear();
+    if (step.leak_mean.empty() || step.leak_error.empty() || step.delta_rms.empty()) step.leak_rms.clear();
+    steps.push_back(std::move(step));
+  }
+  return steps;
+}
+
+std::vector<int64_t> parse_steps(const std::string& text) {
+  std::vector<int64_t> steps;
+  for (size_t start = 0; start < text.size();) {
+    const size_t end = std::min(text.find(',', start), text.size());
+    int64_t step = -1;
+    const auto [stop, error] = std::from_chars(text.data() + start, text.data() + end, step);
+    require(error == std::errc() && stop == text.data() + end && step >= 0 &&
+                (steps.empty() || step > steps.back()),
+            "--checkpoints: expected steps in ascending order, as in 0,100,200, got '{}'", text);
+    steps.push_back(step);
+    start = end + 1;
+  }
+  return steps;
+}
+
 void print_text(const Isolation& found, const Replays& replays, bool colour) {
   const auto bold = [&](const std::string& text) { return colour ? "\033[1m" + text + "\033[0m" : text; };
   for (const std::string& link : found.verdict.evidence) fmt::print("- {}\n", link);
@@ -85,7 +163,8 @@ int run_isolate(int argc, char** argv) {
   std::vector<std::string> words;
   std::string backend;
   int64_t budget = 40, steps = kReplaySteps, begin = -1, threads = 0;
-  bool json = false;
+  bool json = false, ask = false, inexact = false;
+  std::string checkpoints;
   Options options(
       "isolate RUN [options]",
       "Finds the smallest change that restores health to a run that went wrong: which layer, "
@@ -104,6 +183,12 @@ int run_isolate(int argc, char** argv) {
                 begin, 0, int64_t{1} << 40);
   options.value("--backend", "NAME", "replay on cpu or cuda (default: where the run ran)", backend);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
+  options.flag("--ask",
+               "ask for each replay on standard output and read it from standard input: for runs of another "
+               "trainer (python -m evenkeel isolate)",
+               ask);
+  options.value("--checkpoints", "STEPS", "with --ask: where replays can start, as in 100,200", checkpoints);
+  options.flag("--inexact", "with --ask: replays need not repeat losses to the bit", inexact);
   options.flag("--json", "the result as JSON, with every replay", json);
   if (!options.parse(argc, argv)) return 0;
   if (threads > 0) set_thread_count(static_cast<int>(threads));
@@ -113,6 +198,16 @@ int run_isolate(int argc, char** argv) {
   if (!backend.empty()) of_replays.backend = parse_backend(backend);
   of_replays.budget = budget;
   of_replays.keep = true;
+  require(ask || (checkpoints.empty() && !inexact), "--checkpoints, --inexact: expected --ask beside them");
+  if (ask) {
+    const RunConfig config = config_of_run(words[0]);
+    of_replays.checkpoints = parse_steps(checkpoints);
+    of_replays.exact = !inexact;
+    of_replays.elsewhere = [&, shape = HeadShape{config.model.layers, config.model.heads}](
+                               const TrialSetup& setup, const Window& window, const std::string& plan) {
+      return ask_for_replay(setup, window, plan, shape);
+    };
+  }
   of_replays.progress = [&](const TrialSetup& setup, int64_t step, const Window& window) {
     line.show(setup, step, window);
   };
@@ -123,12 +218,20 @@ int run_isolate(int argc, char** argv) {
   of_search.tell = [&](const std::string& link) {
     line.clear();
     line.done = static_cast<int64_t>(replays.trials().size());
-    if (!json) fmt::print("  {}\n", link);
+    if (ask)
+      say({{"tell", link}});
+    else if (!json)
+      fmt::print("  {}\n", link);
     std::fflush(stdout);
   };
   const Isolation found = isolate(replays, of_search);
   line.clear();
-  tell(found, replays, json);
+  if (ask) {
+    write_verdict(found, replays);
+    say({{"result", to_json(found, replays)}});
+  } else {
+    tell(found, replays, json);
+  }
   return found.verdict.cause == Cause::healthy ? 0 : 1;
 }
 

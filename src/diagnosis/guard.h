@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "diagnosis/indicators.h"
+#include "diagnosis/drift_guard.h"
 #include "diagnosis/probe_recorder.h"
 #include "diagnosis/replays.h"
 #include "records/events.h"
@@ -27,8 +27,6 @@ namespace evenkeel {
 
 class Guard : public StepWatcher {
  public:
-  static constexpr const char* kRemedy = "stabiliser=zero_sum";
-
   // folder: of the run that goes on at next_step; what it has recorded before is taken up. inner: whoever watches too.
   Guard(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step,
         StepWatcher* inner = nullptr);
@@ -39,23 +37,8 @@ class Guard : public StepWatcher {
   // What the last step called for; taken, it is gone.
   std::optional<GuardEvent> take();
 
-  // The log-sum-exp from which scores of this plan come in steps of kScoreUnit: nothing is left to learn from.
-  static double too_late(const PrecisionPlan& plan, LinearPrecision precision);
-
  private:
-  struct Head {
-    bool remedied = false;   // its plan sums to zero by construction
-    double at_remedy = 0;    // its log_lse when it got the remedy
-    bool warned = false;     // one warning a head is enough
-    int64_t last_good = -1;  // the last step at which it was not beyond the limit
-  };
-  // The next step's figures: (L H) each; residual and delta may be empty.
-  void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& residual,
-              const std::vector<double>& delta);
   void decide(int64_t step, const Model& model);
-  struct Alarms;
-  Alarms find_alarms(const Model& model);
-  std::string figures(const std::vector<int64_t>& heads, size_t worst, const Model& model) const;
   // The newest checkpoint at or before a step; -1: none.
   int64_t checkpoint_before(int64_t step) const;
   std::string command_with(const std::string& clauses, int64_t last_good) const;
@@ -63,10 +46,7 @@ class Guard : public StepWatcher {
   const RunConfig config_;
   const std::filesystem::path folder_;
   StepWatcher* const inner_;
-  const ScopedPlan plan_;         // at next_step; changes on the way are the guard's own
-  std::vector<Head> heads_;       // (L H)
-  std::vector<HeadDrift> drift_;  // (L H)
-  double limit_ = 0;              // mend_limit of them
+  DriftGuard rule_;
   std::optional<GuardEvent> event_;
 };
 

@@ -26,6 +26,7 @@ constexpr std::array kSuspects = {Site::row_sum,     Site::pv,    Site::output_f
 static_assert(kSuspects.size() == kSiteCount);
 constexpr size_t kWindowsTried = 3;
 constexpr double kDeviations = 5;
+constexpr double kInexact = 0.01;  // of the loss, between kernels of the same precision
 
 class Search {
  public:
@@ -91,8 +92,8 @@ class Search {
   std::vector<Window> candidates() const {
     const int64_t end = static_cast<int64_t>(record_.loss.size());
     std::vector<int64_t> begins = {0};
-    for (const Checkpoint& c : find_checkpoints(replays_.run() / "checkpoints"))
-      if (c.step > 0 && c.step < end) begins.push_back(c.step);
+    for (const int64_t step : replays_.checkpoints())
+      if (step > 0 && step < end) begins.push_back(step);
     if (options_.begin >= 0) {
       require(std::find(begins.begin(), begins.end(), options_.begin) != begins.end(),
               "--from: expected 0 or the step of a checkpoint before step {}, got {}", end, options_.begin);
@@ -154,8 +155,8 @@ class Search {
     const int64_t every = std::max<int64_t>(1, options_.steps / 2);
     for (int64_t begin = 0; begin < end && e_.missing_checkpoint < 0; begin += every)
       if (shows({begin, std::min(end, begin + options_.steps)})) e_.missing_checkpoint = begin;
-    for (const Checkpoint& c : find_checkpoints(replays_.run() / "checkpoints"))
-      if (c.step <= e_.missing_checkpoint) e_.earlier_checkpoint = std::max(e_.earlier_checkpoint, c.step);
+    for (const int64_t step : replays_.checkpoints())
+      if (step <= e_.missing_checkpoint) e_.earlier_checkpoint = std::max(e_.earlier_checkpoint, step);
   }
 
   static Window first_quarter(const Window& w) { return {w.begin, w.begin + (w.end - w.begin + 3) / 4}; }
@@ -205,6 +206,10 @@ class Search {
       const double replayed = e_.recorded->health.step_loss[n],
                    recorded = record_.loss[static_cast<size_t>(window.begin) + n];
       if (replayed == recorded || (std::isnan(replayed) && std::isnan(recorded))) continue;
+      // Another trainer may not repeat to the bit. Its first step has the same weights and the same batch: only roundings
+      // differ there.
+      if (!replays_.is_exact() && (n > 0 || std::fabs(replayed - recorded) <= kInexact * std::fabs(recorded)))
+        continue;
       e_.not_repeated = window.begin + static_cast<int64_t>(n);
       e_.recorded_loss = recorded;
       return;
@@ -247,7 +252,7 @@ class Search {
 
   // Steps whose loss jumps hold a sequence that is hard for the model.
   bool comes_from_data() {
-    return !e_.symptom.spikes.empty() &&
+    return !replays_.is_elsewhere() && !e_.symptom.spikes.empty() &&
            from_data(e_.data.emplace(find_bad_sequences(replays_, record_, e_.symptom, e_.window.begin)));
   }
 
@@ -427,6 +432,7 @@ class Search {
 
   // One addition of the first guilty head, taken apart. Nothing where the backend has no captures.
   std::optional<Explanation> bits() const {
+    if (replays_.is_elsewhere()) return {};
     class Taker : public StepWatcher {
      public:
       Taker(int64_t layer, int64_t head) : layer_(layer), head_(head) {}

@@ -17,6 +17,11 @@ std::filesystem::path without_slash(const std::filesystem::path& run) {
 
 std::string train_command(const std::filesystem::path& run, const RunConfig& config, int64_t from,
                           const std::string& clauses, const std::string& suffix, const std::string& more) {
+  if (!config.trainer.empty()) {  // its own program starts it
+    std::string words = from > 0 ? fmt::format("go on from the checkpoint of step {}", from) : "start again";
+    if (!clauses.empty()) words += fmt::format(" with evenkeel.patch(plan=\"{}; {}\")", config.plan, clauses);
+    return more.empty() ? words : fmt::format("{} with{}", words, more);
+  }
   std::string command = "evenkeel train ";
   if (from > 0) {
     command += "--branch " + shell_word(fmt::format("{}@{}", run.string(), from));

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "records/record_json.h"
+#include "training/head_facts.h"
 
 namespace evenkeel {
 
@@ -19,45 +20,42 @@ constexpr double kInfinite = std::numeric_limits<double>::infinity();
 constexpr double kSmallest = 1e-6;
 
 // Gathers what a trial's steps tell. (L H) each.
-class HealthWatcher : public StepWatcher {
+class HealthFigures {
  public:
-  HealthWatcher(const Window& window, int64_t heads)
+  HealthFigures(const Window& window, int64_t heads)
       : window_(window),
         log_offset_(static_cast<size_t>(heads)),
         residual_(log_offset_),
         delta_(log_offset_),
         mean_(log_offset_) {}
 
-  void prepare(int64_t, StepContext& context) override {
-    context.score_facts = context.residual_facts = true;
-    context.fact_sequences = 1;
-  }
-  void see(int64_t step, double loss, Model& model, Json&) override {
-    const std::vector<HeadFacts>& facts = model.facts();
-    for (size_t n = 0; n < facts.size(); ++n) {
-      const HeadFacts& f = facts[n];
-      residual_[n] += f.residual_rms * f.residual_rms;
-      delta_[n] += f.delta_rms * f.delta_rms;
+  void take(const TrialStep& s) {
+    for (size_t n = 0; n < s.leak_rms.size(); ++n) {
+      residual_[n] += s.leak_rms[n] * s.leak_rms[n];
+      delta_[n] += s.delta_rms[n] * s.delta_rms[n];
       // The square of a mean is too large by its variance.
-      mean_[n] += f.residual_mean * f.residual_mean - f.residual_error * f.residual_error;
+      mean_[n] += s.leak_mean[n] * s.leak_mean[n] - s.leak_error[n] * s.leak_error[n];
     }
-    step_loss_.push_back(loss);
-    if (!late(step)) return;
+    step_loss_.push_back(s.loss);
+    if (!late(s.step)) return;
+    loss_ += s.loss;
+    ++late_steps_;
+    if (s.offset.empty()) return;
     double offset = kSmallest, lse = kSmallest;
-    for (size_t n = 0; n < facts.size(); ++n) {
-      const double of_head = size_of(facts[n].largest_row_mean);
+    for (size_t n = 0; n < s.offset.size(); ++n) {
+      const double of_head = size_of(s.offset[n]);
       log_offset_[n] += std::log(std::max(of_head, kSmallest));
       offset = std::max(offset, of_head);
-      lse = std::max(lse, size_of(facts[n].largest_lse));
+      lse = std::max(lse, size_of(s.lse[n]));
     }
     worst_offset_ += std::log(offset);
     worst_lse_ += std::log(lse);
-    loss_ += loss;
-    ++late_steps_;
+    ++late_facts_;
   }
-  void see_norm(int64_t step, double norm) {
+  void take_norm(int64_t step, double norm) {
     if (late(step)) log_norm_ += std::log(std::max(norm, kSmallest));
   }
+  bool has_late_facts() const { return late_facts_ > 0; }
 
   // whole: the window was run to its end.
   Health health(bool whole) const {
@@ -65,28 +63,47 @@ class HealthWatcher : public StepWatcher {
     h.step_loss = step_loss_;
     const auto share = [](double a, double b) { return b > 0 ? a / b : 0.0; };
     for (size_t n = 0; n < log_offset_.size(); ++n) {
-      h.head_offset.push_back(whole ? std::exp(log_offset_[n] / late_steps_) : kInfinite);
+      h.head_offset.push_back(whole ? std::exp(log_offset_[n] / late_facts_) : kInfinite);
       h.residual_share.push_back(std::sqrt(share(residual_[n], delta_[n])));
       h.residual_bias.push_back(std::clamp(share(mean_[n], residual_[n]), 0.0, 1.0));
     }
     h.offset = h.lse = h.loss = h.gradient_norm = kInfinite;
     if (!whole) return h;
-    h.offset = std::exp(worst_offset_ / late_steps_);
-    h.lse = std::exp(worst_lse_ / late_steps_);
+    h.offset = std::exp(worst_offset_ / late_facts_);
+    h.lse = std::exp(worst_lse_ / late_facts_);
     h.loss = loss_ / late_steps_;
     h.gradient_norm = std::exp(log_norm_ / late_steps_);
     return h;
   }
 
  private:
-  static double size_of(float x) { return std::isnan(x) ? kInfinite : std::fabs(double{x}); }
+  static double size_of(double x) { return std::isnan(x) ? kInfinite : std::fabs(x); }
   bool late(int64_t step) const {
     return step >= window_.end - std::max<int64_t>(1, (window_.end - window_.begin) / 4);
   }
 
   const Window window_;
   std::vector<double> log_offset_, residual_, delta_, mean_, step_loss_;
-  double worst_offset_ = 0, worst_lse_ = 0, loss_ = 0, log_norm_ = 0, late_steps_ = 0;
+  double worst_offset_ = 0, worst_lse_ = 0, loss_ = 0, log_norm_ = 0, late_steps_ = 0, late_facts_ = 0;
+};
+
+// The same from our own trainer.
+class HealthWatcher : public StepWatcher {
+ public:
+  explicit HealthWatcher(HealthFigures& figures) : figures_(figures) {}
+
+  void prepare(int64_t, StepContext& context) override {
+    context.score_facts = context.residual_facts = true;
+    context.fact_sequences = 1;
+  }
+  void see(int64_t step, double loss, Model& model, Json&) override {
+    const auto of = [&](HeadFact fact) { return values_of(model.facts(), fact); };
+    figures_.take({step, loss, 0, of(HeadFact::offset), of(HeadFact::largest_lse), of(HeadFact::leak_mean),
+                   of(HeadFact::leak_error), of(HeadFact::leak_rms), of(HeadFact::delta_rms)});
+  }
+
+ private:
+  HealthFigures& figures_;
 };
 
 // The trial's clauses on top of everything that the run's plan becomes within the window.
@@ -210,14 +227,18 @@ std::unique_ptr<Replay> Replays::at(int64_t step) const {
   return replay;
 }
 
-const Trial& Replays::trial(const TrialSetup& setup, const Window& window) {
-  const std::string key = key_of(setup, window);
-  if (const auto found = places_.find(key); found != places_.end()) return trials_[found->second];
-  require(window.begin >= 0 && window.begin < window.end,
-          "[replays] expected a window of one step or more, got steps {} to {}", window.begin, window.end);
-  if (static_cast<int64_t>(trials_.size()) >= options_.budget)
-    throw BudgetSpent(fmt::format("{} replays are spent", options_.budget));
-  const auto began = std::chrono::steady_clock::now();
+std::vector<int64_t> Replays::checkpoints() const {
+  if (is_elsewhere()) return options_.checkpoints;
+  std::vector<int64_t> steps;
+  for (const Checkpoint& c : find_checkpoints(run_ / "checkpoints")) steps.push_back(c.step);
+  return steps;
+}
+
+Health Replays::run_here(const TrialSetup& setup, const Window& window) {
+  require_data(config_.trainer.empty(),
+               "{}: expected a run of evenkeel's own trainer, found one of {}, which alone can replay it: "
+               "python -m evenkeel isolate MODULE:FUNCTION {}",
+               run_.string(), config_.trainer, run_.string());
   Replay replay(run_, window.begin, options_.backend, [&](RunConfig& config) {
     add_clauses(config, setup.clauses, window.begin);
     config.schedule.peak *= setup.lr_factor;
@@ -226,19 +247,54 @@ const Trial& Replays::trial(const TrialSetup& setup, const Window& window) {
   });
   Trainer& trainer = replay.trainer();
   replay.run_to(window.begin);
-  HealthWatcher watcher(window, config_.model.layers * config_.model.heads);
+  HealthFigures figures(window, config_.model.layers * config_.model.heads);
+  HealthWatcher watcher(figures);
   {
     const ScopedWatcher watched(trainer, watcher);
     while (trainer.next_step() < window.end && !trainer.done()) {
       const StepReport report = trainer.step();
-      watcher.see_norm(report.step, report.gradient_norm);
+      figures.take_norm(report.step, report.gradient_norm);
       if (options_.progress) options_.progress(setup, report.step, window);
     }
   }
-  const bool whole = trainer.next_step() >= window.end && !trainer.finding();
+  return figures.health(trainer.next_step() >= window.end && !trainer.finding());
+}
+
+Health Replays::run_elsewhere(const TrialSetup& setup, const Window& window) {
+  std::string plan = config_.plan_at(window.begin);
+  if (!setup.clauses.empty()) plan += "; " + setup.clauses;
+  HealthFigures figures(window, config_.model.layers * config_.model.heads);
+  int64_t next = window.begin;
+  bool finite = true;
+  for (const TrialStep& step : options_.elsewhere(setup, window, plan)) {
+    require_data(step.step == next, "expected step {} of a replay, found {}", next, step.step);
+    ++next;
+    finite &= std::isfinite(step.loss);
+    figures.take(step);
+    figures.take_norm(step.step, step.gradient_norm);
+    if (options_.progress) options_.progress(setup, step.step, window);
+  }
+  const bool whole = finite && next == window.end;
+  require_data(!finite || next == window.end, "expected a replay to step {}, it ended before step {}",
+               window.end, next);
+  require_data(!whole || figures.has_late_facts(),
+               "expected offsets of every head in the last quarter of steps {} to {}, found none",
+               window.begin, window.end);
+  return figures.health(whole);
+}
+
+const Trial& Replays::trial(const TrialSetup& setup, const Window& window) {
+  const std::string key = key_of(setup, window);
+  if (const auto found = places_.find(key); found != places_.end()) return trials_[found->second];
+  require(window.begin >= 0 && window.begin < window.end,
+          "[replays] expected a window of one step or more, got steps {} to {}", window.begin, window.end);
+  if (static_cast<int64_t>(trials_.size()) >= options_.budget)
+    throw BudgetSpent(fmt::format("{} replays are spent", options_.budget));
+  const auto began = std::chrono::steady_clock::now();
+  Health health = is_elsewhere() ? run_elsewhere(setup, window) : run_here(setup, window);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   places_[key] = trials_.size();
-  trials_.push_back({setup, window, watcher.health(whole), seconds});
+  trials_.push_back({setup, window, std::move(health), seconds});
   ++fresh_;
   write_file();
   return trials_.back();

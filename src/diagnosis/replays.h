@@ -21,6 +21,14 @@
 
 namespace evenkeel {
 
+// What one step of a replay tells.
+struct TrialStep {
+  int64_t step = 0;
+  double loss = 0, gradient_norm = 0;
+  // (L H) each, or empty: not known.
+  std::vector<double> offset, lse, leak_mean, leak_error, leak_rms, delta_rms;
+};
+
 // Steps [begin, end) of a run. A trial starts where the newest checkpoint at or before `begin` ends.
 struct Window {
   int64_t begin = 0, end = 0;
@@ -68,6 +76,12 @@ class Replays {
     std::optional<Backend> backend = {};  // none: where the run ran
     int64_t budget = 40;                  // trials, those kept in the file among them
     bool keep = false;                    // results in the run's isolate.json, and those in it are used
+    // For runs of another trainer (RunConfig::trainer), which makes the replays itself: the steps of the window with this
+    // plan from its begin on. It stops where a loss is not finite.
+    std::function<std::vector<TrialStep>(const TrialSetup&, const Window&, const std::string& plan)>
+        elsewhere = {};
+    std::vector<int64_t> checkpoints = {};  // of such a run: steps at which a replay can start, ascending
+    bool exact = true;                      // its replays repeat losses to the bit
     // Behind every step of a trial: which of how many trials it is, and how far that one is.
     std::function<void(const TrialSetup&, int64_t step, const Window&)> progress = {};
   };
@@ -84,12 +98,17 @@ class Replays {
   const Trial& trial(const TrialSetup& setup, const Window& window);
   // The plan in force at a step.
   ScopedPlan plan_at(int64_t step) const { return ScopedPlan::parse(config_.plan_at(step)); }
-  // A replay that stands before `step`, for a look at it; counts as none.
+  bool is_elsewhere() const { return static_cast<bool>(options_.elsewhere); }
+  bool is_exact() const { return options_.exact; }
+  std::vector<int64_t> checkpoints() const;  // steps at which a replay can start besides 0, ascending
+  // A replay that stands before `step`, for a look at it; counts as none. REQUIRES: not elsewhere.
   std::unique_ptr<Replay> at(int64_t step) const;
 
  private:
   void read_file();
   void write_file() const;
+  Health run_here(const TrialSetup& setup, const Window& window);
+  Health run_elsewhere(const TrialSetup& setup, const Window& window);
 
   const std::filesystem::path run_;
   const Options options_;

@@ -97,6 +97,8 @@ void walk(Walker& w, RunConfig& c) {
          .option = "--backend",
          .placeholder = "NAME",
          .resumable = true});
+  w.key("trainer", c.trainer,
+        {"in a run's folder: the program that trained it; none: evenkeel, which alone can resume it"});
   w.key("checkpoint_every", c.checkpoint_every,
         {"steps between checkpoints; 0: only at the end", "--checkpoint-every", "N", 0});
   w.key("checkpoints_kept", c.checkpoints_kept, {.help = "the newest so many", .least = 1});

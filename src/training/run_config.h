@@ -53,8 +53,10 @@ struct RunConfig {
   int64_t probe_every = 0;
   GuardMode guard = GuardMode::off;
   Backend backend = Backend::automatic;  // in a run's folder: the one that it runs on
-  bool shard_optimizer = false;          // each rank holds its slice of the states alone (ZeRO-1)
-  double divergence = 3;  // a loss so far above its best (means of 20 steps) ends the run; 0: never
+  std::string
+      trainer;  // who trains, where it is another program ("pytorch"): its own trainer replays such a run
+  bool shard_optimizer = false;  // each rank holds its slice of the states alone (ZeRO-1)
+  double divergence = 3;         // a loss so far above its best (means of 20 steps) ends the run; 0: never
 
   // The plan of a step: `plan`, the clauses of every change up to it, and those of a keel on its way.
   std::string plan_at(int64_t step) const;

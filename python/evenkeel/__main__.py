@@ -1,0 +1,47 @@
+"""python -m evenkeel isolate MODULE:FUNCTION RUN [--steps N] [--budget N] [--exact]: FUNCTION returns a training and its
+checkpoints, as evenkeel.isolate takes them. Any other command goes to the evenkeel program."""
+import importlib
+import os
+import sys
+
+from . import _program
+
+
+def _isolate(arguments):
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m evenkeel isolate", description=__doc__)
+    parser.add_argument("training", metavar="MODULE:FUNCTION", help="a function that returns (training, checkpoints)")
+    parser.add_argument("run", metavar="RUN", help="the folder that a Monitor wrote")
+    parser.add_argument("--steps", type=int, default=200, help="of one replay at most")
+    parser.add_argument("--budget", type=int, default=40, help="replays at most")
+    parser.add_argument("--exact", action="store_true", help="replays repeat the recorded losses to the bit")
+    options = parser.parse_args(arguments)
+    module, colon, function = options.training.partition(":")
+    if not colon:
+        parser.error(f"expected MODULE:FUNCTION, found {options.training!r}")
+    sys.path.insert(0, os.getcwd())
+    from ._isolate import isolate
+
+    training, checkpoints = getattr(importlib.import_module(module), function)()
+    found = isolate(training, checkpoints, options.run, options.steps, options.budget, options.exact,
+                    tell=lambda words: print(f"  {words}", flush=True))
+    for link in found["evidence"]:
+        print(f"- {link}")
+    print(f"verdict: {found['cause']}\n{found['words']}\nhow sure: {found['certainty']}")
+    if found["next_command"]:
+        print(f"next: {found['next_command']}")
+    return 0 if found["cause"] == "healthy" else 1
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # A run of our own trainer is the program's; MODULE:FUNCTION is ours.
+    if arguments[:1] == ["isolate"] and len(arguments) > 1 and (":" in arguments[1] or arguments[1] in ("-h", "--help")):
+        return _isolate(arguments[1:])
+    program = _program.program_path()
+    os.execv(program, [program, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Capture files and the library's probes of them: what src/diagnosis/capture.h describes, of one call of attention."""
+import ctypes
+import io
+import json
+import math
+import struct
+
+import torch
+
+from ._library import check, library
+from ._recording import Recording
+
+CAPTURE_VERSION = "1"
+
+
+def write_safetensors(file, tensors, metadata):
+    """FP32 tensors, one behind the other, as src/base/safetensors.h reads them."""
+    header, place = {"__metadata__": metadata}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * 4
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        tensor = tensor.contiguous()
+        file.write(ctypes.string_at(tensor.data_ptr(), tensor.numel() * 4))
+
+
+def write_capture(file, call, layer, heads=None, plan="flash2", source="", model="", step=0, loss=math.nan):
+    """Of one call; heads: their numbers, all by default."""
+    B, H, T, D = call.q.shape
+    G = call.k.shape[1]
+    everyone = heads is None or list(heads) == list(range(H))
+    heads = list(range(H)) if everyone else list(heads)
+    # Key and value heads follow their query heads: one for each that was chosen.
+    groups = list(range(G)) if everyone else [h // (H // G) for h in heads]
+    tensors = {"q": call.q[:, heads], "k": call.k[:, groups], "v": call.v[:, groups], "d_o": call.d_o[:, heads]}
+    if call.x is not None:
+        w_q, w_k, w_v = call.weights
+        tensors.update(x=call.x, w_q=w_q[heads], w_k=w_k[groups], w_v=w_v[groups])
+    write_safetensors(file, tensors, {
+        "evenkeel_capture": CAPTURE_VERSION, "source": source, "model": model, "step": str(step), "layer": str(layer),
+        "heads": ",".join(map(str, heads)), "loss": repr(float(loss)), "scale": repr(call.scale),
+        "softcap": repr(call.softcap), "causal": str(int(call.causal)), "tile_keys": "64",
+        "plans": "; ".join([plan] * len(heads) if isinstance(plan, str) else [plan[h] for h in heads])})
+
+
+def capture(model, run, layer, path, heads=None, plan="flash2", source="", step=0):
+    """One forward and backward pass of the model; layer `layer`'s attention goes to the file `path`, for `evenkeel probe`.
+    Returns the loss. The model's gradients are as they were before.
+
+    run: a function that returns the loss of a forward pass; or tokens (B, T), for models of transformers.
+    heads: numbers in ascending order; all by default. plan: what the probes shall compute with.
+    """
+    name = "evenkeel.capture"
+    if isinstance(run, torch.Tensor):
+        tokens = run
+        run = lambda: model(tokens, labels=tokens, use_cache=False).loss
+    recording = Recording(model)
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        with torch.enable_grad(), recording.running():
+            loss = run()
+            loss.backward()
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+    count = len(recording.calls)
+    if not 0 <= layer < count:
+        why = "".join(f"; {reason}" for reason in sorted(recording.skipped))
+        raise ValueError(f"{name}: expected a layer from 0 on among the calls of attention that can be captured, found "
+                         f"{layer} and {count} such calls in {type(model).__name__}{why}")
+    call = recording.calls[layer]
+    if call.d_o is None:
+        raise ValueError(f"{name}: expected a gradient of the output of layer {layer}'s attention, found none")
+    H = call.q.shape[1]
+    if heads is not None and (not heads or list(heads) != sorted(set(heads)) or heads[0] < 0 or heads[-1] >= H):
+        raise ValueError(f"{name}: expected heads from 0 to {H - 1} in ascending order, found {heads}")
+    with open(path, "wb") as file:
+        write_capture(file, call, layer, heads, plan, source, type(model).__name__, step, float(loss.detach()))
+    return float(loss.detach())
+
+
+# --- probes
+
+
+def probe_fields():
+    fields = []
+    while True:
+        name = library().evenkeel_probe_field(len(fields))
+        if name is None:
+            return fields
+        fields.append(name.decode())
+
+
+def probe(call, layer, plan):
+    """name -> (H) numbers."""
+    file = io.BytesIO()
+    write_capture(file, call, layer, plan=plan)
+    content, fields, H = file.getvalue(), probe_fields(), call.q.shape[1]
+    values = (ctypes.c_double * (H * len(fields)))()
+    check(library().evenkeel_probe(content, len(content), values, len(values)), "evenkeel.Monitor")
+    return {name: [values[h * len(fields) + n] for h in range(H)] for n, name in enumerate(fields)}
+
+
+def spectral_norm(matrix):
+    """The largest singular value of a matrix, by the library."""
+    matrix, norm = matrix.detach().float().cpu().contiguous(), ctypes.c_double()
+    check(library().evenkeel_spectral_norm(matrix.data_ptr(), *matrix.shape, ctypes.byref(norm)), "evenkeel.Monitor")
+    return norm.value

@@ -1,0 +1,549 @@
+"""Monitor on every door, alarms, loggers, integrations, Guard, isolate: anyone's training as a run, on the CPU with any
+PyTorch. Other people's libraries are met as small stand-ins of their signatures."""
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+import unittest
+import warnings
+
+from torch_cases import ROOT, TorchCase, drawn, evenkeel, exact, lower, main, torch
+
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from evenkeel import _recording, _watch, flash_attn, integrations  # noqa: E402
+from train_nano import Gpt  # noqa: E402
+
+PROGRAM = os.environ.get("EVENKEEL_PROGRAM")
+
+
+def tokens(rows=2, length=32, seed=1):
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Projections(TorchCase):
+    """Which weights made q, k and v, whatever the layers are called."""
+
+    def found(self, build, H, G, D=4, C=12, rope=False):
+        """Projections of a recorded pass of `build`, a function of (module, x) that returns q, k, v (B, heads, T, D)."""
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.before, model.after = nn.Linear(C, C), nn.Linear(H * D, C)
+        split = build(model, C, H, G, D)
+
+        def forward(x):
+            x = model.before(x)
+            q, k, v = split(x)
+            if rope:
+                q, k = q * 2.0, k * 2.0  # no views any more
+            o = evenkeel.attention(q, k, v, is_causal=True, plan="fp32")
+            return model.after(o.transpose(1, 2).flatten(2)).sum()
+
+        recording = _recording.Recording(model)
+        x = torch.randn(2, 5, C)
+        with recording.running():
+            forward(x).backward()
+        call = recording.calls[0]
+        self.assertIsNotNone(call.x)
+        for name, weight in zip("qkv", call.weights):
+            expected = torch.einsum("btc,hcd->bhtd", call.x, weight) * (2.0 if rope and name in "qk" else 1.0)
+            self.assert_near([getattr(call, name)], [expected], 1e-5, name)
+        return recording
+
+    def test_by_shape(self):
+        heads = lambda t, n: t.view(*t.shape[:2], n, -1).transpose(1, 2)
+
+        def apart(names):
+            def build(model, C, H, G, D):
+                for name, n in zip(names, (H, G, G)):
+                    setattr(model, name, nn.Linear(C, n * D, bias=False))
+                return lambda x: [heads(getattr(model, name)(x), n) for name, n in zip(names, (H, G, G))]
+            return build
+
+        def fused(model, C, H, G, D):
+            model.linear_qkv = nn.Linear(C, (H + 2 * G) * D, bias=False)
+            return lambda x: [heads(t, n) for t, n in zip(model.linear_qkv(x).split([H * D, G * D, G * D], 2), (H, G, G))]
+
+        def by_group(model, C, H, G, D):  # as Megatron has them
+            model.linear_qkv = nn.Linear(C, (H + 2 * G) * D, bias=False)
+
+            def split(x):
+                t = model.linear_qkv(x).view(*x.shape[:2], G, H // G + 2, D)
+                q, k, v = t.split([H // G, 1, 1], 3)
+                return [q.reshape(*x.shape[:2], H, D).transpose(1, 2), k[:, :, :, 0].transpose(1, 2), v[:, :, :, 0].transpose(1, 2)]
+            return split
+
+        def keys_and_values(model, C, H, G, D):
+            model.c_q, model.c_kv = nn.Linear(C, H * D, bias=False), nn.Linear(C, 2 * G * D, bias=False)
+            return lambda x: [heads(model.c_q(x), H), *(heads(t, G) for t in model.c_kv(x).chunk(2, 2))]
+
+        for rope in (False, True):
+            self.found(apart(("wq", "wk", "wv")), 4, 2, rope=rope)
+            self.found(apart(("c_q", "c_k", "c_v")), 3, 3, rope=rope)
+            self.found(fused, 3, 3, rope=rope)
+            self.found(fused, 4, 2, rope=rope)
+            self.found(by_group, 4, 2, rope=rope)
+            self.found(keys_and_values, 6, 2, rope=rope)
+        recording = self.found(fused, 3, 3)
+        model = recording.model
+        parts = _watch.weights_to_measure(model, recording.parts)
+        self.assertTrue(torch.equal(parts["linear_qkv.weight[k]"], model.linear_qkv.weight[12:24]))
+        self.assertIn("before.weight", parts)
+
+
+class Taps(TorchCase):
+    """The same probes whatever door the attention takes."""
+
+    def recorded(self, attend, H=2, T=12, D=8, **options):
+        torch.manual_seed(2)
+        side = nn.Linear(D * H, 3 * D * H, bias=False)
+        x = torch.randn(1, T, D * H)
+        recording = _recording.Recording(side, **options)
+        with recording.running():
+            q, k, v = (t.view(1, T, H, D) for t in side(x).split(D * H, 2))
+            o = attend(q, k, v)
+            o.backward(torch.ones_like(o))
+        self.assertEqual(len(recording.calls), 1, recording.skipped)
+        call = recording.calls[0]
+        self.assertIsNotNone(call.d_o)
+        return call
+
+    def test_doors(self):
+        first = lambda t: t.transpose(1, 2)
+        mine = self.recorded(lambda q, k, v: evenkeel.attention(first(q), first(k), first(v), is_causal=True, plan="fp32"))
+        self.assertTrue(torch.equal(mine.d_o, torch.ones(1, 2, 12, 8)))
+        starts = torch.tensor([0, 12], dtype=torch.int32)
+
+        def somebodys_flash(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+            return first(exact(first(q), first(k), first(v), lower(12, 12)))
+
+        def somebodys_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+            return somebodys_flash(q[None], k[None], v[None])[0]
+
+        installed = types.ModuleType("flash_attn")
+        installed.flash_attn_func, installed.flash_attn_varlen_func = somebodys_flash, somebodys_varlen
+        sys.modules["flash_attn"] = installed
+        self.addCleanup(sys.modules.pop, "flash_attn")
+        flex = types.ModuleType("torch.nn.attention.flex_attention")
+        flex.flex_attention = lambda q, k, v, score_mod=None, block_mask=None, scale=None: exact(q, k, v, lower(12, 12))
+        before = sys.modules.get(flex.__name__)
+        sys.modules[flex.__name__] = flex
+        self.addCleanup(lambda: sys.modules.pop(flex.__name__) if before is None else sys.modules.update({flex.__name__: before}))
+        causal = types.SimpleNamespace(mask_mod=lambda b, h, row, key: key <= row)
+        doors = {
+            "flash_attn": lambda q, k, v: installed.flash_attn_func(q, k, v, causal=True),
+            "varlen": lambda q, k, v: installed.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 12, 12, causal=True),
+            "ours packed": lambda q, k, v: flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 12, 12, causal=True),
+            "flex": lambda q, k, v: flex.flex_attention(first(q), first(k), first(v), block_mask=causal),
+        }
+        if hasattr(F, "scaled_dot_product_attention"):
+            doors["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(first(q), first(k), first(v), is_causal=True)
+        for name, attend in doors.items():
+            call = self.recorded(attend)
+            for field in ("q", "k", "v", "d_o", "x"):
+                self.assertTrue(torch.equal(getattr(call, field), getattr(mine, field)), f"{name} {field}")
+            self.assertTrue(call.causal, name)
+        self.assertIs(installed.flash_attn_func, somebodys_flash)  # nothing stays behind
+
+    def test_transformer_engine(self):
+        class DotProductAttention(nn.Module):
+            qkv_format, attn_mask_type, softmax_scale = "sbhd", "causal", None
+
+            def forward(self, query_layer, key_layer, value_layer, **options):
+                q, k, v = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
+                return exact(q, k, v, lower(q.shape[2], q.shape[2])).permute(2, 0, 1, 3).flatten(2)
+
+        model = nn.ModuleDict({"attention": DotProductAttention()})
+        q, k, v = drawn(*[(6, 2, 3, 4)] * 3)  # (s, b, h, d)
+        recording = _recording.Recording(model)
+        with recording.running():
+            o = model["attention"](q, k, v)
+            gradient = torch.randn(o.shape)
+            o.backward(gradient)
+        (call,) = recording.calls
+        self.assertTrue(torch.equal(call.q, q.detach().permute(1, 2, 0, 3)))
+        self.assertTrue(torch.equal(call.d_o, gradient.view(6, 2, 3, 4).permute(1, 2, 0, 3)))
+        self.assertNotIn("forward", vars(model["attention"]))
+
+    def test_masks_and_packed_rows_are_cut_to_one_sequence(self):
+        first = lambda t: t.transpose(1, 2)
+        whole = self.recorded(lambda q, k, v: evenkeel.attention(first(q), first(k), first(v), is_causal=True, plan="fp32"))
+        block = torch.zeros(12, 12, dtype=torch.bool)
+        block[:5, :5] = block[5:, 5:] = True
+        masks = {"right": ((torch.arange(12) < 9).view(1, 12) & lower(12, 12), 0, 9, True),
+                 "left": ((torch.arange(12) >= 4).view(1, 12) & lower(12, 12), 4, 12, True),
+                 "packed": (block & lower(12, 12), 5, 12, True), "full blocks": (block, 5, 12, False),
+                 "window": (lower(12, 12).triu(-3), 0, 4, True)}
+        for name, (mask, a, e, causal) in masks.items():
+            call = self.recorded(lambda q, k, v: evenkeel.attention(first(q), first(k), first(v), attn_mask=mask, plan="fp32"))
+            self.assertTrue(torch.equal(call.q, whole.q[:, :, a:e]), name)
+            self.assertTrue(torch.equal(call.x, whole.x[:, a:e]), name)
+            self.assertEqual(call.causal, causal, name)
+        starts = torch.tensor([0, 3, 12], dtype=torch.int32)
+        call = self.recorded(lambda q, k, v: flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 9, 9, causal=True),
+                             rows=6)
+        self.assertTrue(torch.equal(call.q, whole.q[:, :, 3:9]))
+        random = torch.rand(12, 12) < 0.5
+        random[:, 0] = True
+        recording = _recording.Recording(nn.Linear(1, 1))
+        q = torch.randn(1, 2, 12, 8)
+        recording.add(q, q, q, None, 0.0, False, random, 1)
+        self.assertEqual(len(recording.skipped) + len(recording.calls), 1)
+
+
+class Runs(TorchCase):
+    def trained(self, folder, steps=6, growth=1.0, **options):
+        """A run whose first head's scores grow by this factor a step."""
+        torch.manual_seed(1)
+        model, x = Gpt(64, 32, layers=2, heads=2, width=16), tokens()
+        told = []
+        with evenkeel.patched("flash2"), evenkeel.Monitor(model, folder, plan="flash2", **{"every": 2, **options}) as monitor:
+            for step in range(steps):
+                with torch.no_grad():
+                    model.h[1].attn.c_attn.weight[:8] *= growth
+                    model.h[1].attn.c_attn.weight[16:24] *= growth
+                model.zero_grad()
+                loss = model(x, x)
+                loss.backward()
+                told.append(monitor.step(loss, lr=1e-3))
+        return monitor, told
+
+    def test_the_folder_is_a_run_and_step_returns_numbers(self):
+        folder, logged = self.folder(), []
+
+        class Board:
+            def add_scalar(self, name, value, step):
+                logged.append((step, name, value))
+
+        wandb = types.SimpleNamespace(log=lambda numbers, step: logged.append((step, "wandb", numbers)))
+        mlflow = types.SimpleNamespace(log_metrics=lambda numbers, step: logged.append((step, "mlflow", numbers)))
+        _, told = self.trained(folder, loggers=[Board(), wandb, mlflow, lambda step, numbers: logged.append((step, "fn", numbers))])
+        self.assertTrue(all(isinstance(v, (int, float)) for numbers in told for v in numbers.values()))
+        self.assertIn("evenkeel/offset", told[2])
+        self.assertNotIn("evenkeel/offset", told[1])
+        self.assertEqual({name for _, name, _ in logged} & {"wandb", "mlflow", "fn"}, {"wandb", "mlflow", "fn"})
+        self.assertIn((2, "evenkeel/offset", told[2]["evenkeel/offset"]), logged)
+        self.assert_says(TypeError, lambda: _watch.log_to(3, 0, {}), "loggers", "int")
+        config = (folder / "config.toml").read_text()
+        self.assertIn("layers = 2", config)
+        self.assertIn('plan = "flash2"', config)
+        if PROGRAM:
+            for command in (["verdict", folder], ["report", folder, "-o", folder / "page.html"]):
+                done = subprocess.run([PROGRAM, *command], capture_output=True, text=True)
+                self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
+
+    def test_alarms_while_it_trains(self):
+        folder = self.folder()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            monitor, told = self.trained(folder, steps=14, growth=2.0, every=1)
+        self.assertTrue(monitor.alarms)
+        event = monitor.alarms[0]
+        self.assertEqual((event["kind"], event["heads"][0]), ("warning", [1, 0]))
+        self.assertIn("log-sum-exp", str(caught[0].message))
+        self.assertEqual(json.loads((folder / "guard.jsonl").read_text().splitlines()[0]), event)
+        self.assertEqual(sum(numbers["evenkeel/alarm"] for numbers in told), len(monitor.alarms))
+        captured = sorted((folder / "captures").iterdir())
+        self.assertTrue(captured[0].name.startswith(f"step-{event['step']}-layer-1"))
+        if PROGRAM:
+            done = subprocess.run([PROGRAM, "verdict", folder, "--json"], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertEqual(json.loads(done.stdout)["cause"], "not_established")
+            done = subprocess.run([PROGRAM, "isolate", folder], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 3)
+            self.assertIn("python -m evenkeel isolate", done.stderr)
+        quiet, _ = self.trained(self.folder(), steps=14)
+        self.assertEqual(quiet.alarms, [])
+
+    def test_in_the_background_the_same_numbers(self):
+        folders = self.folder(), self.folder()
+        for folder, background in zip(folders, (False, True)):
+            self.trained(folder, background=background)
+        here, late = ([line["probe"] for line in lines_of(folder) if "probe" in line] for folder in folders)
+        self.assertEqual([p["step"] for p in here], [0, 2, 4])
+        by_step = {p["step"]: p for p in late}
+        self.assertTrue(set(by_step) <= {0, 2, 4} and by_step)
+        for probe in here:
+            if probe["step"] in by_step:
+                self.assertEqual(probe["offset"], by_step[probe["step"]]["offset"])
+
+    def test_two_ranks(self):
+        if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+            self.skipTest("this torch has no gloo")
+        folder = self.folder()
+        code = "import sys; sys.path[:0] = %r; import torch_run_test as t; t.rank(int(sys.argv[1]), %r)" % (
+            [str(ROOT / "tests" / "python"), str(ROOT / "python"), str(ROOT / "python" / "examples")], str(folder))
+        ranks = [subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                 for n in range(2)]
+        for process in ranks:
+            words, _ = process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 0, words)
+        whole, split = (lines_of(folder / name)[0]["probe"] for name in ("whole", "split"))
+        for field in ("offset", "mean_lse", "leak_rms", "norm_q"):
+            self.assertEqual(whole[field], split[field], field)
+
+
+def rank(number, folder):
+    """Tensor parallel over heads on two ranks, as `split`; all heads on one, as `whole`."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
+    torch.set_num_threads(1)
+    H, D, C, T = 4, 4, 8, 10
+    torch.manual_seed(3)
+    weights, x = [torch.randn(H * D, C) for _ in range(3)], torch.randn(1, T, C)
+
+    class Attention(nn.Module):
+        def __init__(self, heads):
+            super().__init__()
+            self.wq, self.wk, self.wv = (nn.Linear(C, len(heads) * D, bias=False) for _ in range(3))
+            for layer, w in zip((self.wq, self.wk, self.wv), weights):
+                layer.weight.data = torch.cat([w[h * D : (h + 1) * D] for h in heads])
+
+        def forward(self, x):
+            q, k, v = (layer(x).view(1, T, -1, D).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+            return evenkeel.attention(q, k, v, is_causal=True, plan="flash2").sum()
+
+    mine = [h for h in range(H) if h // 2 == number]
+    for name, heads, options in (("split", mine, {"tensor_parallel": torch.distributed.group.WORLD}), ("whole", range(H), {})):
+        model = Attention(list(heads))
+        with evenkeel.Monitor(model, f"{folder}/{name}", every=1, plan="flash2", **options) as monitor:
+            loss = model(x)
+            loss.backward()
+            monitor.step(loss)
+    torch.distributed.barrier()
+
+
+class Integrations(TorchCase):
+    def model(self):
+        torch.manual_seed(1)
+        return Gpt(64, 32, layers=1, heads=2, width=16)
+
+    def test_transformers_trainer(self):
+        folder, model, x = self.folder(), self.model(), tokens()
+        callback = integrations.TrainerCallback(folder, every=2, plan="flash2")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        whole = nn.Module()
+        whole.inner = model
+        whole.forward = lambda a, b: {"loss": model(a, b)}
+        state = types.SimpleNamespace(global_step=0)
+        with evenkeel.patched("flash2"):
+            callback.on_train_begin(None, state, None, model=whole, optimizer=optimizer)
+            for _ in range(3):
+                losses = []
+                for part in (0, 1):  # accumulation
+                    loss = whole(x[part : part + 1], x[part : part + 1])["loss"]
+                    losses.append(loss.item())
+                    loss.backward()
+                optimizer.step()
+                callback.on_step_end(None, state, None, optimizer=optimizer)
+            callback.on_train_end(None, state, None)
+        lines = lines_of(folder)
+        self.assertEqual([line["step"] for line in lines], [0, 1, 2])
+        self.assertAlmostEqual(lines[2]["loss"], sum(losses) / 2, places=6)
+        self.assertEqual((lines[0]["lr"], "probe" in lines[0], "probe" in lines[1]), (0.5, True, False))
+
+    def test_lightning(self):
+        folder, model, x, logged = self.folder(), self.model(), tokens(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        logger = types.SimpleNamespace(log_metrics=lambda numbers, step: logged.append((step, numbers)))
+        trainer = types.SimpleNamespace(global_step=0, optimizers=[optimizer], loggers=[logger], accumulate_grad_batches=2)
+        callback = integrations.LightningCallback(folder, every=1, plan="flash2")
+        with evenkeel.patched("flash2"):
+            callback.on_train_start(trainer, model)
+            for part in range(4):
+                loss = model(x, x) / 2
+                loss.backward()
+                if part % 2 == 1:
+                    optimizer.step()
+                    trainer.global_step += 1
+                callback.on_train_batch_end(trainer, model, {"loss": loss}, None, part)
+            callback.on_train_end(trainer, model)
+        lines = lines_of(folder)
+        self.assertEqual([line["step"] for line in lines], [0, 1])
+        self.assertAlmostEqual(lines[1]["loss"], 2 * loss.item(), places=5)
+        self.assertIn("evenkeel/offset", logged[0][1])
+
+    def test_any_optimiser_and_a_plain_loop(self):
+        folder, model, x = self.folder(), self.model(), tokens()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        own = optimizer.step
+        with evenkeel.patched("flash2"):
+            monitor = integrations.attach(model, types.SimpleNamespace(step=None, optimizers=[optimizer]), folder / "a", every=1)
+            for _ in range(2):
+                loss = model(x, x)
+                loss.backward()
+                optimizer.step()
+            monitor.close()
+            self.assertEqual(optimizer.step, own)
+            for _ in integrations.watched(range(2), model, folder / "b", optimizer, every=1):
+                loss = model(x, x)
+                loss.backward()
+                optimizer.step()
+        for name in "ab":
+            lines = lines_of(folder / name)
+            self.assertEqual([line["step"] for line in lines], [0, 1])
+            self.assertIn("probe", lines[1])
+        self.assertAlmostEqual(lines[1]["loss"], loss.item(), places=5)
+        self.assertEqual(len(model._forward_hooks), 0)
+
+
+class Training:
+    """A training that drifts within 150 steps: its row sums have two fraction bits. As evenkeel.isolate takes one."""
+
+    PLAN = "fp32,row_sum=e5m2"
+
+    def __init__(self, folder):
+        self.folder = folder
+        subprocess.run([PROGRAM, "data", "synth", "--out", folder / "text", "--bytes", "12000", "--seed", "2"], check=True,
+                       capture_output=True)
+        self.text = torch.tensor(list((folder / "text").read_bytes()))
+        draw = torch.Generator().manual_seed(3)
+        self.starts = [torch.randint(len(self.text) - 33, (4,), generator=draw) for _ in range(150)]
+        self.start()
+
+    def start(self):
+        torch.manual_seed(3)
+        self.model = Gpt(256, 32, layers=2, heads=1, width=32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+
+    def save(self, step):
+        torch.save((self.model.state_dict(), self.optimizer.state_dict()), self.folder / f"{step}.pt")
+
+    def load(self, step):
+        self.start()
+        weights, state = torch.load(self.folder / f"{step}.pt")
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+
+    def step(self, step, lr_factor=1.0):
+        rows = torch.stack([self.text[s : s + 33] for s in self.starts[step]])
+        self.optimizer.param_groups[0]["lr"] = 2e-2 * lr_factor * min(1.0, (step + 1) / 20)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item(), norm.item()
+
+    def steps(self, begin, end, lr_factor):
+        for step in range(begin, end):
+            yield self.step(step, lr_factor)
+
+
+def recorded(training, folder, steps=150):
+    """The training with a Monitor; checkpoints at 0 and 50. Returns the largest offset of its last probed step."""
+    with evenkeel.patched(Training.PLAN), evenkeel.Monitor(training.model, folder, every=10, plan=Training.PLAN) as monitor, \
+            warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(steps):
+            if step in (0, 50):
+                training.save(step)
+            loss, norm = training.step(step)
+            told = monitor.step(loss, lr=training.optimizer.param_groups[0]["lr"], gradient_norm=norm)
+    return max(x for layer in lines_of(folder)[-10]["offset"] for x in layer)
+
+
+@unittest.skipIf(not PROGRAM, "expected EVENKEEL_PROGRAM, which makes the text and searches")
+class GuardAndIsolate(TorchCase):
+    def test_the_guard_mends_what_drifts(self):
+        folder = self.folder()
+        drifted = recorded(Training(folder), folder / "plain")
+        training, changed = Training(folder), []
+        guard = evenkeel.Guard(training.model, training.optimizer, folder / "guarded", every=5, plan=Training.PLAN,
+                               on_change=changed.append)
+        self.addCleanup(lambda: None if guard._file.closed else guard.close())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while guard.next_step < 150:
+                loss, norm = training.step(guard.next_step)
+                guard.step(loss, gradient_norm=norm)
+        guard.close()
+        self.assertTrue(changed and changed[0]["kind"] == "remedy")
+        self.assertIn("stabiliser=zero_sum", changed[0]["plan"])
+        mended = max(x for layer in lines_of(folder / "guarded")[-5]["offset"] for x in layer)
+        print(f"  offset at the end: {drifted:.0f}, guarded {mended:.0f}; remedies at steps {[e['step'] for e in changed]}")
+        self.assertLess(mended, drifted / 2)
+        self.assertEqual(json.loads((folder / "guarded" / "guard.jsonl").read_text().splitlines()[0])["kind"], "remedy")
+        self.assertFalse([name for name in evenkeel._ops.PLAN_TABLES if name.startswith("@guard")])
+        self.assertEqual(len(training.model.h[0]._forward_pre_hooks), 0)
+
+    def test_only_remedied_heads_of_their_layer_change(self):
+        x = tokens(1, 16)
+        torch.manual_seed(1)
+        model = Gpt(64, 32, layers=2, heads=2, width=16)
+        loss = lambda: [t.detach() for t in torch.autograd.grad(model(x, x), [b.attn.c_attn.weight for b in model.h])]
+        guard = evenkeel.Guard(model, None, self.folder(), plan="bf16_all")
+        self.addCleanup(guard.close)
+        before = loss()
+        guard._remedied = {(1, 0)}
+        guard._set_plan()
+        self.assertEqual(guard.plan_now, "bf16_all; layer 1 head 0: stabiliser=zero_sum")
+        after = loss()
+        same = (before[1] == after[1]).view(3, 2, -1).all(-1)  # q, k, v by head
+        self.assertFalse(bool(same[0, 0]))
+        self.assertTrue(bool(same[2].all()))  # dv has no part in it
+        self.assertEqual(guard.plans_by_head(1, 2), ["bf16_all,stabiliser=zero_sum", "bf16_all"])
+        self.assertEqual(guard.plans_by_head(0, 2), ["bf16_all"] * 2)
+        self.assert_says(ValueError, lambda: evenkeel.Guard(model, None, self.folder(), background=True), "background")
+
+    def test_it_goes_back_where_it_is_too_late(self):
+        folder, loaded = self.folder(), []
+        torch.manual_seed(1)
+        model, x = Gpt(64, 32, layers=2, heads=2, width=16), tokens(1, 16)
+        guard = evenkeel.Guard(model, None, folder, every=1, plan="bf16_all", save=lambda step: None, load=loaded.append, save_every=2)
+        self.addCleanup(guard.close)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(20):
+                with torch.no_grad():
+                    model.h[1].attn.c_attn.weight[:8] *= 1 if loaded else 2
+                    model.h[1].attn.c_attn.weight[16:24] *= 1 if loaded else 2
+                loss = model(x, x)
+                loss.backward()
+                guard.step(loss)
+        self.assertEqual(len(loaded), 1)
+        event = [json.loads(line) for line in (folder / "guard.jsonl").read_text().splitlines()][-1]
+        self.assertEqual((event["kind"], event["to"]), ("roll_back", loaded[0]))
+        steps = [line["step"] for line in lines_of(folder)]
+        self.assertIn(loaded[0], [b for a, b in zip(steps, steps[1:]) if b <= a])
+
+    def test_isolate_finds_the_site(self):
+        folder = self.folder()
+        training = Training(folder)
+        recorded(training, folder / "run")
+        told = []
+        found = evenkeel.isolate(training, {0: 0}, folder / "run", steps=150, budget=30, exact=True, tell=told.append)
+        print(f"  {found['words']} ({found['replays']} replays)")
+        self.assertEqual(found["cause"], "common_mode_drift", json.dumps(found["evidence"], indent=1))
+        self.assertIn("row_sum", found["sites_alone"])
+        self.assertTrue(any("symptom" in words for words in told))
+        self.assertIn("evenkeel.patch(plan=", found["next_command"])
+        self.assertEqual(json.loads((folder / "run" / "verdict.json").read_text())["cause"], found["cause"])
+        again = evenkeel.isolate(training, {0: 0}, folder / "run", steps=150, budget=30, exact=True, tell=None)
+        self.assertEqual(again["replays"], found["replays"])  # kept: none was made twice
+        done = subprocess.run([PROGRAM, "report", folder / "run", "-o", folder / "page.html"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("row_sum", (folder / "page.html").read_text())
+
+    def test_bad_requests_of_isolate(self):
+        folder = self.folder()
+        run = lambda *a, **o: lambda: evenkeel.isolate(*a, **o)
+        training = types.SimpleNamespace(model=nn.Linear(1, 1), load=lambda c: None, steps=lambda b, e, f: iter(()))
+        self.assert_says(TypeError, run(3, {0: 0}, folder), "isolate: expected training.model", "int")
+        self.assert_says(ValueError, run(training, {}, folder), "checkpoints", "{}")
+        self.assert_says(ValueError, run(training, {0: 0}, folder), "config.toml")
+        (folder / "config.toml").write_text('[run]\ntrainer = "pytorch"\n')
+        self.assert_says(evenkeel.EvenkeelError, run(training, {0: 0}, folder), "isolate:", "metrics.jsonl")
+        done = subprocess.run([sys.executable, "-m", "evenkeel", "isolate", "nothing", "--help"], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT / "python")})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("evenkeel isolate", done.stdout)  # the program's own
+
+
+if __name__ == "__main__":
+    main()
