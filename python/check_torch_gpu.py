@@ -3,8 +3,8 @@
 
     check_torch_gpu.py [--only SECTION,...] [--families all|some] [--rows N] [--sequences N]
 
-Sections: kernels, opcheck, compile, graph, streams, transformers, speed, conform; and, where it is asked for, profile: what
-differs between the kernels of a GPT-2 step with our attention and with cuDNN's. Each stands alone: a failure in one is
+Sections: kernels, opcheck, compile, graph, streams, transformers, doors, registry, models, instruments, examples, speed, conform;
+and, where it is asked for, profile: what differs between the kernels of a GPT-2 step with our attention and with cuDNN's. Each stands alone: a failure in one is
 told with its last lines and does not hide the others. Exit codes: 0 all passed, 1 a failure, 77 no PyTorch with a GPU.
 """
 import argparse
@@ -39,6 +39,7 @@ sys.path[:0] = [str(HERE), str(HERE / "examples")]
 
 import evenkeel  # noqa: E402
 from evenkeel import _ops  # noqa: E402
+import check_torch_doors  # noqa: E402
 from train_nano import Gpt  # noqa: E402
 
 torch.set_num_threads(1)  # the judge has threads of its own, which would wait for torch's
@@ -535,7 +536,7 @@ def conform(options):
 
 
 SECTIONS = {"kernels": kernels, "opcheck": opcheck, "compile": compile_, "graph": graph, "streams": streams,
-            "transformers": transformers, "speed": speed, "conform": conform, "profile": profile}
+            "transformers": transformers, **check_torch_doors.SECTIONS, "speed": speed, "conform": conform, "profile": profile}
 
 
 def main():

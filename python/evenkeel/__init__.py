@@ -24,10 +24,10 @@ from ._library import EvenkeelError, library_path, library_version
 from ._patch import patch, patched, register_flash_attention_impl, unpatch
 from ._capture import capture
 from ._watch import Monitor
-from .flash_attn import flash_attn_func
+from .flash_attn import flash_attn_func, flash_attn_varlen_func
 
 __all__ = ["EvenkeelError", "Guard", "Monitor", "NotCovered", "attention", "attention_facts", "capture", "conform", "conform_families",
-           "coverage", "flash_attn", "flash_attn_func", "hf", "integrations", "isolate", "kernel_choice", "library_path", "library_version", "next_step",
+           "coverage", "flash_attn", "flash_attn_func", "flash_attn_varlen_func", "hf", "integrations", "isolate", "kernel_choice", "library_path", "library_version", "next_step",
            "patch", "patched", "register_flash_attention_impl", "unpatch"]
 
 

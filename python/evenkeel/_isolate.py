@@ -39,7 +39,7 @@ class _Replays:
                     line = {"step": step, "loss": float(loss), "gradient_norm": 1.0 if norm is None else float(norm)}
                     taken = recorder.take()
                     if taken is not None:
-                        facts = Facts(taken[0], self._plans(asked["plan"], taken[0]))
+                        facts = Facts(taken[0], plan_of_all_heads(asked["plan"]))
                         line.update({name: facts.by_head[name] for name in FACTS})
                     yield line
                     if line["loss"] != line["loss"] or abs(line["loss"]) == float("inf"):
@@ -50,10 +50,15 @@ class _Replays:
             unfollow()
             recorder.close()
 
-    @staticmethod
-    def _plans(plan, calls):
-        """The leak is probed with the base of the plan; which heads have which clauses only the kernels need to know."""
-        return plan.split(";")[0] if ";" in plan else plan
+
+def plan_of_all_heads(plan):
+    """A plan without its clauses for layers and heads: what the leak is probed with. A clause that begins with a plan's name
+    replaces all before it."""
+    first, *clauses = (clause.strip() for clause in plan.split(";"))
+    for clause in clauses:
+        if not clause.startswith(("layer ", "head ")):
+            first = f"{first},{clause}" if "=" in clause.split(",")[0] else clause
+    return first
 
 
 def isolate(training, checkpoints, run, steps=200, budget=40, exact=False, sequences=1, rows=256, tell=print):

@@ -5,6 +5,7 @@ No check of its own: the library checks, and says what it expected and found.
 """
 import ctypes
 import functools
+import re
 from typing import Optional, Tuple
 
 import torch
@@ -14,6 +15,7 @@ from ._library import check, library
 
 Tensor = torch.Tensor
 NAME = "evenkeel.attention"
+NAMESPACE = re.sub(r"\W", "_", __package__)  # of the operations: a copy of the package under another name has its own
 TYPES = {torch.bfloat16: _library.BF16, torch.float32: _library.FP32, torch.float64: _library.FP64}
 
 
@@ -231,7 +233,7 @@ HAS_CUSTOM_OPS = hasattr(torch.library, "custom_op") and hasattr(torch.library, 
 
 if HAS_CUSTOM_OPS:
 
-    @torch.library.custom_op("evenkeel::attention", mutates_args=(), device_types=("cpu", "cuda"))
+    @torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=(), device_types=("cpu", "cuda"))
     def forward_op(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor], device_step: Optional[Tensor], plan: str,
                    causal: bool, scale: float, softcap: float, window_left: int, window_right: int, step: int,
                    layer: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -243,7 +245,7 @@ if HAS_CUSTOM_OPS:
         options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
         return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), _saved(q, k, visible is not None, options)
 
-    @torch.library.custom_op("evenkeel::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
+    @torch.library.custom_op(f"{NAMESPACE}::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
                     visible: Optional[Tensor], device_step: Optional[Tensor], plan: str, causal: bool, scale: float,
                     softcap: float, window_left: int, window_right: int, step: int,

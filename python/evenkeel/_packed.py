@@ -94,6 +94,8 @@ def _gpu_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, device_step,
     with _ops._on(q.device):
         a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, longest_q, longest_k, device_step, options)
         saved = _new_saved(q, k, starts_q, longest_q, options)
+        if saved.numel() < sizes.saved:
+            raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.numel()} bytes, found {sizes.saved}")
         workspace = q.new_empty(sizes.workspace, dtype=torch.uint8)
         o, x = _like(q), [_ops._readable(_heads_first(t)) for t in (q, k, v)]
         B, H, rows = starts_q.shape[0] - 1, q.shape[1], q.shape[0]
@@ -180,7 +182,7 @@ class _Function(torch.autograd.Function):
 
 if _ops.HAS_CUSTOM_OPS:
 
-    @torch.library.custom_op("evenkeel::attention_packed", mutates_args=(), device_types=("cpu", "cuda"))
+    @torch.library.custom_op(f"{_ops.NAMESPACE}::attention_packed", mutates_args=(), device_types=("cpu", "cuda"))
     def packed_op(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, device_step: Optional[Tensor],
                   longest_q: int, longest_k: int, plan: str, causal: bool, scale: float, softcap: float, window_left: int,
                   window_right: int, step: int, layer: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +195,7 @@ if _ops.HAS_CUSTOM_OPS:
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
         return o, lse, _new_saved(q, k, starts_q, longest_q, (*options, 0))
 
-    @torch.library.custom_op("evenkeel::attention_packed_backward", mutates_args=(), device_types=("cpu", "cuda"))
+    @torch.library.custom_op(f"{_ops.NAMESPACE}::attention_packed_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def packed_backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
                            starts_q: Tensor, starts_k: Tensor, device_step: Optional[Tensor], longest_q: int,
                            longest_k: int, plan: str, causal: bool, scale: float, softcap: float, window_left: int,

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import queue
+import subprocess
 import threading
 import time
 import warnings
@@ -40,6 +41,9 @@ def _worded(value):
 # (a test compares them).
 FACTS = ("largest_score", "offset", "mean_lse", "largest_lse", "tied_rows", "leak_mean", "leak_error", "leak_rms",
          "delta_rms")
+
+
+FORECAST_EVERY = 10  # probed steps
 
 
 def _world():
@@ -197,7 +201,8 @@ class Monitor:
     Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given; with evenkeel's attention, not
     compiled, mean_lse and largest_lse of every layer and head too. Every `every`-th step the attention of the first
     forward pass is recorded and probed: log-sum-exp, offset, ties, leak, largest scores, for every layer and head, on the
-    first `sequences` sequences and `rows` rows; spectral norms of all weights every `norms_every`-th such step. A head that
+    first `sequences` sequences and `rows` rows; spectral norms of all weights every `norms_every`-th such step (by default
+    each, and every tenth on a GPU, from which the weights must be copied). A head that
     drifts is an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
     plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
     loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
@@ -206,8 +211,10 @@ class Monitor:
     A compiled model must be given as torch.compile returned it; recorded steps run without the compiler.
     """
 
-    def __init__(self, model, folder, every=100, sequences=1, rows=256, plan=None, first_step=0, loggers=(), norms_every=1,
+    def __init__(self, model, folder, every=100, sequences=1, rows=256, plan=None, first_step=0, loggers=(), norms_every=None,
                  tensor_parallel=None, background=None):
+        on_gpu = isinstance(model, torch.nn.Module) and any(p.is_cuda for p in model.parameters())
+        norms_every = (10 if on_gpu else 1) if norms_every is None else norms_every
         for name, value in (("every", every), ("sequences", sequences), ("rows", rows), ("norms_every", norms_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"evenkeel.Monitor: expected {name} of 1 or more, found {value!r}")
@@ -227,7 +234,7 @@ class Monitor:
         self.alarms = []  # the events of guard.jsonl so far
         self._recorder = Recorder(model, sequences, rows)
         self._recorder.armed = self._next % every == 0
-        on_gpu = any(p.is_cuda for p in model.parameters())
+        self._forecast = _Forecast(self.folder) if self.rank == 0 else None
         self._worker = _Worker() if (on_gpu if background is None else background) else None
         self._began = time.perf_counter()
 
@@ -252,7 +259,11 @@ class Monitor:
             self._probe(*taken, line, numbers)
         elif self._worker is not None:
             self._add_late(line, numbers)
+        if self._forecast is not None:
+            numbers.update(self._forecast.numbers())
         self._write(line)
+        if self._forecast is not None and "probe" in line and self._probed % FORECAST_EVERY == 0:
+            self._forecast.start()
         for logger in self.loggers if self.rank == 0 else ():
             log_to(logger, line["step"], numbers)
         self._next += 1
@@ -346,7 +357,7 @@ class Monitor:
 
     def forecast(self):
         """What `evenkeel forecast` says of this run so far: a dict."""
-        return _program.json_of("forecast", self.folder)
+        return _only(_program.json_of("forecast", self.folder))
 
     def verdict(self):
         """What `evenkeel verdict` says of this run so far: a dict."""
@@ -354,6 +365,8 @@ class Monitor:
 
     def close(self):
         self._recorder.close()
+        if self._forecast is not None:
+            self._forecast.numbers(wait=True)
         if self._worker is not None:
             self._worker.finish()
             late = {"step": self._next - 1}
@@ -379,6 +392,40 @@ class Monitor:
 
     def __exit__(self, *_):
         self.close()
+
+
+def _only(found):
+    """Of a command that answers for several runs: the answer for one."""
+    return found[0] if isinstance(found, list) else found
+
+
+class _Forecast:
+    """`evenkeel forecast` of the run's folder in a process beside the training, one at a time."""
+
+    def __init__(self, folder):
+        self._folder, self._process, self._told = folder, None, False
+
+    def start(self):
+        if self._process is None:
+            with contextlib.suppress(_program.EvenkeelError, OSError):  # without the program there is none
+                self._process = subprocess.Popen([_program.program_path(), "forecast", str(self._folder), "--json"],
+                                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def numbers(self, wait=False):
+        """Of a forecast that is ready: whether the run fails, and at which step it is expected to."""
+        if self._process is None or (not wait and self._process.poll() is None):
+            return {}
+        text, code = self._process.communicate()[0], self._process.returncode
+        self._process = None
+        if code not in (0, 1):
+            return {}
+        found = _only(json.loads(text))
+        steps = [head["failure"] for head in found["heads"] if head["failure"] is not None]
+        if found["fails"] and not self._told:
+            self._told = True
+            warnings.warn(f"evenkeel.Monitor: {found['words']}", stacklevel=4)
+        return {"evenkeel/forecast_fails": int(bool(found["fails"])),
+                **({"evenkeel/forecast_step": min(steps)} if found["fails"] and steps else {})}
 
 
 def summary(facts):

@@ -11,6 +11,7 @@
 #include "cli/probe_output.h"
 #include "cli/replay_progress.h"
 #include "diagnosis/capture_run.h"
+#include "records/run_records.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -24,6 +25,19 @@ struct ProbeCommand {
   bool json = false;
 };
 
+// A run of another trainer cannot be replayed here: what its monitor captured at that step (captures/).
+void read_captures_of(const ProbeCommand& command, const RunStep& at, Probed& probed) {
+  std::string steps;
+  for (const std::filesystem::path& file : read_run(at.run).captures) {
+    Capture capture = read_capture(file);
+    steps += fmt::format("{}{}", steps.empty() ? "" : ", ", capture.step);
+    if (capture.step == at.step && (command.layer < 0 || capture.layer == command.layer))
+      probed.captures.push_back(std::move(capture));
+  }
+  require_data(!probed.captures.empty(), "{}: expected a capture of step {} in its folder, found {}",
+               at.run.string(), at.step, steps.empty() ? "none" : "some of steps " + steps);
+}
+
 void read_target(const ProbeCommand& command, const std::string& target, Probed& probed) {
   std::error_code error;
   if (fs::is_regular_file(target, error)) {
@@ -33,6 +47,7 @@ void read_target(const ProbeCommand& command, const std::string& target, Probed&
   const auto at = parse_run_step(target);
   require(at.has_value(), "'{}': expected a capture's file or RUN@STEP, as in runs/a@300; found neither",
           target);
+  if (!config_of_run(at->run).trainer.empty()) return read_captures_of(command, *at, probed);
   CaptureRequest request;
   request.layer = command.layer;
   request.sequences = command.sequences;

@@ -458,6 +458,26 @@ class Transformers(DoorCase):
         self.assertTrue(callable(known["named"][0]))
 
 
+class KernelsFolder(DoorCase):
+    def test_the_layout_of_hugging_face_kernels(self):
+        import importlib.util
+
+        import hf_kernel_folder
+
+        variant = hf_kernel_folder.write(self.folder(), evenkeel.library_path())
+        x = drawn(*[(1, 5, 2, 8)] * 3)
+        expected = evenkeel.flash_attn_func(*x, causal=True)
+        for place in (variant / "__init__.py", variant / "evenkeel" / "__init__.py"):
+            name = f"kernel_{place.parent.name.replace('-', '_')}"
+            spec = importlib.util.spec_from_file_location(name, place, submodule_search_locations=[str(place.parent)])
+            kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
+            self.addCleanup(sys.modules.pop, name)
+            spec.loader.exec_module(kernel)
+            self.assertTrue(torch.equal(kernel.flash_attn_func(*x, causal=True), expected))
+            self.assertIsNot(kernel.flash_attn_func, evenkeel.flash_attn_func)
+        self.assertTrue((variant / "metadata.json").exists())
+
+
 class Sharded(DoorCase):
     """DTensor's interface: to_local, from_local, placements, device_mesh."""
 

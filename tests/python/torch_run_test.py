@@ -1,10 +1,15 @@
 """Monitor on every door, alarms, loggers, integrations, Guard, isolate: anyone's training as a run, on the CPU with any
 PyTorch. Other people's libraries are met as small stand-ins of their signatures."""
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import unittest
 import warnings
@@ -255,6 +260,13 @@ class Runs(TorchCase):
             done = subprocess.run([PROGRAM, "verdict", folder, "--json"], capture_output=True, text=True)
             self.assertEqual(done.returncode, 1, done.stderr)
             self.assertEqual(json.loads(done.stdout)["cause"], "not_established")
+            for step, code, words in ((event["step"], 0, "layer 1"), (99999, 3, f"some of steps {event['step']}")):
+                done = subprocess.run([PROGRAM, "probe", f"{folder}@{step}"], capture_output=True, text=True)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(words, done.stdout + done.stderr)
+            done = subprocess.run([PROGRAM, "forecast", folder], capture_output=True, text=True)
+            self.assertIn(done.returncode, (0, 1), done.stderr)
+            self.assertIn("fails", monitor.forecast())
             done = subprocess.run([PROGRAM, "isolate", folder], capture_output=True, text=True)
             self.assertEqual(done.returncode, 3)
             self.assertIn("python -m evenkeel isolate", done.stderr)
@@ -392,6 +404,29 @@ class Integrations(TorchCase):
         self.assertEqual(len(model._forward_hooks), 0)
 
 
+class Examples(TorchCase):
+    def test_each_runs_or_says_what_it_lacks(self):
+        sys.path.insert(0, str(ROOT / "examples"))
+        self.addCleanup(sys.path.remove, str(ROOT / "examples"))
+        import plain_loop
+
+        before = evenkeel._patch._undo[:]
+        losses = plain_loop.train(6, self.folder(), every=3)
+        self.assertEqual(len(losses), 6)
+        self.assertLess(losses[-1], losses[0])
+        self.assertEqual(evenkeel._patch._undo, before)
+        for name, needs in (("hf_trainer", "transformers"), ("lightning_script", "lightning"), ("fsdp2", None)):
+            source = (ROOT / "examples" / f"{name}.py").read_text()
+            compile(source, name, "exec")
+            self.assertIn("# <- the run's records", source)
+            here = importlib.util.find_spec(needs) is not None if needs else int(torch.__version__.split(".")[0]) >= 2
+            if here:
+                continue  # shown by check_torch_gpu.py, where there is time for it
+            with self.assertRaises(SystemExit) as left, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                importlib.import_module(name)
+            self.assertEqual(left.exception.code, 77, name)
+
+
 class Training:
     """A training that drifts within 150 steps: its row sums have two fraction bits. As evenkeel.isolate takes one."""
 
@@ -436,24 +471,31 @@ class Training:
 
 
 def recorded(training, folder, steps=150):
-    """The training with a Monitor; checkpoints at 0 and 50. Returns the largest offset of its last probed step."""
+    """The training with a Monitor; a checkpoint at 0. Returns the largest offset of its last probed step."""
     with evenkeel.patched(Training.PLAN), evenkeel.Monitor(training.model, folder, every=10, plan=Training.PLAN) as monitor, \
             warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(steps):
-            if step in (0, 50):
+            if step == 0:
                 training.save(step)
             loss, norm = training.step(step)
-            told = monitor.step(loss, lr=training.optimizer.param_groups[0]["lr"], gradient_norm=norm)
+            monitor.step(loss, lr=training.optimizer.param_groups[0]["lr"], gradient_norm=norm)
     return max(x for layer in lines_of(folder)[-10]["offset"] for x in layer)
 
 
 @unittest.skipIf(not PROGRAM, "expected EVENKEEL_PROGRAM, which makes the text and searches")
 class GuardAndIsolate(TorchCase):
+    @classmethod
+    def setUpClass(cls):
+        """The training recorded once, for both."""
+        cls.home = pathlib.Path(tempfile.mkdtemp(prefix="evenkeel-torch-"))
+        cls.addClassCleanup(shutil.rmtree, cls.home, ignore_errors=True)
+        cls.training = Training(cls.home)
+        cls.drifted = recorded(cls.training, cls.home / "run")
+
     def test_the_guard_mends_what_drifts(self):
-        folder = self.folder()
-        drifted = recorded(Training(folder), folder / "plain")
-        training, changed = Training(folder), []
+        folder, drifted, training, changed = self.folder(), self.drifted, self.training, []
+        training.start()
         guard = evenkeel.Guard(training.model, training.optimizer, folder / "guarded", every=5, plan=Training.PLAN,
                                on_change=changed.append)
         self.addCleanup(lambda: None if guard._file.closed else guard.close())
@@ -513,10 +555,7 @@ class GuardAndIsolate(TorchCase):
         self.assertIn(loaded[0], [b for a, b in zip(steps, steps[1:]) if b <= a])
 
     def test_isolate_finds_the_site(self):
-        folder = self.folder()
-        training = Training(folder)
-        recorded(training, folder / "run")
-        told = []
+        folder, training, told = self.home, self.training, []
         found = evenkeel.isolate(training, {0: 0}, folder / "run", steps=150, budget=30, exact=True, tell=told.append)
         print(f"  {found['words']} ({found['replays']} replays)")
         self.assertEqual(found["cause"], "common_mode_drift", json.dumps(found["evidence"], indent=1))
@@ -529,6 +568,13 @@ class GuardAndIsolate(TorchCase):
         done = subprocess.run([PROGRAM, "report", folder / "run", "-o", folder / "page.html"], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("row_sum", (folder / "page.html").read_text())
+
+    def test_what_the_leak_of_a_replay_is_probed_with(self):
+        from evenkeel._isolate import plan_of_all_heads
+        for plan, expected in (("flash2", "flash2"), ("flash2; fp32", "fp32"), ("flash2; dv=fp32", "flash2,dv=fp32"),
+                               ("flash2; layer 1 head 0: fp32", "flash2"), ("flash2; fp32; layer 0 head 1: pv=bf16", "fp32"),
+                               ("flash2; stabiliser=zero_sum", "flash2,stabiliser=zero_sum")):
+            self.assertEqual(plan_of_all_heads(plan), expected)
 
     def test_bad_requests_of_isolate(self):
         folder = self.folder()

@@ -1,0 +1,260 @@
+"""Sections of check_torch_gpu.py: the doors of the PyTorch package on a GPU, its instruments there, and the examples."""
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+import evenkeel
+from evenkeel import _plain, flash_attn
+from train_nano import Gpt
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BF16 = torch.bfloat16
+
+
+def must(condition, words):
+    if not condition:
+        raise AssertionError(words)
+
+
+def apart(found, expected):
+    """The largest ||found - expected|| / ||expected|| of the pairs."""
+    return max(((f.float() - e.float()).norm() / e.float().norm().clamp_min(1e-30)).item() for f, e in zip(found, expected))
+
+
+def with_gradients(fn, inputs, d_o):
+    o = fn(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, inputs, d_o)]
+
+
+def doors(_):
+    """Packed sequences in one call, windows, caches, the gradient of the log-sum-exp, random draws, coverage."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=BF16, generator=draw).requires_grad_()
+    worst = 0.0
+    for lengths, H, G, D in (([300, 1, 64, 129, 500], 8, 8, 64), ([33, 257, 70], 8, 2, 128), ([5, 9], 2, 1, 40)):
+        starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+        rows, longest = sum(lengths), max(lengths)
+        q, k, v, d_o = make(rows, H, D), make(rows, G, D), make(rows, G, D), make(rows, H, D).detach()
+        for causal in (True, False):
+            run = lambda *t: flash_attn.flash_attn_varlen_func(*t, starts, starts, longest, longest, causal=causal)
+            plain = lambda *t: torch.cat([
+                _plain.plain_attention(*(x[a:b].transpose(0, 1).unsqueeze(0) for x in t),
+                                       _plain.band(b - a, b - a, causal, device="cuda"))[0][0].transpose(0, 1)
+                for a, b in zip(starts.tolist(), starts.tolist()[1:])])
+            error = apart(with_gradients(run, (q, k, v), d_o), with_gradients(plain, (q, k, v), d_o))
+            print(f"  packed {lengths}, {H}/{G} heads of {D}, causal {causal}: {error:.1e}")
+            must(error < 1e-2, f"packed sequences: {error}")
+            worst = max(worst, error)
+    compiled = torch.compile(run, fullgraph=True)
+    must(apart([compiled(q, k, v)], [run(q, k, v)]) < 1e-2, "packed sequences, compiled")
+    q, k, v = make(2, 8, 128, 64), make(2, 4, 128, 64), make(2, 4, 128, 64)
+    d_o, d_l = make(2, 8, 128, 64).detach(), torch.randn(2, 8, 128, device="cuda")
+    both = lambda fn: torch.autograd.grad(fn(q, k, v), (q, k, v), [d_o, d_l])
+    error = apart(both(lambda *t: evenkeel.attention(*t, is_causal=True, return_lse=True)),
+                  both(lambda *t: _plain.plain_attention(*t, _plain.band(128, 128, True, device="cuda"))))
+    must(error < 1e-2, f"gradient of the log-sum-exp: {error}")
+    first = lambda t: t.transpose(1, 2)
+    windowed = lambda *t: first(flash_attn.flash_attn_func(*map(first, t), causal=True, window_size=(20, 0)))
+    error = apart(with_gradients(windowed, (q, k, v), d_o), with_gradients(
+        lambda *t: _plain.plain_attention(*t, _plain.band(128, 128, True, (20, 0), "cuda"))[0], (q, k, v), d_o))
+    must(error < 1e-2, f"a window: {error}")
+    gradients = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        gradients.append(with_gradients(lambda *t: evenkeel.attention(*t, is_causal=True), (q, k, v), d_o))
+    same = [all(torch.equal(a, b) for a, b in zip(gradients[0], other)) for other in gradients[1:]]
+    must(same[0], "expected the same bits after the same seed")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    must(not hopper or not same[1], "expected other random draws after another seed")
+    must(all(c["kernel"] != "pytorch" for c in evenkeel.coverage()), str(evenkeel.coverage()))
+    print(evenkeel.coverage())
+    return f"packed, windows, log-sum-exp; worst error {worst:.1e}; draws repeat from a seed and differ by seed"
+
+
+def registry(_):
+    """torch.nn.attention.activate_flash_attention_impl("evenkeel"), with varlen_attn."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+    import torch.nn.attention.varlen as varlen
+
+    evenkeel.register_flash_attention_impl()
+    before = F.scaled_dot_product_attention
+    activate_flash_attention_impl("evenkeel")
+    try:
+        q = torch.randn(1, 4, 64, 64, device="cuda", dtype=BF16)
+        evenkeel.next_step()
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x = torch.randn(96, 4, 64, device="cuda", dtype=BF16)
+        starts = torch.tensor([0, 32, 96], device="cuda", dtype=torch.int32)
+        varlen.varlen_attn(x, x, x, starts, starts, 64, 64, window_size=(-1, 0))
+        listed = evenkeel.coverage()
+        must(listed.covered and {c["door"] for c in listed} == {"scaled_dot_product_attention", "varlen_attn"}, str(listed))
+    finally:
+        restore_flash_attention_impl()
+    must(F.scaled_dot_product_attention is before, "expected PyTorch's own again")
+    return "activated, seen by coverage(), restored"
+
+
+def tiny_models():
+    """name -> (model, inputs): random weights, a few layers."""
+    import transformers as t
+
+    sizes = dict(vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128)
+    made = {
+        "GPT-2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=200, n_positions=128, n_embd=64, n_layer=2, n_head=4,
+                                                        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)),
+        "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
+        "Qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=16)),
+        "Gemma-2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, head_dim=256, sliding_window=16, query_pre_attn_scalar=64)),
+        "gpt-oss": lambda: t.GptOssForCausalLM(t.GptOssConfig(**sizes, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+                                                              sliding_window=16)),
+        "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(vocab_size=200, d_model=64, d_kv=16, d_ff=96, num_layers=2,
+                                                              num_heads=4, dropout_rate=0.0)),
+        "DeepSeek-V3": lambda: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(
+            **{**sizes, "num_key_value_heads": 4}, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=16,
+            first_k_dense_replace=1)),
+    }
+    return made
+
+
+def models(_):
+    """transformers' models with our attention against eager: loss and gradients, plain, padded and packed; or a refusal."""
+    evenkeel.hf.register("evenkeel_fp32", plan="fp32")
+    tokens = torch.randint(0, 200, (2, 48), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    padding = torch.ones_like(tokens)
+    padding[1, -13:] = 0
+    told, failed = [], []
+    for name, make in tiny_models().items():
+        try:
+            torch.manual_seed(1)
+            model = make().cuda().float().train()
+        except (AttributeError, TypeError, ValueError) as error:
+            told.append(f"{name}: not in this transformers ({type(error).__name__})")
+            continue
+        evenkeel.next_step()
+        errors = []
+        for mask in (None, padding):
+            results = []
+            for implementation in ("eager", "evenkeel_fp32"):
+                try:
+                    model.set_attn_implementation(implementation)
+                    model.zero_grad(set_to_none=True)
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        loss = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+                    loss.backward()
+                    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                    results.append([loss.detach(), torch.cat(grads)])
+                except Exception as error:  # a refusal is an answer, if ours
+                    results.append(error)
+            if isinstance(results[1], Exception):
+                errors.append(f"refused: {type(results[1]).__name__}: {str(results[1])[:90]}")
+            elif isinstance(results[0], Exception):
+                errors.append(f"eager itself: {str(results[0])[:60]}")
+            else:
+                errors.append(apart(results[1], results[0]))
+        kernels = sorted({c["kernel"] for c in evenkeel.coverage()}) or ["its own attention, which no door reaches"]
+        numbers = [e for e in errors if isinstance(e, float)]
+        told.append(f"{name}: {', '.join(f'{e:.1e}' if isinstance(e, float) else e for e in errors)} by {', '.join(kernels)}")
+        print("  " + told[-1], flush=True)
+        if any(e > 1e-3 for e in numbers):
+            failed.append(told[-1])
+    must(not failed, f"expected eager's numbers, found {failed}")
+    return "; ".join(told)
+
+
+def instruments(_):
+    """Guard changes the plan of compiled code without compiling again; Monitor in a GPT-2's training costs under 1 %."""
+    torch.set_float32_matmul_precision("high")
+    folder = pathlib.Path(tempfile.mkdtemp())
+    torch.manual_seed(1)
+    model = Gpt(vocabulary=512, context=256, layers=2, heads=4, width=256).cuda()
+    rows = torch.randint(0, 512, (4, 257), device="cuda")
+    guard = evenkeel.Guard(model, None, folder / "guard", every=1000, first_step=1)
+    try:
+        compiled = torch.compile(model, fullgraph=True)
+
+        def gradients():
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            with torch.autocast("cuda", dtype=BF16):
+                loss = compiled(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            return [block.attn.c_attn.weight.grad.clone() for block in model.h]
+
+        gradients()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        before = gradients()
+        guard._remedied = {(1, 2)}
+        guard._set_plan()
+        after = gradients()
+        must(torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "expected no new compilation")
+        changed = [(a != b).view(3, 4, -1).any(-1) for a, b in zip(before, after)]
+        must(bool(changed[1][0, 2]), "expected the remedy to reach layer 1 head 2")
+    finally:
+        guard.close()
+    torch._dynamo.reset()
+    with evenkeel.patched():
+        times = {}
+        torch.manual_seed(1)
+        big = Gpt(vocabulary=50304, context=1024, layers=12, heads=12, width=768).cuda()
+        optimizer = torch.optim.AdamW(big.parameters(), lr=1e-4, fused=True)
+        compiled = torch.compile(big)
+        data = torch.randint(0, 50000, (16, 1025), device="cuda")
+        for name in ("without", "with"):
+            monitor = evenkeel.Monitor(compiled, folder / "monitor", every=100, norms_every=10) if name == "with" else None
+            spent = []
+            for step in range(5 + 100):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                with torch.autocast("cuda", dtype=BF16):
+                    loss = compiled(data[:, :-1], data[:, 1:])
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                if monitor is not None:
+                    monitor.step(loss)
+                else:
+                    loss.item()
+                torch.cuda.synchronize()
+                spent.append(time.perf_counter() - began)
+            if monitor is not None:
+                monitor.close()
+            # One recorded step in a hundred: what it takes more than the others, over a hundred of them.
+            ordinary = statistics.median(spent[5:])
+            recorded = max(spent[100:]) if name == "with" else ordinary
+            times[name] = (ordinary, (99 * ordinary + recorded) / 100)
+        share = times["with"][1] / times["without"][1] - 1
+        words = f"{1e3 * times['without'][1]:.2f} ms a step, {1e3 * times['with'][1]:.2f} with Monitor ({100 * share:+.2f} %)"
+    must(share < 0.01, f"expected Monitor under 1 %, found {words}")
+    return words + "; the guard's plan reaches compiled code"
+
+
+def examples(_):
+    """Every example, as a user runs it."""
+    told = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("plain_loop", "hf_trainer", "lightning_script", "fsdp2"):
+            done = subprocess.run([sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "10", "--out", f"{folder}/{name}"],
+                                  capture_output=True, text=True, timeout=100)
+            words = (done.stdout + done.stderr).strip().splitlines()
+            told.append(f"{name}: " + ("skipped" if done.returncode == 77 else "passed" if done.returncode == 0 else "FAILED"))
+            if done.returncode not in (0, 77):
+                print("\n".join(words[-12:]))
+            elif done.returncode == 0:
+                lines = [json.loads(line) for line in (pathlib.Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
+                must(len(lines) >= 10 and any("probe" in line for line in lines), f"{name}: expected 10 steps with probes")
+    must(not any("FAILED" in one for one in told), "; ".join(told))
+    return "; ".join(told)
+
+
+SECTIONS = {"doors": doors, "registry": registry, "models": models, "instruments": instruments, "examples": examples}
