@@ -341,7 +341,11 @@ class Monitor:
         """The library's rule on this step: an event of guard.jsonl, or None."""
         if self._rule is None:
             self._rule = DriftRule(facts.plan, *facts.shape, facts.bf16)
-        return self._rule.take(step, facts.flat("largest_lse"), facts.flat("leak_rms"), facts.flat("delta_rms"), act=False)
+        event = self._rule.take(step, facts.flat("largest_lse"), facts.flat("leak_rms"), facts.flat("delta_rms"), act=False)
+        if event is not None and event["plan"]:
+            event["next_command"] = (f'go on from a checkpoint of before with evenkeel.patch(plan="{facts.plan}; {event["plan"]}"), '
+                                     "or train with evenkeel.Guard")
+        return event
 
     def _tell(self, event, calls, facts, loss):
         self.alarms.append(event)

@@ -227,6 +227,9 @@ class FlashAttn(DoorCase):
         expected = flash_attn.flash_attn_func(q, k, v, causal=True)
         self.assertTrue(torch.equal(expected, flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True)))
         self.assertTrue(torch.equal(expected, flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True)))
+        # A right side of 0 is causal, with or without the flag.
+        self.assertTrue(torch.equal(expected, flash_attn.flash_attn_func(q, k, v, window_size=(-1, 0))))
+        self.assertTrue(torch.equal(expected, flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(-1, 5))))
         flash_attn.configure(plan="flash2")
         self.addCleanup(flash_attn.configure)
         rounded = flash_attn.flash_attn_func(q, k, v, causal=True)

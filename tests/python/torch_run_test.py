@@ -71,6 +71,14 @@ class Projections(TorchCase):
                 return lambda x: [heads(getattr(model, name)(x), n) for name, n in zip(names, (H, G, G))]
             return build
 
+        def values_first(model, C, H, G, D):  # called in another order: views tell which is which
+            model.a, model.b, model.c = (nn.Linear(C, n * D, bias=False) for n in (H, G, G))
+
+            def split(x):
+                q, v, k = (heads(layer(x), n) for layer, n in ((model.a, H), (model.b, G), (model.c, G)))
+                return q, k, v
+            return split
+
         def fused(model, C, H, G, D):
             model.linear_qkv = nn.Linear(C, (H + 2 * G) * D, bias=False)
             return lambda x: [heads(t, n) for t, n in zip(model.linear_qkv(x).split([H * D, G * D, G * D], 2), (H, G, G))]
@@ -95,6 +103,8 @@ class Projections(TorchCase):
             self.found(fused, 4, 2, rope=rope)
             self.found(by_group, 4, 2, rope=rope)
             self.found(keys_and_values, 6, 2, rope=rope)
+        self.found(values_first, 3, 3)
+        self.found(values_first, 4, 2)
         recording = self.found(fused, 3, 3)
         model = recording.model
         parts = _watch.weights_to_measure(model, recording.parts)
@@ -251,6 +261,7 @@ class Runs(TorchCase):
         self.assertTrue(monitor.alarms)
         event = monitor.alarms[0]
         self.assertEqual((event["kind"], event["heads"][0]), ("warning", [1, 0]))
+        self.assertIn(f'evenkeel.patch(plan="flash2; {event["plan"]}")', event["next_command"])
         self.assertIn("log-sum-exp", str(caught[0].message))
         self.assertEqual(json.loads((folder / "guard.jsonl").read_text().splitlines()[0]), event)
         self.assertEqual(sum(numbers["evenkeel/alarm"] for numbers in told), len(monitor.alarms))
@@ -585,6 +596,16 @@ class GuardAndIsolate(TorchCase):
         self.assert_says(ValueError, run(training, {0: 0}, folder), "config.toml")
         (folder / "config.toml").write_text('[run]\ntrainer = "pytorch"\n')
         self.assert_says(evenkeel.EvenkeelError, run(training, {0: 0}, folder), "isolate:", "metrics.jsonl")
+        for answer, words in (("garbage", "a JSON object"), ('{"error": "no disk"}', "no disk"), ("", "found its end"),
+                              ('{"step": 7, "loss": 1}\n{"done": true}', "expected step 0"),
+                              ('{"done": true}', "it ended before step 0")):
+            copy = self.folder() / "run"
+            shutil.copytree(self.home / "run", copy, ignore=shutil.ignore_patterns("isolate.json", "verdict.json"))
+            done = subprocess.run([PROGRAM, "isolate", copy, "--ask", "--steps", "150"], input=answer, capture_output=True, text=True)
+            self.assertEqual(done.returncode, 3, done.stdout)
+            self.assertIn(words, done.stderr)
+        for option in (["--checkpoints", "5,3", "--ask"], ["--inexact"]):
+            self.assertEqual(subprocess.run([PROGRAM, "isolate", self.home / "run", *option], capture_output=True).returncode, 2)
         done = subprocess.run([sys.executable, "-m", "evenkeel", "isolate", "nothing", "--help"], capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": str(ROOT / "python")})
         self.assertEqual(done.returncode, 0, done.stderr)
