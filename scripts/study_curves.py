@@ -14,6 +14,7 @@ A packed run (scripts/study --pack) has
     text                                    which text it read, where that is not its size's own
     warmup                                  steps; runs packed before this field existed have their size's
     law                                     probes of the head with the largest offset (scripts/study, LAW_FIELDS); of runs with probes
+    leak_share                              (step, leak share of the median head), of runs with probes
     summary                                 last step, final loss, validation loss, offset and score at some marks
 """
 

@@ -10,10 +10,12 @@ So no result can be typed by hand.
 """
 
 import fnmatch
+import json
 import math
 import re
+from pathlib import Path
 
-from study_curves import WINDOW, Study
+from study_curves import WINDOW, Study, median
 
 PAGES = ("docs/study.md", "README.md")
 LINTED_SECTION = {"docs/study.md": None, "README.md": "## What we measured"}  # None: all of it
@@ -153,6 +155,8 @@ class Figures:
 
     def __init__(self, folder, experiments):
         self.study, self.experiments = Study(folder), experiments
+        beside = lambda name: json.loads((Path(folder).parent / name).read_text()) if (Path(folder).parent / name).exists() else None
+        self.forecast, self.is_it_us = beside("forecast.json"), beside("is_it_us.json")
 
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
@@ -223,6 +227,8 @@ class Figures:
             chosen = {"runs": lambda run: True, "drifted": self.study.drift, "failed": self.study.failure}[first]
             count = sum(chosen(run) is not None for run in runs)
             return str(count) if first == "runs" else f"{count} of {len(runs)}"
+        if first == "forecast":
+            return self.forecast_value(*rest)
         if first == "above":
             runs = self.match(rest[1:])
             return f"{sum(run.largest('offset')[0] > float(rest[0]) for run in runs)} of {len(runs)}"
@@ -233,7 +239,151 @@ class Figures:
         texts = [self.quantity(run, first) for run in self.match(rest)]
         return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
 
+    def forecast_value(self, what, share=None):
+        """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life."""
+        failing, others = self.forecast["failing"], self.forecast["others"]
+        healthy = [run for run in others.values() if not run["drifts"]]
+        if what in ("forecasts", "within", "in_interval"):
+            moments = [moment for life in failing.values() for moment in life["life"] if abs(moment["share"] - float(share)) < 1e-9]
+            chosen = {"forecasts": lambda m: m["forecast"] is not None, "within": lambda m: m.get("within"), "in_interval": lambda m: m.get("in_interval")}[what]
+            return f"{sum(bool(chosen(moment)) for moment in moments)} of {len(moments)}"
+        if what == "first_within":
+            firsts = [next((m for m in life["life"] if m["forecast"] is not None), None) for life in failing.values()]
+            return f"{sum(bool(m and m['within']) for m in firsts)} of {len(firsts)}"
+        if what == "first_share":  # of life, median of those with a forecast
+            return f"{100 * median([next(m['share'] for m in life['life'] if m['forecast'] is not None) for life in failing.values() if any(m['forecast'] is not None for m in life['life'])]):.0f} %"
+        drifting = [run for run in others.values() if run["drifts"]]
+        return {
+            "failing": lambda: str(len(failing)),
+            "healthy": lambda: str(len(healthy)),
+            "healthy_sizes": lambda: ", ".join(f"{sum(run['size'] == size for run in healthy)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in healthy)),
+            "alarms": lambda: str(sum(bool(run["alarms"]) for run in healthy)),
+            "second_text": lambda: str(sum(bool(run["text"]) for run in healthy)),
+            "drifting_alarms": lambda: f"{sum(bool(run['alarms']) for run in drifting)} of {len(drifting)}",
+            "hidden": lambda: f"{sum((life['half_life_ratio'] or math.inf) < 2 for life in failing.values())} of {len(failing)}",
+        }[what]()
+
     # --- tables
+
+    def forecast_table(self):
+        """By share of a failing run's life: forecasts, right ones, and what the rule "as long again" would score."""
+        if not self.forecast:
+            return "docs/forecast.json is not there: scripts/study --forecast makes it.\n"
+        rows, lives, factor = [], list(self.forecast["failing"].values()), self.forecast["factor"]
+        for n, moment in enumerate(lives[0]["life"]):
+            share, moments = moment["share"], [life["life"][n] for life in lives]
+            if round(share * 20) % 2:
+                continue
+            count = lambda key: str(sum(bool(m.get(key)) for m in moments))
+            right = len(lives) if 1 / factor <= 2 * share <= factor else 0
+            rows.append([f"{share:.0%}", str(sum(m["forecast"] is not None for m in moments)), count("within"), count("in_interval"), str(right)])
+        return table(["share of the run's life", "runs with a forecast", f"right within a factor of {factor}", "in the stated interval", '"as long again" would be right in'], rows)
+
+    def risk_table(self):
+        """Leak share of the median head where it is packed with the run: before drift, by run."""
+        rows = []
+        for run in sorted(self.study.runs.values(), key=lambda run: -(run.packed.get("leak_share") or [[0, 0]])[-1][1]):
+            shares = run.packed.get("leak_share")
+            if not shares:
+                continue
+            failure = self.study.failure(run)
+            half = [share for step, share in shares if run.warmup <= step <= (failure or run.last_step) / 2]
+            rows.append([run.name, f"`{run.plan}`", number(run.last_step), number(failure), f"{median(half):.2g}" if half else NONE, number(run.largest("offset")[0])])
+        if not rows:
+            return "docs/curves holds no run with probes.\n"
+        rows.sort(key=lambda row: -float(row[4]) if row[4] != NONE else 0)
+        return table(["run", "plan", "steps", "failure at", "leak share, median head, first half of life", "largest offset"], rows)
+
+    def is_it_us_table(self):
+        """One step at large offsets: ours and PyTorch's against FP64; then some steps from there."""
+        if not self.is_it_us:
+            return "docs/is_it_us.json is not there: scripts/is_it_us makes it.\n"
+        rows = []
+        for place, found in self.is_it_us.items():
+            one = found["one_step"]
+            worst = max(one["layers"], key=lambda layer: layer["offset"])
+            layer = one["layers"].index(worst)
+            plain = (found.get("one_step_fp32") or one)["gradients"]
+            cell = lambda pair: f"{pair['ours']:.1%} / {pair['pytorch']:.1%}"
+            gradient = lambda name: f"{one['gradients'][name]['ours']:.1%} / {plain[name]['ours']:.1%} / {plain[name]['pytorch']:.1%}"
+            rows.append([number(worst["offset"]), f"{one['loss']['fp64']:.3f} / {one['loss']['ours']:.3f} / {one['loss']['pytorch']:.3f}", cell(worst["q"]), gradient(f"h.{layer}.attn.c_attn.weight[q]"),
+                         gradient("wte.weight"), gradient("ln_f.weight")])  # fmt: skip
+        return table(["offset", "loss: FP64 / ours / PyTorch", "q: ours / PyTorch", "gradient of W_Q there: ours with `flash2` / ours with FP32 attention / PyTorch with FP32 attention", "gradient of the embeddings, likewise", "gradient behind the last layer"], rows)
+
+    def is_it_us_steps_table(self):
+        if not self.is_it_us:
+            return "docs/is_it_us.json is not there: scripts/is_it_us makes it.\n"
+        words = {"ours": "ours, BF16", "ours_fp32": "ours, FP32 attention", "ours_all_fp32": "ours, all FP32", "pytorch": "PyTorch, BF16"}
+        rows = []
+        for found in self.is_it_us.values():
+            offset = max(layer["offset"] for layer in found["one_step"]["layers"])
+            cells = []
+            for arm in words:
+                runs = found["arms"].get(arm, [])
+                cells.append(", ".join(f"{run['first']:.3f} to {run['last']:.3f}" for run in runs) or "not run")
+            rows.append([number(offset), str(max((run["steps"] for runs in found["arms"].values() for run in runs), default=0)), *cells])
+        return table(["offset", "steps", *words.values()], rows)
+
+    def noise_exponent_table(self):
+        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: of an octave of error for bits, of an octave of rate for the learning rate."""
+        both = ("~square-both-*", "noise-output_stochastic-1")
+        pairs = (
+            ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1"), both),
+            ("O-bar, 2 bits: the same", "alpha", 0.5, ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("derailing-pv_2_bits_stochastic-*",)),
+            ("row sum, 2 bits: the same", "alpha", 0.5, ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1"), ("derailing-row_sum_e5m2_stochastic-*",)),
+            ("row sum: 3 bits against 2, an octave of error", "alpha", 1, ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1")),
+            ("O, 2 bits, stochastic: lr 6e-3 against 1.2e-2", "beta", 1, ("~square-both-1",), ("~law-lr_1.2e-2-1",)),
+        )
+        rows = []
+        for words, exponent, octaves, slower, faster in pairs:
+            times = [[at for run in self.match(names) if (at := run.packed["summary"].get("offset_1000_at"))] for names in (slower, faster)]
+            if not all(times):
+                continue
+            values = [math.log2(a / b) / octaves for a in times[0] for b in times[1]]
+            spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
+            rows.append([words, listed(times[0], number), listed(times[1], number), f"{exponent} = {median(values):.1f}{spread}"])
+        return table(["pair", "offset of 1,000 at step", "the same", "exponent, median (least to most of all pairs)"], rows)
+
+    def law_windows(self, run, width=5):
+        """(predicted, measured) growth of the worst head's signed offset, e-foldings a step, over windows of `width` probes behind the warm-up.
+
+        Predicted by the model's term for W_Q: eta |x| leak / (s |q|), leak and s along the mean key and input, scaled from the probed rows to the step's (N for a mean, sqrt N for noise).
+        """
+        law, found = run.packed["law"], []
+        options = run.packed["options"]
+        rate = float(options[options.index("--lr") + 1]) if "--lr" in options else {"micro": 6e-3, "nano": 3e-3, "gpt2": 1e-3}[run.size]
+        more_rows = math.sqrt(TOKENS_A_STEP[run.size] / 256)
+        for n in range(0, len(law["steps"]) - width, width):
+            first, last = law["mean_score"][n], law["mean_score"][n + width]
+            if law["steps"][n] < run.warmup or min(abs(first), abs(last)) < 3:
+                continue
+            terms = [-rate * law["mean_x"][i] * law["leak_along"][i] / (law["gradient_along"][i] * law["mean_q"][i]) * math.copysign(more_rows, law["mean_score"][i]) for i in range(n, n + width)]
+            found.append((sum(terms) / width, math.log(abs(last / first)) / (law["steps"][n + width] - law["steps"][n])))
+        return found
+
+    def prediction_table(self):
+        rows = []
+        for run in sorted((run for run in self.study.runs.values() if "law" in run.packed), key=lambda run: run.name):
+            windows = self.law_windows(run)
+            if len(windows) < 4:
+                continue
+            agree = sum((a > 0) == (b > 0) for a, b in windows)
+            rows.append([run.name, f"`{run.plan}`", str(len(windows)), f"{1000 * median([a for a, _ in windows]):.1f}", f"{1000 * median([b for _, b in windows]):.1f}", f"{agree} of {len(windows)}"])
+        if not rows:
+            return "docs/curves holds no run with probes.\n"
+        return table(["run", "plan", "windows of 100 steps", "predicted growth, median, e-foldings in 1,000 steps", "measured", "windows in which both have one sign"], rows)
+
+    def figure_exponents_table(self):
+        return self.figure("exponents", "exponents.svg", "Step of failure against bits, learning rate and batch")
+
+    def figure_square_table(self):
+        return self.figure("square", "square.svg", "An error of O seen by the loss, by delta, by both, by neither")
+
+    def figure(self, name, file, words):
+        """A figure that is drawn as soon as its runs are packed."""
+        import study_plots
+
+        return f"![{words}]({file})\n" if getattr(study_plots, name)(self) else "docs/curves holds no runs for this figure yet.\n"
 
     def offset_cell(self, run):
         value, _ = run.largest("offset")

@@ -23,7 +23,7 @@ SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
 MOMENTS = 20  # of a run that does not fail
 HEAD_SIZE = {"micro": 32, "nano": 64, "gpt2": 64}
 LINEAR = {"micro": "fp32", "nano": "bf16", "gpt2": "bf16"}
-HELD_OUT = ("square-", "texts-")  # parts that were trained after the thresholds were chosen
+HELD_OUT = ("square-", "texts-", "law-")  # parts that were trained after the thresholds were chosen
 NOT_FINITE = ("shift-paper_",)  # ended by NaN, not by drift: neither healthy nor failing here
 
 
@@ -98,7 +98,7 @@ def judge(root, program):
     study, compiled = Study(root / "docs" / "curves"), fitted_time_left(root)
     runs = [run for run in study.distinct(study.runs) if not run.is_continued and not run.name.startswith(NOT_FINITE)]
     failing = [run for run in runs if study.failure(run)]
-    healthy = [run for run in runs if study.drift(run) is None]
+    healthy = [run for run in runs if study.drift(run) is None and study.twin(run)]
     drifting = [run for run in runs if study.drift(run) and not study.failure(run)]
     moments = {run.name: [share * study.failure(run) for share in SHARES] if run in failing else [run.last_step * n / MOMENTS for n in range(1, MOMENTS + 1)] for run in runs}
     cuts = [(run, step) for run in runs for step in moments[run.name] if step >= run.fact_steps[0]]

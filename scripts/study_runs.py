@@ -169,7 +169,7 @@ def feedback():
 
 
 def square():
-    """The same at micro: 2 x 2 on O of two bits, three seeds; the fourth corner is FP32 (healthy-fp32)."""
+    """The same at micro: 2 x 2 on O of two bits, three seeds; the fourth corner is FP32 (law-fp32)."""
     found = []
     for seed in (1, 2, 3):
         found += micro("square", "both", "fp32,output=e8m2/stochastic", (seed,), LAW_PROBES, steps=1_000)
@@ -400,6 +400,7 @@ def claims():
 def law():
     """Runs at micro with what the law of drift needs: bits, learning rate and batch around one failing run."""
     found = micro("law", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES, steps=1_500)
+    found += micro("law", "fp32", "fp32", (1,), LAW_PROBES)
     found += micro("law", "output_3", "fp32,output=e8m3", (1,), LAW_PROBES)
     noisy = "fp32,output=e8m2/stochastic"
     found += micro("law", "lr_3e-3", noisy, (1,), [*LAW_PROBES, "--lr", "3e-3"], steps=2_000)

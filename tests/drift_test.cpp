@@ -95,6 +95,9 @@ TEST(Forecast, HealthyCoursesHaveNone) {
         << steps;
   }
   EXPECT_EQ(of_course(3000, saturating).outlook, Outlook::no_drift);
+  for (int64_t steps = 1010; steps < 3000; steps += 10)  // a jump is no growth
+    EXPECT_LT(of_course(steps, [](int64_t s) { return s < 1000 ? 40.0 : 300.0; }).outlook, Outlook::drift)
+        << steps;
 }
 
 TEST(Forecast, AGrowingOffsetIsForecastBeforeItHarms) {

@@ -230,7 +230,7 @@ class Monitor:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._next, self._first, self._probed, self._largest_lr = first_step, True, 0, 0.0
-        self._running, self._rule, self._config = {}, None, None
+        self._running, self._rule, self._config, self._warmup = {}, None, None, 0
         self.alarms = []  # the events of guard.jsonl so far
         self._recorder = Recorder(model, sequences, rows)
         self._recorder.armed = self._next % every == 0
@@ -247,6 +247,8 @@ class Monitor:
         for name, value in (("lr", lr), ("gradient_norm", gradient_norm)):
             if value is not None:
                 line[name] = float(value)
+        if line.get("lr", 0.0) > 1.01 * self._largest_lr:
+            self._warmup = self._next  # it ends where the rate stops rising; a forecast looks behind it
         self._largest_lr = max(self._largest_lr, line.get("lr", 0.0))
         if tokens is not None:
             line["tokens_per_second"] = tokens / (now - self._began)
@@ -327,7 +329,7 @@ class Monitor:
     def _write_config(self, facts):
         """config.toml, by which the commands know the run."""
         layers, heads = facts.shape
-        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", "", "[schedule]", f"lr = {self._largest_lr!r}", "",
+        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", "", "[schedule]", f"lr = {self._largest_lr!r}", f"warmup = {self._warmup}", "",
                  "[attention]", f"plan = {json.dumps(facts.plan)}", "", "[run]", 'trainer = "pytorch"',
                  f"probe_every = {self.every}", ""]
         text = "\n".join(lines)

@@ -40,6 +40,8 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
           {"harmful_offset", found.terms.harmful},
           {"bound", found.terms.bound},
           {"from_step", found.terms.begin},
+          {"leak_share", number(found.leak_share)},
+          {"leaks", found.leaks()},
           {"at_risk", at_risk},
           {"heads", heads},
           {"notes", notes}};

@@ -7,12 +7,11 @@
 #include <cmath>
 #include <optional>
 
-#include "attention/precision_plan.h"
-
 namespace evenkeel {
 namespace {
 
-constexpr double kUsualHeadSize = 64;
+// What each half of the window has of the whole one's growth, at least: a jump is no growth.
+constexpr double kSteady = 0.25;
 
 // A line through points by least squares, and how sure its slope is.
 struct Trend {
@@ -43,6 +42,15 @@ Trend fit_trend(const std::vector<double>& x, const std::vector<double>& y) {
   return trend;
 }
 
+bool grows_steadily(const std::vector<double>& x, const std::vector<double>& y, double slope) {
+  const auto middle = static_cast<std::ptrdiff_t>(x.size() / 2);
+  if (middle < 3) return true;  // too few to tell
+  const std::vector<double> first_x(x.begin(), x.begin() + middle), first_y(y.begin(), y.begin() + middle),
+      second_x(x.begin() + middle, x.end()), second_y(y.begin() + middle, y.end());
+  return fit_trend(first_x, first_y).slope >= kSteady * slope &&
+         fit_trend(second_x, second_y).slope >= kSteady * slope;
+}
+
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
@@ -56,18 +64,14 @@ std::optional<int64_t> whole_number(const std::string& text) {
   return value;
 }
 
-// Significand bits of q and k as attention reads them.
-int query_key_bits(const RunRecords& run) {
-  int bits = kBf16.significand_bits;  // of a run without settings: as most are trained
-  const std::string plan = run.setting("attention", "plan"), precision = run.setting("model", "precision");
-  if (precision == "fp32") bits = kFp32.significand_bits;
+int bits_of(const RunRecords& run) {
+  const bool bf16 = run.setting("model", "precision") != "fp32";  // without settings: as most are trained
+  const std::string plan = run.setting("attention", "plan");
   try {
-    if (!plan.empty())
-      for (const Site site : {Site::q, Site::k})
-        bits = std::min(bits, ScopedPlan::parse(plan).at(0, 0).at(site).format.significand_bits);
-  } catch (const std::exception&) {  // of a newer program: what the linear layers give
+    return query_key_bits(plan.empty() ? parse_plan("fp32") : ScopedPlan::parse(plan).at(0, 0), bf16);
+  } catch (const std::exception&) {  // a plan of a newer program: what the linear layers give
+    return query_key_bits(parse_plan("fp32"), bf16);
   }
-  return bits;
 }
 
 double head_size(const RunRecords& run) {
@@ -77,11 +81,36 @@ double head_size(const RunRecords& run) {
   return static_cast<double>(*width) / static_cast<double>(*heads);
 }
 
+// Over heads and over the probes of the last window, medians both; NaN without probes there.
+double median_leak_share(const RunRecords& run, const ForecastTerms& terms) {
+  const auto found = run.metrics.probes.find("leak_share");
+  if (found == run.metrics.probes.end() || found->second.empty()) return HeadForecast::kNone;
+  const Series& shares = found->second;
+  const auto last = static_cast<double>(shares.steps.back());
+  const double window = last - kForecastWindow * (last - static_cast<double>(terms.begin));
+  std::vector<double> of_probes;
+  for (size_t n = 0; n < shares.steps.size(); ++n) {
+    const auto step = static_cast<double>(shares.steps[n]);
+    if (step < window || shares.steps[n] < terms.begin) continue;
+    std::vector<double> of_heads;
+    for (const double share : shares.row(n))
+      if (!std::isnan(share)) of_heads.push_back(share);
+    if (!of_heads.empty()) of_probes.push_back(median(std::move(of_heads)));
+  }
+  return of_probes.empty() ? HeadForecast::kNone : median(std::move(of_probes));
+}
+
 }  // namespace
 
 double harmful_offset(double size, int significand_bits) {
   const int bits = std::min(significand_bits, kBf16.significand_bits);
   return std::sqrt(std::max(1.0, size) / 2) * std::sqrt(24.0) * std::exp2(bits);
+}
+
+int query_key_bits(const PrecisionPlan& plan, bool bf16_linear) {
+  int bits = bf16_linear ? kBf16.significand_bits : kFp32.significand_bits;
+  for (const Site site : {Site::q, Site::k}) bits = std::min(bits, plan.at(site).format.significand_bits);
+  return bits;
 }
 
 ForecastTerms forecast_terms(const RunRecords& run) {
@@ -91,7 +120,7 @@ ForecastTerms forecast_terms(const RunRecords& run) {
   for (const RunEvent& event : run.events)
     if (event.kind == RunEvent::Kind::plan_change || event.kind == RunEvent::Kind::guard_remedy)
       terms.begin = std::max(terms.begin, event.step);
-  const int bits = query_key_bits(run);
+  const int bits = bits_of(run);
   terms.harmful = harmful_offset(head_size(run), bits);
   terms.bound =
       bits <= kBf16.significand_bits
@@ -153,7 +182,7 @@ HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
   found.outlook = Outlook::no_drift;
   const double surely = trend.slope - kForecastSureness * trend.error;
   if (!(surely * now > kForecastLeastPower) || !(found.offset > kLowestDriftLimit) ||
-      !(trend.end > median(before) + std::log(kForecastRise)))
+      !(trend.end > median(before) + std::log(kForecastRise)) || !grows_steadily(x, y, trend.slope))
     return found;
   if (found.offset >= terms.harmful) found.offset = std::exp(last_.log_offset);
   found.outlook = Outlook::drift;
@@ -170,6 +199,7 @@ RunForecast forecast(const RunRecords& run) {
   found.terms = forecast_terms(run);
   found.steps = run.step_count();
   found.layers = run.metrics.layers, found.heads = run.metrics.heads;
+  found.leak_share = median_leak_share(run, found.terms);
   const Series* const offsets = run.metrics.by_head(name(HeadFact::offset));
   if (!offsets) return found;
   std::vector<OffsetCourse> courses(offsets->width);
@@ -224,8 +254,15 @@ std::string in_words(const RunForecast& f) {
         (largest < 0 || f.of_heads[h].offset > f.of_heads[static_cast<size_t>(largest)].offset))
       largest = static_cast<int64_t>(h);
   if (largest < 0) return fmt::format("no forecast: too few records behind step {}", f.terms.begin);
-  return fmt::format("no drift to step {}: the largest of {} heads is {}, {}", f.steps, f.of_heads.size(),
-                     named(largest), in_words(f.of_heads[static_cast<size_t>(largest)]).substr(10));
+  const std::string risk =
+      std::isnan(f.leak_share)
+          ? ""
+          : fmt::format(
+                "; {}: the leak makes {:.2g} of W_Q's gradient in the median head (runs that failed "
+                "had more than {})",
+                f.leaks() ? "it may come" : "no risk is seen", f.leak_share, kRiskyLeakShare);
+  return fmt::format("no drift to step {}: the largest of {} heads is {}, {}{}", f.steps, f.of_heads.size(),
+                     named(largest), in_words(f.of_heads[static_cast<size_t>(largest)]).substr(10), risk);
 }
 
 }  // namespace evenkeel

@@ -3,7 +3,7 @@
 // A head *drifts* where its offset c grows too fast, too far and too steadily to be training:
 //   ln c, fitted by a line over the last kWindow of the steps t since the run's warm-up, grows by g a step, and
 //   (g - kSureness errors of g) t > kLeastPower: faster than t^2. Healthy offsets grow, too, but ever more slowly;
-//   c > kLowestDriftLimit (health.h), and c > kRise times the median before that window.
+//   c > kLowestDriftLimit (health.h), c > kRise times the median before that window, and both its halves grow: no jump.
 // It *fails* some time after its offset has come to the harmful one, where rounding q and k moves scores by about one
 // (harmful_offset). Exponential growth would take e = ln(harmful / c) / g steps to it. Runs do not keep to that: most speed
 // up, some rest for as long again as they have lasted. Half way between e and t (in logarithms) the time left is
@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/precision_plan.h"
 #include "diagnosis/health.h"
 #include "records/run_records.h"
 
@@ -31,11 +32,19 @@ inline constexpr double kForecastTimeLeft = 0.7, kForecastEarliest = 0.3, kForec
 inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.5;
 inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
 inline constexpr double kForecastLeastTime = 0.5;   // of the warm-up's steps, behind it
+// Before anything drifts, the leak's share of W_Q's gradient (probes.h), in the median head over the last window, says
+// whether something can: it was above this in every probed run that drifted. It does not say when, nor that it must: where
+// the loss has not seen the error (delta's O alone is rounded), as large a share did not drift (docs/study.md).
+inline constexpr double kRiskyLeakShare = 0.1;
+
+inline constexpr double kUsualHeadSize = 64;  // where it is not known
 
 // Rounding to m stored bits errs by 2^-m / sqrt(24) of a value, root mean square. Errors of q_d and k_d add up to
 // sqrt(2) times that of c / sqrt(size) where `size` features make the score c: they move it by one at the harmful offset.
 // Formats finer than BF16 do not raise it: there the leak takes over the gradient at much the same offsets (docs/study.md).
 double harmful_offset(double size, int significand_bits);
+// Stored bits of q and k as attention reads them.
+int query_key_bits(const PrecisionPlan& plan, bool bf16_linear);
 
 // What a forecast takes from a run's settings; defaults where they are not known.
 struct ForecastTerms {
@@ -86,7 +95,9 @@ struct RunForecast {
   int64_t steps = 0, layers = 0, heads = 0;  // recorded steps; L, H
   std::vector<HeadForecast> of_heads;        // (L H); empty: no offsets are recorded
   std::vector<int64_t> at_risk;              // heads that drift or are beyond, the soonest first
+  double leak_share = HeadForecast::kNone;   // of the median head; NaN: not probed
   bool fails() const { return !at_risk.empty(); }
+  bool leaks() const { return leak_share > kRiskyLeakShare; }
 };
 RunForecast forecast(const RunRecords& run);
 // A sentence or two without a full stop: what is expected of the run, of the head that comes first.

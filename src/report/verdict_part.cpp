@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "diagnosis/forecast.h"
 #include "report/html.h"
 #include "report/panels.h"
 
@@ -110,6 +111,8 @@ std::string verdict_part(const PageData& data) {
   if (!statement.more.empty()) text += fmt::format("<p class=\"more\">{}</p>\n", escape(statement.more));
   if (!statement.sure.empty())
     text += fmt::format("<p class=\"sure\">How sure? {}.</p>\n", escape(capital(statement.sure)));
+  if (const RunForecast expected = forecast(run); !expected.of_heads.empty())
+    text += fmt::format("<p class=\"more\" id=\"forecast\">Forecast: {}.</p>\n", escape(in_words(expected)));
   if (const std::string next = run.verdict_record().text("next_command"); !next.empty())
     text += missing("Next:", next);
   else if (!run.verdict && symptom.kind != Symptom::Kind::none)

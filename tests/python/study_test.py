@@ -14,6 +14,7 @@ sys.dont_write_bytecode = True
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import study_docs
+import study_forecast
 from study_curves import Study
 
 
@@ -130,6 +131,74 @@ class Packing(unittest.TestCase):
             self.assertEqual(read.validation()[0], 3999)
 
 
+    def test_curves_are_packed_while_runs_train(self):
+        study = script("study")
+        with tempfile.TemporaryDirectory() as name:
+            folder, file = Path(name), Path(name) / "curves.json"
+            packer = study.Packer(folder, ["square"], str(file))
+            self.assertEqual(packer.write(set()), 0)  # nothing has begun
+            run = next(run for run in packer.runs if run.folder == "square-both-1")
+            (folder / run.folder).mkdir()
+            row = lambda step: json.dumps({"step": step, "loss": 2.0, "gradient_norm": 1.0, "largest_score": [[5.0]], "offset": [[3.0]]}) + "\n"
+            record = folder / run.folder / "metrics.jsonl"
+            record.write_text("".join(row(step) for step in range(300)) + '{"step": 300, "lo')  # as a kill leaves it
+            self.assertEqual(packer.write({run.folder}), 1)
+            self.assertEqual(json.loads(file.read_text())[run.folder]["summary"]["step"], 300)
+            record.write_text("".join(row(step) for step in range(500)))
+            packer.write(set())
+            self.assertEqual(json.loads(file.read_text())[run.folder]["summary"]["step"], 500)
+            record.unlink()  # what is done is read once
+            self.assertEqual(packer.write(set()), 1)
+
+    def test_every_run_has_a_name_of_its_own_and_a_price(self):
+        study = script("study")
+        every = study.runs([])
+        self.assertEqual(len({run.folder for run in every}), len(every))
+        self.assertGreater(len(every), 150)
+        for run in every:
+            self.assertTrue(0 < run.minutes < 60, run.folder)
+        for run in every:  # a twin for every run of the parts that compare with one
+            if run.part in ("hostile", "rates") and not run.name.endswith("_twin"):
+                twin = [other for other in every if other.name == run.name + "_twin" and other.seed == run.seed]
+                self.assertEqual([(other.steps, other.more, other.plan) for other in twin], [(run.steps, run.more, run.plan + ",stabiliser=wide_output")])
+
+    def test_a_budget_starts_what_fits_and_resumes_nothing(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            begun = folder / "work" / "square-both-1"
+            begun.mkdir(parents=True)
+            (begun / "metrics.jsonl").write_text('{"step": 0, "loss": 5.0, "gradient_norm": 1.0}\n')
+            program = folder / "trains"  # in place of the program: says which run it was asked for
+            program.write_text("#!/bin/sh\necho \"$@\" >> " + str(folder / "asked") + "\n")
+            program.chmod(0o755)
+            (folder / "text").mkdir()
+            done = subprocess.run([sys.executable, ROOT / "scripts/study", "--evenkeel", program, "--folder", folder / "work", "--only", "square-both,law-lr_3e-3", "--budget", "0.8",
+                                   "--cpu", "2", "--gpu", "0", "--text", folder / "text", "--pack", folder / "curves.json"], capture_output=True, text=True)  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("square-both-1: begun and not finished", done.stdout)
+            self.assertIn("square-both-1", json.loads((folder / "curves.json").read_text()))
+            asked = (folder / "asked").read_text()
+            self.assertNotIn("--resume", asked)
+            self.assertIn("square-both-2", asked)
+            self.assertNotIn("law-lr_3e-3", asked)
+            self.assertIn("law-lr_3e-3-1: not started: it needs 0.9 minutes", done.stdout)
+
+
+class IsItUs(unittest.TestCase):
+    def test_figures_of_an_arm_that_was_killed(self):
+        module = script("is_it_us")
+        with tempfile.TemporaryDirectory() as name:
+            rows = [{"step": step, "loss": "NaN" if step == 999 else 2.0 + (step >= 140), "gradient_norm": 1.0} | ({"offset": [[10.0 * step, 1.0]]} if step % 25 == 0 else {}) for step in range(90, 200)]
+            (Path(name) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 200, "lo')
+            read = module.rows_of(Path(name), 100)  # what was recorded before the checkpoint is not the arm's
+            self.assertEqual((read[0]["step"], len(read)), (100, 100))
+            found = module.figures(read)
+            self.assertEqual((found["first"], found["most"], found["offsets"]), (2.0, 3.0, [1000.0, 1750.0]))
+            self.assertAlmostEqual(found["last"], 2.6)
+        self.assertEqual(module.rows_of(Path("/nowhere"), 0), [])
+        self.assertEqual(set(module.arms("flash2", "fp32")), {"ours", "ours_fp32", "ours_all_fp32", "pytorch"})
+
+
 class Tables(unittest.TestCase):
     def test_runs_that_come_later_fill_their_tables(self):
         wide = "flash2,stabiliser=wide_output"
@@ -157,7 +226,7 @@ class Pages(unittest.TestCase):
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
             (root / "docs").mkdir()
-            for page in ("README.md", "docs/study.md", "docs/experiments.md", "docs/drift.svg", "docs/cures.svg"):
+            for page in ("README.md", "docs/study.md", "docs/experiments.md", *(f"docs/{file.name}" for kind in ("*.svg", "*.json") for file in (ROOT / "docs").glob(kind))):
                 shutil.copy(ROOT / page, root / page)
             shutil.copytree(ROOT / "docs/curves", root / "docs/curves")
             text = (root / file).read_text()
@@ -172,6 +241,13 @@ class Pages(unittest.TestCase):
     def test_pages_say_what_the_curves_say(self):
         done = self.check(ROOT)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_forecasts_are_of_these_curves_and_this_model(self):
+        found, study = json.loads((ROOT / "docs/forecast.json").read_text()), Study(ROOT / "docs/curves")
+        self.assertEqual(found["time_left"], study_forecast.fitted_time_left(ROOT))
+        failing = {run.name: study.failure(run) for run in study.distinct(study.runs) if not run.is_continued and study.failure(run)}
+        self.assertEqual({name: life["failure"] for name, life in found["failing"].items()}, failing, "scripts/study --forecast judges the curves anew")
+        self.assertGreater(len(found["others"]), 20)
 
     def test_a_changed_digit_is_found(self):
         mark = "<!-- = failure roads-flash2-1 -->"

@@ -1,0 +1,155 @@
+"""Figures of the study that compare runs: survival, forecasts against what happened, exponents, the 2 x 2. scripts/picture writes them.
+
+Each function takes Figures (study_docs.py) and returns the text of an SVG, or None where docs/curves has no runs for it yet.
+"""
+
+import math
+
+from study_docs import NANO_GROUPS, number
+
+STYLE = """<style>
+svg { background: #fff } text { font: 12px system-ui, sans-serif; fill: #444 } .title { font-weight: 600; fill: #222 }
+.grid { stroke: #ddd; stroke-width: 1 } .cell { stroke: #fff; stroke-width: 2 }
+</style>"""
+LR = {"nano": 3e-3, "micro": 6e-3, "gpt2": 1e-3}
+COLOURS = {"micro": "#0072b2", "nano": "#d55e00", "gpt2": "#009e73"}
+
+
+def svg(width, height, words, body):
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{words}">
+<title>{words}</title>
+{STYLE}
+""" + "\n".join(body) + "\n</svg>\n"
+
+
+class Axes:
+    """A chart's frame: places of values, grid and ticks. Logarithmic where asked for."""
+
+    def __init__(self, left, top, width, height, x, y, log_x=False, log_y=False):
+        self.left, self.top, self.width, self.height = left, top, width, height
+        self.low_x, self.high_x, self.low_y, self.high_y = *x, *y
+        self.scale_x, self.scale_y = (math.log10 if log else float for log in (log_x, log_y))
+
+    def x(self, value):
+        return self.left + self.width * (self.scale_x(value) - self.scale_x(self.low_x)) / (self.scale_x(self.high_x) - self.scale_x(self.low_x))
+
+    def y(self, value):
+        return self.top + self.height * (1 - (self.scale_y(value) - self.scale_y(self.low_y)) / (self.scale_y(self.high_y) - self.scale_y(self.low_y)))
+
+    def frame(self, title, x_label, ticks_x, ticks_y, words=number):
+        out = [f'<text x="{self.left}" y="{self.top - 12}" class="title">{title}</text>']
+        for value in ticks_y:
+            out.append(f'<line x1="{self.left}" x2="{self.left + self.width}" y1="{self.y(value):.1f}" y2="{self.y(value):.1f}" class="grid"/>')
+            out.append(f'<text x="{self.left - 8}" y="{self.y(value) + 4:.1f}" text-anchor="end">{words(value)}</text>')
+        for value in ticks_x:
+            out.append(f'<text x="{self.x(value):.1f}" y="{self.top + self.height + 18}" text-anchor="middle">{words(value)}</text>')
+        out.append(f'<text x="{self.left + self.width / 2}" y="{self.top + self.height + 38}" text-anchor="middle">{x_label}</text>')
+        return out
+
+    def line(self, points, colour, dash="", width=1.8):
+        path = " ".join(f"{self.x(a):.1f},{self.y(b):.1f}" for a, b in points)
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dashed}/>'
+
+    def dot(self, a, b, colour, filled=True, words=""):
+        title = f"<title>{words}</title>" if words else ""
+        return f'<circle cx="{self.x(a):.1f}" cy="{self.y(b):.1f}" r="4" fill="{colour if filled else "#fff"}" stroke="{colour}" stroke-width="1.5">{title}</circle>'
+
+
+def legend(left, top, entries):
+    out = []
+    for n, (words, colour) in enumerate(entries):
+        out.append(f'<rect x="{left}" y="{top + 18 * n - 9}" width="12" height="10" fill="{colour}"/><text x="{left + 18}" y="{top + 18 * n}">{words}</text>')
+    return out
+
+
+def survival_curve(study, runs, integral):
+    """Kaplan-Meier: (integral of the learning rate, share that has not failed); runs that end count until they end."""
+    ends = sorted((integral(study.failure(run) or run.last_step), study.failure(run) is None) for run in runs)
+    share, points = 1.0, [(0.0, 1.0)]
+    for n, (place, healthy) in enumerate(ends):
+        if not healthy:
+            points.append((place, share))
+            share *= 1 - 1 / (len(ends) - n)
+            points.append((place, share))
+    return points + [(ends[-1][0], share)]
+
+
+def survival(figures):
+    study = figures.study
+    named = lambda *rows: [run for row in rows for run in figures.match(NANO_GROUPS[row][2])]
+    healthy = [run for plan, remedy in (("flash2", "wide_output"), ("flash2", "consistent"), ("flash2", "zero_sum"), ("bf16_all", "wide_output"), ("bf16_all", "consistent"), ("bf16_all", "zero_sum"))
+               for seed in (1, 2, 3) for run in figures.cure_runs(plan, remedy, "ours", seed)]  # fmt: skip
+    groups = (("flash2, ours", "#cc79a7", named(0, 1)), ("PyTorch: FLASH, cuDNN, ours bare", "#000000", named(2, 3, 4)), ("bf16_all,row_sum=fp32", "#e69f00", named(5)),
+              ("flash2,row_sum=bf16", "#d55e00", named(6)), ("with a remedy", "#0072b2", healthy))  # fmt: skip
+    integral = lambda step: LR["nano"] * max(0.0, step - 250)  # 500 steps of warm-up count half
+    axes = Axes(60, 40, 520, 240, (0, 75), (0, 1))
+    body = axes.frame("share of runs that have not failed, nano", "integral of the learning rate over steps", (0, 15, 30, 45, 60, 75), (0, 0.25, 0.5, 0.75, 1), lambda v: f"{v:g}")
+    for words, colour, runs in groups:
+        body.append(axes.line(survival_curve(study, runs, integral), colour))
+    body += legend(600, 60, [(f"{words} ({len(runs)} runs)", colour) for words, colour, runs in groups])
+    return svg(980, 340, "nano: share of runs that have not failed against the integral of the learning rate, by arithmetic", body)
+
+
+def predicted(figures):
+    """The first forecast of every failing run against the step at which it failed."""
+    if not figures.forecast:
+        return None
+    axes = Axes(70, 40, 420, 320, (300, 30_000), (100, 30_000), True, True)
+    ticks = (300, 1_000, 3_000, 10_000, 30_000)
+    body = axes.frame("step of failure by the first forecast", "step of failure", ticks, (100, *ticks))
+    factor = figures.forecast["factor"]
+    for times, dash in ((1, ""), (factor, "5 4"), (1 / factor, "5 4")):
+        body.append(axes.line([(300, 300 * times), (30_000 / max(1, times), 30_000 * min(1, times))], "#999", dash, 1))
+    for name, life in figures.forecast["failing"].items():
+        first = next((moment for moment in life["life"] if moment["forecast"] is not None), None)
+        if first:
+            body.append(axes.dot(life["failure"], first["forecast"], COLOURS[life["size"]], first["within"], f"{name}: forecast at {first['share']:.0%} of its life"))
+    body += legend(510, 60, [(size, COLOURS[size]) for size in COLOURS if any(life["size"] == size for life in figures.forecast["failing"].values())])
+    body.append(f'<text x="510" y="130">filled: within a factor of {factor}</text>')
+    return svg(720, 420, "Step of failure by the first forecast against the true one, every failing run", body)
+
+
+def exponents(figures):
+    """Step of failure against the bits of O, the learning rate and the batch, where such runs failed."""
+    study = figures.study
+    panels = []
+    for title, part, values in (("stored bits of O", "exponents-output_{}", (5, 6, 7, 8, 9)), ("learning rate", "rates-lr_{}", ("6e-4", "1e-3", "2e-3", "6e-3")), ("sequences a step", "exponents-batch_{}", (16, 64))):
+        points = [(float(value), failure, run.seed) for value in values for run in study.runs.values() if run.name.startswith(part.format(value) + "-") and (failure := study.failure(run))]
+        if len({x for x, _, _ in points}) > 1:
+            panels.append((title, points))
+    if not panels:
+        return None
+    body = []
+    for n, (title, points) in enumerate(panels):
+        low, high = min(x for x, _, _ in points), max(x for x, _, _ in points)
+        log = title != "stored bits of O"
+        axes = Axes(70 + 330 * n, 40, 240, 240, (low / 1.2, high * 1.2) if log else (low - 0.5, high + 0.5), (500, 50_000), log, True)
+        body += axes.frame("step of failure", title, sorted({x for x, _, _ in points}), (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
+        body += [axes.dot(x, y, COLOURS["nano"], True, f"seed {seed}") for x, y, seed in points]
+    return svg(70 + 330 * len(panels), 340, "nano: step of failure against bits, learning rate and batch", body)
+
+
+SQUARE = (("both", "the loss and delta", "see the same error"), ("loss_alone", "the loss alone", "sees the error"), ("delta_alone", "delta alone", "sees the error"), ("neither", "neither", "sees an error"))
+
+
+def square(figures):
+    """Error of O in the loss, in delta, in both, in neither: micro, O of two bits, stochastic."""
+    part = lambda name: f"square-{name}-" if name != "neither" else "law-fp32-"
+    found = {name: [run for run in figures.study.runs.values() if run.name.startswith(part(name))] for name, *_ in SQUARE}
+    if not all(found.values()):
+        return None
+    left, top, wide, high = 20, 40, 330, 110
+    body = [f'<text x="{left}" y="{top - 14}" class="title">largest offset within the first 1,000 steps, by seed: micro, O of two bits, stochastic</text>']
+    for n, (name, first, second) in enumerate(SQUARE):
+        x, y = left + wide * (n % 2), top + high * (n // 2)
+        runs = sorted(found[name], key=lambda run: run.seed)
+        offsets = [max(max(row) for step, row in zip(run.fact_steps, run.offset) if step < 1_000) for run in runs]
+        colour = "#f2c3a7" if max(offsets) > 1_000 else "#bfe0f2"
+        body.append(f'<rect x="{x}" y="{y}" width="{wide}" height="{high}" fill="{colour}" class="cell"/>')
+        body.append(f'<text x="{x + wide / 2}" y="{y + 34}" text-anchor="middle" class="title">{first} {second}</text>')
+        body.append(f'<text x="{x + wide / 2}" y="{y + 66}" text-anchor="middle">offsets {", ".join(number(x) for x in offsets)}</text>')
+    return svg(left * 2 + wide * 2, top + high * 2 + 20, "micro, 2 x 2: an error of O seen by the loss, by delta, by both, by neither", body)
+
+
+FIGURES = (("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square))
