@@ -576,6 +576,18 @@ class GuardAndIsolate(TorchCase):
         self.assertEqual(json.loads((folder / "run" / "verdict.json").read_text())["cause"], found["cause"])
         again = evenkeel.isolate(training, {0: 0}, folder / "run", steps=150, budget=30, exact=True, tell=None)
         self.assertEqual(again["replays"], found["replays"])  # kept: none was made twice
+        forecast = _watch._only(evenkeel._program.json_of("forecast", folder / "run"))
+        self.assertTrue(forecast["fails"], forecast["words"])
+        # The same by the command, from the replays that are kept.
+        (folder / "mine.py").write_text("import pathlib, torch_run_test\n"
+                                        "def make(): return torch_run_test.Training(pathlib.Path('.').resolve()), {0: 0}\n")
+        places = [ROOT / "python", ROOT / "python" / "examples", ROOT / "tests" / "python"]
+        done = subprocess.run([sys.executable, "-m", "evenkeel", "isolate", "mine:make", "run", "--steps", "150", "--budget", "30",
+                               "--exact"], cwd=folder, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))})
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("verdict: common_mode_drift", done.stdout)
+        self.assertIn("next: ", done.stdout)
         done = subprocess.run([PROGRAM, "report", folder / "run", "-o", folder / "page.html"], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("row_sum", (folder / "page.html").read_text())
