@@ -194,6 +194,63 @@ EVENKEEL_API const char* evenkeel_conform_family(int32_t index, const char** des
 EVENKEEL_API int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_conform_kernel kernel,
                                       void* context, evenkeel_conform_result* result);
 
+/* --- The whole judgement: forms, that is, attention problems that cross every feature a kernel may offer, and the families
+ * above. docs/check_my_kernel.md says what is judged. */
+
+/* One form, in host memory, contiguous. Numbers are of `type`, stored as FP32. (B, H or G, T or N, D or Dv); of packed
+ * sequences (H or G, rows of all sequences, D or Dv). The last row of a sequence is aligned with its last key. */
+typedef struct evenkeel_conform_form {
+  uint64_t struct_size;
+  int64_t B, H, G, T, N, D, Dv; /* Dv: features of v and o; T, N of packed sequences: those of the longest */
+  int32_t type;                 /* EVENKEEL_BF16, EVENKEEL_FP32 or EVENKEEL_FP16 */
+  int32_t causal;
+  int64_t window_left, window_right;        /* row i sees [i - left, i + right]; below 0: unbounded */
+  float scale;                              /* never 0 */
+  float softcap;                            /* 0: off */
+  const uint8_t* visible;                   /* (B, H, T, N), or NULL: all */
+  const int32_t *query_starts, *key_starts; /* (B + 1): packed sequences; or NULL */
+  const float* sinks;    /* (H), or NULL: one more score of each head's softmax, without a value */
+  const float* grad_lse; /* (B, H, T), or NULL: gradient of the log-sum-exp */
+  const float *q, *k, *v, *grad_output;
+  float *o, *dq, *dk, *dv; /* to be written, every element */
+  float* lse;              /* (B, H, T): to be written wholly or not at all */
+  float* grad_sinks;       /* (H), or NULL without sinks: likewise */
+} evenkeel_conform_form;
+/* FP16 exists for forms alone. */
+#define EVENKEEL_FP16 3
+/* 0: done. EVENKEEL_NOT_OFFERED: the kernel does not take such a form, which is then listed as not judged. Anything else:
+ * an error, reported as such. Called by the calling thread, often twice with the same form. */
+#define EVENKEEL_NOT_OFFERED 100
+typedef int32_t (*evenkeel_form_kernel)(void* context, const evenkeel_conform_form* form);
+
+typedef struct evenkeel_judge_request {
+  uint64_t struct_size;
+  const char* name; /* of the kernel, or NULL */
+  const char*
+      plan;     /* whose roundings are granted, or NULL: "flash2"; bf16 in it stands for the form's type */
+  int64_t rows; /* of a family; 0: no families */
+  uint64_t seed;
+  int32_t quick;             /* fewer forms, four families */
+  int32_t type;              /* of the families' tensors: EVENKEEL_BF16, EVENKEEL_FP32 or EVENKEEL_FP16 */
+  int32_t not_deterministic; /* 1: other bits in a second call are allowed */
+  int32_t not_aligned;       /* 1: causal masks and windows are given with T = N alone */
+  const char* form;          /* a file that evenkeel_judge_write_form wrote, or NULL: judge this form alone */
+  /* What is judged ("forms", "families"), how many are done, and of how many; or NULL. */
+  void (*progress)(void* context, const char* what, int64_t done, int64_t of);
+} evenkeel_judge_request;
+/* passes: 1 or 0. json, text, junit, badge (an SVG): the judgement, each NULL where it is not wanted; valid until this
+ * thread's next call. */
+typedef struct evenkeel_judge_result {
+  uint64_t struct_size;
+  int32_t passes;
+  const char *json, *text, *junit, *badge;
+} evenkeel_judge_result;
+EVENKEEL_API int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel,
+                                    void* context, evenkeel_judge_result* result);
+/* The smallest failing form of this thread's latest evenkeel_judge, with its tensors and the exact results, as safetensors.
+ * EVENKEEL_BAD_ARGUMENT where none failed. */
+EVENKEEL_API int32_t evenkeel_judge_write_form(const char* file);
+
 /* --- Probes: what can be told of the heads of one layer at one step. `capture` is the content of a capture file. */
 
 /* The name of a probe, or NULL beyond the last; static. */

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -10,7 +12,9 @@
 #include "attention/kernel_families.h"
 #include "base/error.h"
 #include "diagnosis/conform.h"
+#include "diagnosis/conform_report.h"
 #include "diagnosis/drift_guard.h"
+#include "diagnosis/form_struct.h"
 #include "diagnosis/probes.h"
 #include "diagnosis/spectrum.h"
 
@@ -185,6 +189,31 @@ void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionP
   read_off_outputs(problem, in, grad_output, out);
 }
 
+struct LastJudgement {
+  std::string json, text, junit, badge, plan;
+  std::optional<ConformForm> smallest;
+};
+thread_local LastJudgement last_judgement;
+
+FormType form_type_of(int32_t type) {
+  require(type == EVENKEEL_BF16 || type == EVENKEEL_FP32 || type == EVENKEEL_FP16,
+          "expected a type of EVENKEEL_BF16, EVENKEEL_FP32 or EVENKEEL_FP16, got {}", type);
+  return type == EVENKEEL_BF16 ? FormType::bf16 : type == EVENKEEL_FP32 ? FormType::fp32 : FormType::fp16;
+}
+
+// One form alone, as a judgement.
+KernelJudgement judge_one(const char* file, const FormKernel& kernel, const KernelRequest& wanted) {
+  JudgeOptions options;
+  options.plan = parse_plan(wanted.plan);
+  options.deterministic = wanted.deterministic;
+  KernelJudgement found;
+  found.name = wanted.name, found.plan = wanted.plan;
+  FormResult one = judge_form(FormInputs(read_form(file)), kernel, options);
+  found.forms.judged = one.judged;
+  if (!one.findings.empty()) found.forms.smallest = one, found.forms.failures = {one};
+  return found;
+}
+
 }  // namespace
 
 int32_t evenkeel_abi_version(void) { return EVENKEEL_ABI_VERSION; }
@@ -314,6 +343,52 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
     conform_advice = found.what_to_fix();
     told.what_to_fix = conform_advice.c_str();
     std::memcpy(result, &told, std::min<size_t>(to.struct_size, sizeof told));
+  });
+}
+
+int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel, void* context,
+                       evenkeel_judge_result* result) {
+  return guarded([&] {
+    const evenkeel_judge_request r =
+        adopt("evenkeel_judge_request", request, evenkeel_judge_request{}, sizeof(evenkeel_judge_request));
+    const evenkeel_judge_result to =
+        adopt("evenkeel_judge_result", result, evenkeel_judge_result{}, sizeof(evenkeel_judge_result));
+    require(kernel != nullptr, "expected a kernel to judge, got NULL");
+    require(r.rows >= 0 && r.rows <= 100'000'000, "expected rows from 0 to 10^8, got {}", r.rows);
+    last_judgement = {};
+    LastJudgement& last = last_judgement;
+    KernelRequest wanted;
+    wanted.name = r.name ? r.name : "kernel";
+    wanted.plan = last.plan = r.plan ? r.plan : "flash2";
+    wanted.type = form_type_of(r.type);
+    wanted.extent = r.quick ? FormExtent::quick : FormExtent::whole;
+    wanted.rows = r.rows, wanted.seed = r.seed;
+    wanted.with_families = r.rows > 0;
+    wanted.deterministic = !r.not_deterministic, wanted.aligned = !r.not_aligned;
+    const FormKernel form_kernel =
+        kernel_by_struct(kernel, context, EVENKEEL_BF16, EVENKEEL_FP16, EVENKEEL_FP32, EVENKEEL_NOT_OFFERED);
+    const KernelJudgement found =
+        r.form ? judge_one(r.form, form_kernel, wanted)
+               : judge_kernel(form_kernel, wanted, [&](const char* what, int64_t done, int64_t of) {
+                   if (r.progress) r.progress(context, what, done, of);
+                 });
+    if (found.forms.smallest) last.smallest = found.forms.smallest->form;
+    last.json = judgement_json(found).dump(), last.text = judgement_text(found);
+    last.junit = judgement_junit(found), last.badge = judgement_badge(found);
+    evenkeel_judge_result told{};
+    told.struct_size = to.struct_size;
+    told.passes = found.passes();
+    told.json = last.json.c_str(), told.text = last.text.c_str();
+    told.junit = last.junit.c_str(), told.badge = last.badge.c_str();
+    std::memcpy(result, &told, std::min<size_t>(to.struct_size, sizeof told));
+  });
+}
+
+int32_t evenkeel_judge_write_form(const char* file) {
+  return guarded([&] {
+    require(file != nullptr, "expected a file to write, got NULL");
+    require(last_judgement.smallest.has_value(), "no form failed in this thread's latest evenkeel_judge");
+    write_failing_form(file, *last_judgement.smallest, last_judgement.plan);
   });
 }
 

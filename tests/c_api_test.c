@@ -576,6 +576,59 @@ static void test_guard(void) {
   EXPECT(evenkeel_guard_new("fp32", 0, 2, 0) == NULL);
 }
 
+#if !defined(__SANITIZE_ADDRESS__)
+/* tests/form_kernel.c */
+int32_t evenkeel_kernel(void* context, const evenkeel_conform_form* form);
+int32_t wide_kernel(void* context, const evenkeel_conform_form* form);
+static int32_t offers_nothing(void* context, const evenkeel_conform_form* form) {
+  (void)context, (void)form;
+  return EVENKEEL_NOT_OFFERED;
+}
+static int progress_calls;
+static void count_progress(void* context, const char* what, int64_t done, int64_t of) {
+  (void)context, (void)what;
+  EXPECT(done >= 1 && done <= of);
+  ++progress_calls;
+}
+
+static void test_judge(void) {
+  evenkeel_judge_request request;
+  evenkeel_judge_result result;
+  memset(&request, 0, sizeof request);
+  memset(&result, 0, sizeof result);
+  request.struct_size = sizeof request, result.struct_size = sizeof result;
+  request.quick = 1, request.seed = 1, request.progress = count_progress;
+  EXPECT(evenkeel_judge(&request, evenkeel_kernel, NULL, &result) == EVENKEEL_OK);
+  if (!result.passes) printf("%s", result.text);
+  EXPECT(result.passes == 1);
+  EXPECT(progress_calls > 20);
+  EXPECT(strstr(result.json, "sinks: yes") != NULL); /* not offered, and said so */
+  EXPECT(strstr(result.badge, "safe to train with") != NULL);
+  EXPECT_FAILS(evenkeel_judge_write_form("failing.safetensors"), EVENKEEL_BAD_ARGUMENT, "no form failed");
+  EXPECT(evenkeel_judge(&request, wide_kernel, NULL, &result) == EVENKEEL_OK);
+  EXPECT(result.passes == 0);
+  EXPECT(strstr(result.text, "window is one key too wide (left)") != NULL);
+  EXPECT(strstr(result.junit, "<failure") != NULL);
+  EXPECT(evenkeel_judge_write_form("c_api_test_failing.safetensors") == EVENKEEL_OK);
+  request.form = "c_api_test_failing.safetensors";
+  EXPECT(evenkeel_judge(&request, wide_kernel, NULL, &result) == EVENKEEL_OK);
+  EXPECT(result.passes == 0);
+  EXPECT(evenkeel_judge(&request, evenkeel_kernel, NULL, &result) == EVENKEEL_OK);
+  EXPECT(result.passes == 1);
+  remove("c_api_test_failing.safetensors");
+  EXPECT_FAILS(evenkeel_judge(&request, evenkeel_kernel, NULL, &result), EVENKEEL_ENVIRONMENT,
+               "c_api_test_failing");
+  request.form = NULL;
+  EXPECT(evenkeel_judge(&request, offers_nothing, NULL, &result) == EVENKEEL_OK);
+  EXPECT(result.passes == 0);
+  EXPECT_FAILS(evenkeel_judge(&request, NULL, NULL, &result), EVENKEEL_BAD_ARGUMENT, "NULL");
+  EXPECT_FAILS(evenkeel_judge(NULL, evenkeel_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "NULL");
+  request.type = 77;
+  EXPECT_FAILS(evenkeel_judge(&request, evenkeel_kernel, NULL, &result), EVENKEEL_BAD_ARGUMENT, "77");
+}
+
+#endif
+
 int main(void) {
   Problem* p = malloc(sizeof *p);
   if (!p) return 3;
@@ -593,6 +646,9 @@ int main(void) {
   test_guard();
   test_definition(p);
   test_conform();
+#if !defined(__SANITIZE_ADDRESS__) /* minutes; judge_test runs the same code */
+  test_judge();
+#endif
   test_null_kernels();
   test_probe();
   free(p);

@@ -207,6 +207,32 @@ TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {
   EXPECT_EQ(nlohmann::json::parse(bad.text)["plans"][0]["cases"][0]["verdict"], "NOISY");
 }
 
+TEST(Cli, ConformJudgesTheKernelOfALibrary) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "minutes under a sanitizer; judge_test runs the same code";
+#endif
+  const std::string folder = testing::TempDir() + "evenkeel_conform_" + std::to_string(getpid());
+  std::filesystem::create_directories(folder);
+  const std::string library = "conform --quick --rows 64 --library " EVENKEEL_FORM_KERNEL;
+  const Outcome good = run(library + " --badge " + folder + "/badge.svg", " 2>/dev/null");
+  EXPECT_EQ(good.code, 0) << good.text;
+  EXPECT_NE(good.text.find("not judged: sinks: yes"), std::string::npos) << good.text;
+  EXPECT_TRUE(std::filesystem::exists(folder + "/badge.svg"));
+  const std::string wide = library + " --symbol wide_kernel";
+  const Outcome bad =
+      run(wide + " --json --failing " + folder + "/failing --junit " + folder + "/junit.xml", " 2>/dev/null");
+  EXPECT_EQ(bad.code, 1) << bad.text;
+  const auto json = nlohmann::json::parse(bad.text);
+  EXPECT_EQ(json["forms"]["named"][0]["fault"], "the window is one key too wide (left)");
+  EXPECT_TRUE(std::filesystem::exists(folder + "/junit.xml"));
+  EXPECT_EQ(run(wide + " --replay " + folder + "/failing", " 2>/dev/null").code, 1);
+  EXPECT_EQ(run(library + " --replay " + folder + "/failing", " 2>/dev/null").code, 0);
+  EXPECT_EQ(run(library + " --symbol nothing", " 2>&1").code, 3);
+  EXPECT_EQ(run("conform --library " + folder + "/nothing.so", " 2>&1").code, 3);
+  EXPECT_EQ(run("conform --replay " + folder + "/failing", " 2>&1").code, 2);
+  std::filesystem::remove_all(folder);
+}
+
 TEST(Cli, NoColourWithoutATerminal) {
   for (const char* arguments :
        {"explain 1 + 2 --to bf16", "conform --plan fp32 --case one_row --rows 64", "info"})

@@ -1,11 +1,14 @@
 // The judge over the space of forms: it finds and names planted faults, and is quiet where nothing is wrong.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "diagnosis/conform_judge.h"
+#include "base/error.h"
+#include "diagnosis/conform_report.h"
 #include "diagnosis/covering.h"
 #include "flash_kernel.h"
 
@@ -121,6 +124,60 @@ TEST(Judge, NullKernelsFail) {
                   quick("flash2"));
   EXPECT_FALSE(raises.passes());
   EXPECT_EQ(raises.failures.front().findings.front().fault, Fault::error);
+}
+
+ConformResult loss_feedback_of(const char* plan) {
+  std::vector<ConformPlan> plans = {{plan, parse_plan(plan), {}}};
+  std::vector<ConformCase> cases;
+  for (const ConformCase& c : conform_cases())
+    if (c.name == "loss_feedback") cases.push_back(c);
+  conform(plans, cases, kSanitized ? 640 : 12800, 1, conform_cpu_kernel, {});
+  return plans[0].results.at(0);
+}
+
+TEST(Risk, IsThatOfOurRuns) {
+  const Risk leaks = risk_of(loss_feedback_of("flash2")),
+             quiet = risk_of(loss_feedback_of("flash2,stabiliser=zero_sum"));
+  if (!kSanitized) {
+    EXPECT_NEAR(leaks.bias, kRiskReferenceBias, 0.2 * kRiskReferenceBias);
+    EXPECT_TRUE(leaks.drifts());
+    EXPECT_NEAR(leaks.steps, 4000, 1000);
+    EXPECT_LT(leaks.earliest, 2000);
+    EXPECT_GT(leaks.latest, 14'000);  // PyTorch's own run
+    EXPECT_NE(in_words(leaks).find("expected to drift"), std::string::npos) << in_words(leaks);
+  }
+  EXPECT_FALSE(quiet.drifts());
+  EXPECT_NE(in_words(quiet).find("no drift is expected"), std::string::npos) << in_words(quiet);
+  ConformResult nothing;
+  EXPECT_FALSE(risk_of(nothing).drifts());
+}
+
+TEST(Report, HasEveryFormat) {
+  KernelRequest request;
+  request.name = "a <kernel> & more";
+  request.extent = FormExtent::quick;
+  request.with_families = false;
+  const KernelJudgement none =
+      judge_kernel([](const ConformForm&, const FormTensors&) { return FormAnswer::not_offered; }, request);
+  EXPECT_FALSE(none.passes());
+  EXPECT_NE(judgement_junit(none).find("<failure message=\"no form was judged\""), std::string::npos);
+  KernelJudgement failing;
+  failing.name = request.name;
+  ConformForm form;
+  form.T = form.N = 4, form.packed = form.sinks = true, form.B = 2;
+  failing.forms.judged = 1;
+  failing.forms.failures.push_back({form, true, {{Fault::wrong, "dQ", 3, "far < off"}}});
+  failing.forms.smallest = failing.forms.failures[0];
+  EXPECT_EQ(judgement_junit(failing).find("far < off"), std::string::npos);
+  EXPECT_EQ(judgement_junit(failing).find("<kernel>"), std::string::npos);
+  EXPECT_NE(judgement_text(failing).find("WRONG dQ"), std::string::npos);
+  EXPECT_NE(judgement_badge(failing).find("fails"), std::string::npos);
+  EXPECT_FALSE(judgement_json(failing)["passes"]);
+  const std::string file = testing::TempDir() + "evenkeel_form_" + std::to_string(getpid());
+  write_failing_form(file, form, "flash2");
+  EXPECT_EQ(read_form(file), form);
+  std::filesystem::remove(file);
+  EXPECT_THROW(read_form(file), DataError);
 }
 
 // Kernels with faults, and words of the name that the judge must give to each. Several faults in one kernel are each

@@ -66,11 +66,19 @@ endif()
 
 # The C interface, as a C program meets it: nothing but the header and the shared library.
 enable_language(C)
-add_executable(c_api_test tests/c_api_test.c)
+add_executable(c_api_test tests/c_api_test.c tests/form_kernel.c)
 set_target_properties(c_api_test PROPERTIES C_STANDARD 99 C_EXTENSIONS OFF
                       LINKER_LANGUAGE CXX)  # the sanitizers' part for C++ lies in the shared library
 target_compile_options(c_api_test PRIVATE -pedantic -Werror)
 target_link_libraries(c_api_test PRIVATE evenkeel_shared m)
+# A kernel of someone else for `conform --library`: the header and nothing of ours.
+add_library(form_kernel MODULE tests/form_kernel.c)
+target_include_directories(form_kernel PRIVATE include)
+target_link_libraries(form_kernel PRIVATE m)
+if(TARGET cli_test)
+  target_compile_definitions(cli_test PRIVATE EVENKEEL_FORM_KERNEL="$<TARGET_FILE:form_kernel>")
+  add_dependencies(cli_test form_kernel)
+endif()
 add_test(NAME c_api_test COMMAND c_api_test)
 evenkeel_label(c_api_test)
 

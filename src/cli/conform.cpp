@@ -1,9 +1,11 @@
 // `evenkeel conform`: the table of signed errors, and the verdict.
+#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -11,9 +13,13 @@
 
 #include "base/error.h"
 #include "base/progress.h"
+#include "base/whole_file.h"
 #include "cli/options.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/conform_gpu.h"
+#include "diagnosis/conform_report.h"
+#include "diagnosis/form_struct.h"
+#include "evenkeel.h"
 #include "gpu/device.h"
 
 namespace evenkeel::cli {
@@ -132,8 +138,11 @@ Json to_json(const std::vector<ConformPlan>& plans) {
 }
 
 std::vector<ConformPlan> plans_named(std::vector<std::string> texts,
-                                     const std::vector<std::string>& stabilisers) {
+                                     const std::vector<std::string>& stabilisers, bool quick) {
   if (texts.empty() && !stabilisers.empty()) texts = {"flash2"};
+  if (texts.empty() && quick)
+    texts = {"bf16_all", "flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent",
+             "flash2,stabiliser=zero_sum"};
   if (texts.empty()) texts = default_conform_plans();
   std::vector<ConformPlan> plans;
   for (const std::string& text : texts) {
@@ -182,56 +191,212 @@ void print_text(const std::vector<ConformPlan>& plans, bool summary,
       kBiasZ, kBiasRows, kNoiseVariance);
 }
 
+// What is written besides the answer, each where it was asked for.
+struct Files {
+  std::string junit, badge, failing;
+
+  void write(const std::vector<KernelJudgement>& judgements) const {
+    const auto save = [](const std::string& file, const std::string& content) {
+      WholeFileWriter writer(file);
+      writer.append(content);
+      writer.commit();
+    };
+    if (!junit.empty()) {
+      std::string suites;
+      for (const KernelJudgement& j : judgements) {
+        const std::string one = judgement_junit(j);
+        suites += one.substr(one.find('\n') + 1);  // one XML declaration for all
+      }
+      save(junit, "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuites>\n" + suites + "</testsuites>\n");
+    }
+    if (!badge.empty()) save(badge, judgement_badge(judgements.front()));
+    for (const KernelJudgement& j : judgements)
+      if (!failing.empty() && j.forms.smallest)
+        return write_failing_form(failing, j.forms.smallest->form, j.plan);
+  }
+};
+
+// A kernel of others: a function of evenkeel.h's evenkeel_form_kernel in a shared library.
+FormKernel library_kernel(const std::string& library, const std::string& symbol) {
+  // Without a slash dlopen searches the system's folders.
+  const std::string path = library.find('/') == std::string::npos ? "./" + library : library;
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  require_data(handle != nullptr, "--library {}: cannot be loaded: {}", library, handle ? "" : dlerror());
+  void* const found = dlsym(handle, symbol.c_str());
+  require_data(found != nullptr,
+               "--library {}: expected a function {} (evenkeel_form_kernel of evenkeel.h), found none",
+               library, symbol);
+  return kernel_by_struct(reinterpret_cast<evenkeel_form_kernel>(found), nullptr, EVENKEEL_BF16,
+                          EVENKEEL_FP16, EVENKEEL_FP32, EVENKEEL_NOT_OFFERED);
+}
+
+struct ConformOptions {
+  std::vector<std::string> kernel, plan_texts, case_names, stabilisers;
+  int64_t rows = kBiasRows, seed = 1;
+  bool json = false, summary = false, gpu = false, quick = false;
+  std::string library, symbol = "evenkeel_kernel", replay;
+  Files files;
+};
+
+Options declare(ConformOptions& o) {
+  Options options(
+      "conform [KERNEL] [options]",
+      "Judges attention by the sign of its errors on hard inputs: the leak, the sum of a row of "
+      "dS (which exact\n"
+      "arithmetic makes 0), and the bias of O, delta, dQ, dK, dV against FP64; all outputs must "
+      "be wholly written and\n"
+      "within the worst case of the plan's roundings, over forms that cross every feature a kernel may "
+      "offer (batches,\n"
+      "groups, masks, windows, packed sequences, sinks, offsets, types). KERNEL is cpu. With --gpu the "
+      "GPU's kernels are\n"
+      "judged: their leak is read off dQ, at a feature that is the same in every key. With --library, "
+      "anyone's. Exit 1 if\n"
+      "a kernel fails.",
+      "conform --plan flash2 --stabiliser none --stabiliser zero_sum --case ties_2_tail");
+  options.values("--plan", "PLAN",
+                 "a precision plan to judge, several allowed (default: a list); with --library the "
+                 "roundings that are granted (default: flash2)",
+                 o.plan_texts);
+  options.values("--stabiliser", "NAME", "judge every --plan with this stabiliser, several allowed",
+                 o.stabilisers);
+  options.values("--case", "NAME", "only this family of inputs and no forms, several allowed", o.case_names);
+  options.value("--rows", "N", "rows a case (under 100000 none is judged for bias)", o.rows, 64, 100'000'000);
+  options.value("--seed", "N", "of the inputs", o.seed, 0, 1'000'000'000);
+  options.flag("--quick", "four families, fewer forms, five plans: a first verdict in seconds", o.quick);
+  options.flag("--gpu", "judge the kernels that run on this machine's GPU", o.gpu);
+  options.value("--library", "FILE",
+                "judge the kernel of a shared library: a function as evenkeel.h's "
+                "evenkeel_form_kernel",
+                o.library);
+  options.value("--symbol", "NAME", "the function in --library", o.symbol);
+  options.value("--replay", "FILE", "with --library: only the form of this file, as --failing writes it",
+                o.replay);
+  options.value("--failing", "FILE",
+                "write the smallest failing form there: tensors and exact results, safetensors",
+                o.files.failing);
+  options.value("--junit", "FILE", "write the result there for a test runner (JUnit's XML)", o.files.junit);
+  options.value("--badge", "FILE", "write a badge there (SVG)", o.files.badge);
+  options.flag("--summary", "only the closing table", o.summary);
+  options.flag("--json", "the result as JSON", o.json);
+  options.words("KERNEL", o.kernel, 0, 1);
+  return options;
+}
+
+int judge_library(const ConformOptions& o) {
+  require(o.plan_texts.size() <= 1 && o.stabilisers.empty() && !o.gpu,
+          "--library: expected at most one --plan, no --stabiliser and no --gpu");
+  const FormKernel kernel = library_kernel(o.library, o.symbol);
+  KernelRequest request;
+  request.name = o.symbol;
+  if (!o.plan_texts.empty()) request.plan = o.plan_texts[0];
+  request.families = o.case_names;
+  request.extent = o.quick ? FormExtent::quick : FormExtent::whole;
+  request.rows = o.rows, request.seed = static_cast<uint64_t>(o.seed);
+  KernelJudgement found;
+  if (o.replay.empty()) {
+    std::unique_ptr<Progress> progress;
+    const char* shown = nullptr;
+    found = judge_kernel(kernel, request, [&](const char* what, int64_t, int64_t of) {
+      if (what != shown) progress.reset(), progress = std::make_unique<Progress>(shown = what, of);
+      progress->advance();
+    });
+  } else {
+    JudgeOptions options;
+    options.plan = parse_plan(request.plan);
+    found.name = request.name, found.plan = request.plan;
+    const FormResult one = judge_form(FormInputs(read_form(o.replay)), kernel, options);
+    found.forms.judged = one.judged;
+    if (!one.findings.empty()) found.forms.smallest = one, found.forms.failures = {one};
+  }
+  o.files.write({found});
+  fmt::print("{}", o.json ? judgement_json(found).dump(2) + "\n" : judgement_text(found));
+  return found.passes() ? 0 : 1;
+}
+
+// Our own kernels over forms, plan by plan.
+std::vector<KernelJudgement> judge_plans_forms(const std::vector<ConformPlan>& plans,
+                                               const ConformOptions& o) {
+  std::vector<KernelJudgement> out;
+  // Several plans are compared on the families; the whole space of forms is for one.
+  const bool whole = !o.quick && plans.size() == 1;
+  Progress progress("forms", static_cast<int64_t>(plans.size()));
+  for (const ConformPlan& plan : plans) {
+    KernelJudgement j;
+    j.name = j.plan = plan.name;
+    JudgeOptions options;
+    options.plan = plan.plan, options.seed = static_cast<uint64_t>(o.seed);
+    options.extent = whole ? FormExtent::whole : FormExtent::quick;
+    j.forms = judge_forms(cpu_form_kernel(plan.plan), options);
+    j.families = plan;
+    for (const ConformResult& r : plan.results)
+      if (r.case_name == "loss_feedback") j.risk = risk_of(r);
+    out.push_back(std::move(j));
+    progress.advance();
+  }
+  return out;
+}
+
+void print_forms(const std::vector<KernelJudgement>& judgements) {
+  fmt::print("\nforms (problems that cross the features of a kernel)\n");
+  for (const KernelJudgement& j : judgements) {
+    fmt::print("  {:<34} {:>4} judged, {:>3} failed{}\n", j.name, j.forms.judged, j.forms.failures.size(),
+               j.forms.named.empty() ? "" : ": " + j.forms.named.front().words);
+    if (j.risk) fmt::print("  {:<34} {}\n", "", in_words(*j.risk));
+  }
+  if (judgements.empty()) return;
+  std::string not_judged;
+  for (const std::string& what : judgements.front().forms.not_judged)
+    not_judged += (not_judged.empty() ? "" : ", ") + what;
+  if (!not_judged.empty())
+    fmt::print("  not judged, since the CPU's kernels do not offer it: {}\n", not_judged);
+}
+
 }  // namespace
 
 int run_conform(int argc, char** argv) {
-  std::vector<std::string> kernel, plan_texts, case_names, stabilisers;
-  int64_t rows = kBiasRows, seed = 1;
-  bool json = false, summary = false, gpu = false;
-  Options options("conform [KERNEL] [options]",
-                  "Judges attention by the sign of its errors on hard inputs: the leak, the sum of a row of "
-                  "dS (which exact\n"
-                  "arithmetic makes 0), and the bias of O, delta, dQ, dK, dV against FP64; all outputs must "
-                  "be wholly written and\n"
-                  "within the worst case of the plan's roundings. KERNEL is cpu. With --gpu the GPU's "
-                  "kernels are judged: their\n"
-                  "leak is read off dQ, at a feature that is the same in every key. Exit 1 if a plan fails.",
-                  "conform --plan flash2 --stabiliser none --stabiliser zero_sum --case ties_2_tail");
-  options.values("--plan", "PLAN", "a precision plan to judge, several allowed (default: a list)",
-                 plan_texts);
-  options.values("--stabiliser", "NAME", "judge every --plan with this stabiliser, several allowed",
-                 stabilisers);
-  options.values("--case", "NAME", "only this family of inputs, several allowed", case_names);
-  options.value("--rows", "N", "rows a case (under 100000 none is judged for bias)", rows, 64, 100'000'000);
-  options.value("--seed", "N", "of the inputs", seed, 0, 1'000'000'000);
-  options.flag("--gpu", "judge the kernels that run on this machine's GPU", gpu);
-  options.flag("--summary", "only the closing table", summary);
-  options.flag("--json", "the result as JSON", json);
-  options.words("KERNEL", kernel, 0, 1);
+  ConformOptions o;
+  Options options = declare(o);
   if (!options.parse(argc, argv)) return 0;
-  require(kernel.empty() || kernel[0] == "cpu", "unknown kernel '{}': expected cpu",
-          kernel.empty() ? "" : kernel[0]);
-  std::vector<ConformPlan> plans = plans_named(plan_texts, stabilisers);
-  const std::vector<ConformCase> cases = cases_named(case_names);
+  require(o.kernel.empty() || o.kernel[0] == "cpu", "unknown kernel '{}': expected cpu",
+          o.kernel.empty() ? "" : o.kernel[0]);
+  require(o.replay.empty() || !o.library.empty(), "--replay: expected --library too");
+  if (!o.library.empty()) return judge_library(o);
+  std::vector<ConformPlan> plans = plans_named(o.plan_texts, o.stabilisers, o.quick);
+  const bool some = !o.case_names.empty();
+  const std::vector<ConformCase> cases = cases_named(some || !o.quick ? o.case_names : quick_families());
 
   GpuConform on_gpu;
-  if (gpu) {
+  if (o.gpu) {
     const CudaDevice device = cuda_device();
     require_data(device.present, "--gpu: no GPU: {}", device.why);
   }
   {
-    Progress progress("conform", conform_work(plans.size(), cases, rows));
-    const ConformKernel kernel_under_test = gpu ? on_gpu.kernel() : conform_cpu_kernel;
+    Progress progress("conform", conform_work(plans.size(), cases, o.rows));
+    const ConformKernel kernel_under_test = o.gpu ? on_gpu.kernel() : conform_cpu_kernel;
     conform(
-        plans, cases, rows, static_cast<uint64_t>(seed), kernel_under_test, [&] { progress.advance(); }, gpu);
+        plans, cases, o.rows, static_cast<uint64_t>(o.seed), kernel_under_test, [&] { progress.advance(); },
+        o.gpu);
   }
-  const bool passes = std::ranges::all_of(plans, [](const ConformPlan& plan) { return plan.passes(); });
-  if (json) {
+  std::vector<KernelJudgement> judgements;
+  if (!some && !o.gpu) judgements = judge_plans_forms(plans, o);
+  bool passes = std::ranges::all_of(plans, [](const ConformPlan& plan) { return plan.passes(); });
+  for (const KernelJudgement& j : judgements) passes &= j.passes();
+  require(!judgements.empty() || (o.files.junit + o.files.badge + o.files.failing).empty(),
+          "--junit, --badge and --failing need forms: expected neither --case nor --gpu");
+  if (!judgements.empty()) o.files.write(judgements);
+  if (o.json) {
     Json out = to_json(plans);
-    if (gpu) out["kernels"] = on_gpu.uses();
+    if (o.gpu) out["kernels"] = on_gpu.uses();
+    for (size_t n = 0; n < judgements.size(); ++n) {
+      const Json whole = judgement_json(judgements[n]);
+      out["plans"][n]["passes"] = judgements[n].passes();
+      out["plans"][n]["forms"] = whole["forms"];
+      if (whole.contains("risk")) out["plans"][n]["risk"] = whole["risk"];
+    }
     fmt::print("{}\n", out.dump(2));
   } else {
-    print_text(plans, summary, on_gpu.uses());
+    print_text(plans, o.summary, on_gpu.uses());
+    if (!judgements.empty()) print_forms(judgements);
   }
   return passes ? 0 : 1;
 }

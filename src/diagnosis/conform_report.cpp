@@ -1,0 +1,334 @@
+#include "diagnosis/conform_report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/safetensors.h"
+
+namespace evenkeel {
+
+using Json = nlohmann::ordered_json;
+
+std::vector<std::string> quick_families() { return {"ties_2_tail", "sink", "scores_100", "loss_feedback"}; }
+
+std::string KernelJudgement::verdict() const {
+  if (forms.judged == 0 && !families) return "nothing was judged";
+  if (passes()) return "pass";
+  if (!forms.named.empty()) return "FAIL: " + forms.named.front().words;
+  if (families)
+    for (const ConformResult& r : families->results)
+      if (!r.passes()) return fmt::format("FAIL: {} on {}", r.verdict(), r.case_name);
+  return "FAIL: nothing was judged";
+}
+
+ConformKernel family_kernel(const FormKernel& kernel, FormType type) {
+  return [kernel, type](const AttentionProblem& problem, const AttentionInputs& in,
+                        View<const float> grad_output, AttentionBuffers& out) {
+    const AttentionProblem whole = problem_of(problem, in);
+    ConformForm form;
+    form.H = form.G = whole.H, form.T = whole.T, form.N = whole.N, form.D = form.Dv = whole.D;
+    form.causal = whole.mask.causal, form.type = type;
+    std::vector<uint8_t> visible;
+    if (const View<const uint8_t>& mask = problem.mask.visible; mask.present()) {
+      form.mask = FormMask::rows;
+      for (int64_t h = 0; h < whole.H; ++h)
+        for (int64_t i = 0; i < whole.T; ++i)
+          for (int64_t j = 0; j < whole.N; ++j) visible.push_back(*mask.at(0, h, i, j) != 0);
+    }
+    FormTensors t;
+    t.q = in.q.data, t.k = in.k.data, t.v = in.v.data, t.grad_output = grad_output.data;
+    t.visible = visible.empty() ? nullptr : visible.data();
+    t.o = out.o.values().data(), t.lse = out.lse.values().data();
+    t.dq = out.dq.values().data(), t.dk = out.dk.values().data(), t.dv = out.dv.values().data();
+    require(kernel(form, t) == FormAnswer::done, "[conform] not offered: {}", form.text());
+    read_off_outputs(problem, in, grad_output, out);
+  };
+}
+
+namespace {
+
+bool offers(const FormKernel& kernel, const ConformCase& family, FormType type) {
+  ConformForm form;
+  form.T = family.rows_per_head, form.N = family.keys, form.D = form.Dv = family.head_size;
+  form.causal = family.causal, form.type = type;
+  if (family.masked_rows) form.mask = FormMask::rows;
+  const FormInputs in(form);
+  std::vector<float> o(in.d_o.size()), lse(static_cast<size_t>(form.H * form.T)), dq(in.q.size()),
+      dk(in.k.size()), dv(in.v.size());
+  FormTensors t;
+  t.q = in.q.data(), t.k = in.k.data(), t.v = in.v.data(), t.grad_output = in.d_o.data();
+  t.visible = in.visible.empty() ? nullptr : in.visible.data();
+  t.o = o.data(), t.lse = lse.data(), t.dq = dq.data(), t.dk = dk.data(), t.dv = dv.data();
+  return kernel(form, t) == FormAnswer::done;
+}
+
+std::vector<ConformCase> families_of(const KernelRequest& request) {
+  std::vector<std::string> names = request.families;
+  if (names.empty() && request.extent == FormExtent::quick) names = quick_families();
+  std::vector<ConformCase> out;
+  for (const ConformCase& c : conform_cases())
+    if (names.empty() || std::ranges::find(names, c.name) != names.end()) out.push_back(c);
+  require(names.empty() || out.size() == names.size(),
+          "[conform] unknown family among the {} that were asked for", names.size());
+  return out;
+}
+
+}  // namespace
+
+KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& request,
+                             const std::function<void(const char*, int64_t, int64_t)>& progress) {
+  KernelJudgement out;
+  out.name = request.name, out.plan = request.plan;
+  JudgeOptions options;
+  options.plan = parse_plan(request.plan);
+  options.extent = request.extent, options.seed = request.seed;
+  options.deterministic = request.deterministic, options.aligned = request.aligned;
+  out.forms = judge_forms(kernel, options, [&](int64_t done, int64_t of) {
+    if (progress) progress("forms", done, of);
+  });
+  if (!request.with_families) return out;
+  std::vector<ConformCase> families;
+  for (const ConformCase& c : families_of(request)) {
+    bool offered = true;
+    try {
+      offered = offers(kernel, c, request.type);
+    } catch (const std::exception& error) {
+      out.families_not_judged.push_back(fmt::format("{}: the kernel raised: {}", c.name, error.what()));
+      continue;
+    }
+    if (offered)
+      families.push_back(c);
+    else
+      out.families_not_judged.push_back(fmt::format("{}: not offered", c.name));
+  }
+  if (families.empty()) return out;
+  std::vector<ConformPlan> plans = {{request.plan, plan_for(options.plan, request.type), {}}};
+  const int64_t work = conform_work(1, families, request.rows);
+  int64_t done = 0;
+  conform(
+      plans, families, request.rows, request.seed, family_kernel(kernel, request.type),
+      [&] {
+        if (progress) progress("families", ++done, work);
+      },
+      /*constant_feature=*/true);
+  out.families = std::move(plans[0]);
+  for (const ConformResult& r : out.families->results)
+    if (r.case_name == "loss_feedback") out.risk = risk_of(r);
+  return out;
+}
+
+Json result_json(const FormResult& result) {
+  Json form, findings = Json::array();
+  to_json(form, result.form);
+  for (const FormFinding& x : result.findings)
+    findings.push_back(
+        {{"fault", name(x.fault)}, {"output", x.output}, {"error_over_allowed", x.over}, {"words", x.words}});
+  return {{"text", result.form.text()},
+          {"passes", result.passes()},
+          {"judged", result.judged},
+          {"findings", findings},
+          {"form", form}};
+}
+
+Json judgement_json(const KernelJudgement& j) {
+  Json failures = Json::array(), named = Json::array(), families = Json::array();
+  for (const FormResult& failure : j.forms.failures) failures.push_back(result_json(failure));
+  for (const NamedFault& x : j.forms.named)
+    named.push_back({{"fault", x.words}, {"forms_explained", x.forms}, {"forms_tried", x.tried}});
+  if (j.families)
+    for (const ConformResult& r : j.families->results)
+      families.push_back({{"family", r.case_name},
+                          {"rows", r.rows},
+                          {"passes", r.passes()},
+                          {"verdict", r.verdict()},
+                          {"what_to_fix", r.what_to_fix()},
+                          {"residual_mean", r.residual.mean()},
+                          {"residual_z", r.residual.z()},
+                          {"residual_allowed", r.bias_floor},
+                          {"residual_rms", r.residual.rms()},
+                          {"residual_bound", r.noise_bound()}});
+  Json out = {{"kernel", j.name},
+              {"plan", j.plan},
+              {"passes", j.passes()},
+              {"verdict", j.verdict()},
+              {"forms",
+               {{"judged", j.forms.judged},
+                {"failed", j.forms.failures.size()},
+                {"not_judged", j.forms.not_judged},
+                {"largest_error_over_bound", j.forms.largest_over},
+                {"named", named},
+                {"failures", failures}}},
+              {"families", families},
+              {"families_not_judged", j.families_not_judged}};
+  if (j.forms.smallest) out["forms"]["smallest"] = result_json(*j.forms.smallest);
+  if (j.risk)
+    out["risk"] = {{"words", in_words(*j.risk)},
+                   {"drifts", j.risk->drifts()},
+                   {"mean_leak", j.risk->bias},
+                   {"mean_leak_error", j.risk->bias_error}};
+  if (j.risk && j.risk->drifts()) {
+    out["risk"]["steps"] = j.risk->steps;
+    out["risk"]["earliest"] = j.risk->earliest;
+    out["risk"]["latest"] = std::isfinite(j.risk->latest) ? Json(j.risk->latest) : Json();
+  }
+  return out;
+}
+
+std::string judgement_text(const KernelJudgement& j) {
+  std::string out =
+      fmt::format("{}: {}\n  forms: {} judged, {} failed; largest error {:.2g} of what roundings allow\n",
+                  j.name, j.verdict(), j.forms.judged, j.forms.failures.size(), j.forms.largest_over);
+  for (const std::string& what : j.forms.not_judged) out += fmt::format("  not judged: {}\n", what);
+  for (const NamedFault& x : j.forms.named)
+    out += x.tried > 0 ? fmt::format("  fault: {} ({} of {} failing forms)\n", x.words, x.forms, x.tried)
+                       : fmt::format("  fault: {}\n", x.words);
+  if (j.forms.smallest) {
+    out += fmt::format("  smallest failing form: {}\n", j.forms.smallest->form.text());
+    for (const FormFinding& x : j.forms.smallest->findings)
+      out += fmt::format("    {} {}: {}\n", name(x.fault), x.output, x.words);
+  }
+  if (j.families) {
+    const auto failed =
+        std::ranges::count_if(j.families->results, [](const ConformResult& r) { return !r.passes(); });
+    out += fmt::format("  families: {} judged, {} failed\n", j.families->results.size(), failed);
+    for (const ConformResult& r : j.families->results)
+      if (!r.passes())
+        out +=
+            fmt::format("    {}: {}: leak {:+.1e} (z {:+.0f}), rms {:.2f} of what is allowed\n", r.case_name,
+                        r.verdict(), r.residual.mean(), r.residual.z(), r.residual.rms() / r.noise_bound());
+  }
+  for (const std::string& what : j.families_not_judged) out += fmt::format("  family not judged: {}\n", what);
+  if (j.risk) out += fmt::format("  in training: {}\n", in_words(*j.risk));
+  return out;
+}
+
+namespace {
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '&')
+      out += "&amp;";
+    else if (c == '"')
+      out += "&quot;";
+    else
+      out += byte < 0x20 ? ' ' : c;
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string judgement_junit(const KernelJudgement& j) {
+  std::string cases;
+  int64_t tests = 0, failures = 0, skipped = 0;
+  const auto add = [&](const std::string& group, const std::string& test, const std::string& failure,
+                       bool skip) {
+    ++tests;
+    cases += fmt::format("  <testcase classname=\"evenkeel.conform.{}\" name=\"{}\"", group, escaped(test));
+    if (skip) {
+      ++skipped;
+      cases += fmt::format("><skipped message=\"{}\"/></testcase>\n", escaped(failure));
+    } else if (!failure.empty()) {
+      ++failures;
+      cases += fmt::format("><failure message=\"{}\"/></testcase>\n", escaped(failure));
+    } else {
+      cases += "/>\n";
+    }
+  };
+  for (const FormResult& failure : j.forms.failures) {
+    std::string words;
+    for (const FormFinding& x : failure.findings)
+      words += fmt::format("{}{} {}: {}", words.empty() ? "" : "; ", name(x.fault), x.output, x.words);
+    add("forms", failure.form.text(), words, false);
+  }
+  add("forms", fmt::format("{} forms", j.forms.judged),
+      j.forms.judged == 0        ? "no form was judged"
+      : j.forms.failures.empty() ? ""
+                                 : j.verdict(),
+      false);
+  for (const std::string& what : j.forms.not_judged) add("forms", what, "not offered by the kernel", true);
+  if (j.families)
+    for (const ConformResult& r : j.families->results)
+      add("families", std::string(r.case_name),
+          r.passes() ? "" : fmt::format("{}: {}", r.verdict(), r.what_to_fix()), false);
+  for (const std::string& what : j.families_not_judged)
+    add("families", what, "not offered by the kernel", true);
+  return fmt::format(
+      "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuite name=\"evenkeel conform {}\" tests=\"{}\" "
+      "failures=\"{}\" "
+      "skipped=\"{}\" errors=\"0\">\n{}</testsuite>\n",
+      escaped(j.name), tests, failures, skipped, cases);
+}
+
+std::string judgement_badge(const KernelJudgement& j) {
+  const bool drifts = j.risk && j.risk->drifts();
+  const std::string words = !j.passes() ? (drifts ? "drifts in training" : "fails") : "safe to train with";
+  const char* const colour = j.passes() ? "#2e7d32" : "#b3261e";
+  // 7 units a letter and a margin: any font's digits and letters fit.
+  const size_t left = 70, right = 7 * words.size() + 16;
+  return fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"20\" role=\"img\" "
+      "aria-label=\"evenkeel: {4}\">"
+      "<title>evenkeel: {4}</title><rect width=\"{1}\" height=\"20\" fill=\"#444\"/><rect x=\"{1}\" "
+      "width=\"{2}\" "
+      "height=\"20\" fill=\"{3}\"/><g fill=\"#fff\" font-family=\"Verdana,DejaVu Sans,sans-serif\" "
+      "font-size=\"11\" "
+      "text-anchor=\"middle\"><text x=\"{5}\" y=\"14\">evenkeel</text><text x=\"{6}\" "
+      "y=\"14\">{4}</text></g></svg>\n",
+      left + right, left, right, colour, words, left / 2, left + right / 2);
+}
+
+void write_failing_form(const std::filesystem::path& file, const ConformForm& form, const std::string& plan) {
+  const FormInputs in(form);
+  FormInputs clean(form);
+  if (form.values == FormValues::nan) clean.v[0] = 0;
+  const AttentionTruth truth = clean.truth(PrecisionPlan{});
+  Json json;
+  to_json(json, form);
+  std::vector<TensorHeader> headers;
+  std::vector<std::pair<std::string, Bytes>> contents;
+  const auto add = [&](const char* tensor, const char* type, const std::array<int64_t, 4>& shape,
+                       const auto& values) {
+    if (values.empty()) return;
+    headers.push_back({tensor, element_type(type), {shape.begin(), shape.end()}});
+    contents.emplace_back(tensor, std::as_bytes(std::span(values)));
+  };
+  const int64_t B = form.batch(), rows = form.all_rows(), keys = form.all_keys();
+  add("q", "F32", {B, form.H, rows, form.D}, in.q);
+  add("k", "F32", {B, form.G, keys, form.D}, in.k);
+  add("v", "F32", {B, form.G, keys, form.Dv}, in.v);
+  add("grad_output", "F32", {B, form.H, rows, form.Dv}, in.d_o);
+  add("sinks", "F32", {1, form.H, 1, 1}, in.sinks);
+  add("grad_lse", "F32", {B, form.H, rows, 1}, in.grad_lse);
+  add("visible", "U8", {form.B, form.H, form.T, form.N}, in.visible);
+  add("query_starts", "I32", {1, 1, 1, form.B + 1}, in.query_starts);
+  add("key_starts", "I32", {1, 1, 1, form.B + 1}, in.key_starts);
+  add("exact_o", "F64", truth.o.shape(), truth.o.values());
+  add("exact_lse", "F64", truth.lse.shape(), truth.lse.values());
+  add("exact_dq", "F64", truth.dq.shape(), truth.dq.values());
+  add("exact_dk", "F64", truth.dk.shape(), truth.dk.values());
+  add("exact_dv", "F64", truth.dv.shape(), truth.dv.values());
+  SafetensorsWriter writer(file, headers, {{"form", json.dump()}, {"plan", plan}, {"text", form.text()}});
+  for (const auto& [tensor, bytes] : contents) writer.append(tensor, bytes);
+  writer.commit();
+}
+
+ConformForm read_form(const std::filesystem::path& file) {
+  const Safetensors stored(file);
+  const auto found = stored.metadata().find("form");
+  require_data(found != stored.metadata().end(),
+               "{}: expected a failing form of conform (metadata \"form\"), found none", file.string());
+  const Json json = Json::parse(found->second, nullptr, /*allow_exceptions=*/false);
+  require_data(!json.is_discarded(), "{}: the form in its metadata is not JSON", file.string());
+  return form_from_json(json);
+}
+
+}  // namespace evenkeel
