@@ -50,8 +50,8 @@ DriftGuard::Alarms DriftGuard::find_alarms() {
     const HeadDrift& drift = drift_[n];
     const auto number = static_cast<int64_t>(n);
     const bool grown = head.remedied && drift.log_lse() > head.at_remedy + std::log(2.0);
-    if (!drift.drifts(limit_) || head.warned) continue;
-    if (head.remedied ? !grown : !drift.alarm(limit_)) {
+    if (!drift.drifts(limit_, terms_) || head.warned) continue;
+    if (head.remedied ? !grown : !drift.alarm(limit_, terms_)) {
       // Without a leak there is nothing that the remedy could mend.
       if (head.remedied) continue;
       head.warned = true;
@@ -70,10 +70,15 @@ DriftGuard::Alarms DriftGuard::find_alarms() {
 }
 
 std::string DriftGuard::figures(const std::vector<int64_t>& heads, size_t worst, const Means& means) const {
+  const HeadForecast expected = drift_[worst].expected(terms_);
+  const std::string when = std::isnan(expected.failure)
+                               ? ""
+                               : fmt::format(" (near step {:.0f}, {:.0f} to {:.0f})", expected.failure,
+                                             expected.earliest, expected.latest);
   return fmt::format(
-      "{}: log-sum-exp {:.0f} and rising, beyond {:.0f}, where the guard acts (half of the limit of drift, "
-      "at least {:.0f}); rows of dS miss their zero sum by {:.1e} of delta{}",
-      heads_in_words(heads, H_), drift_[worst].size(), limit_, kLowestDriftLimit, drift_[worst].leak(),
+      "{}: log-sum-exp {:.0f} and rising; the guard acts beyond {:.0f} (half of the limit of drift, at least "
+      "{:.0f}) or where a failure is forecast{}; rows of dS miss their zero sum by {:.1e} of delta{}",
+      heads_in_words(heads, H_), drift_[worst].size(), limit_, kLowestDriftLimit, when, drift_[worst].leak(),
       means.more_figures ? means.more_figures(worst) : "");
 }
 

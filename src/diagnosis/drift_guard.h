@@ -23,6 +23,8 @@ class DriftGuard {
   // Heads whose plan sums to zero by construction count as remedied. bf16: q and k come from BF16 products.
   DriftGuard(const ScopedPlan& plan, int64_t layers, int64_t heads, bool bf16);
 
+  // Where failures are forecast as well (forecast.h). Without terms they are not: the end of the warm-up must be known.
+  void set_terms(const ForecastTerms& terms) { terms_ = terms; }
   // A step's figures, (L H) each: largest |log-sum-exp|; root mean squares of leak and delta, both empty where they are not
   // known. Steps ascend.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& leak,
@@ -67,6 +69,10 @@ class DriftGuard {
   std::vector<Head> heads_;       // (L H)
   std::vector<HeadDrift> drift_;  // (L H)
   double limit_ = 0;              // mend_limit of them
+  ForecastTerms terms_{.begin = std::numeric_limits<int64_t>::max(),
+                       .harmful = std::numeric_limits<double>::infinity(),
+                       .bound = {},
+                       .last_step = 0};
 };
 
 }  // namespace evenkeel

@@ -1,7 +1,8 @@
 // The guard: watches the cheap probes of a run that trains, and sets right the heads that drift before the loss notices.
 //
 // A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where, over the last steps,
-//   its log-sum-exp, which any drift of the offset moves, is half way to the limit of drift (mend_limit of health.h),
+//   its log-sum-exp, which any drift of the offset moves, is half way to the limit of drift (mend_limit of health.h), or
+//   on a course that ends in failure (forecast.h: that carries over from size to size),
 //   it still rises, and
 //   the rows of its dS miss their zero sum by more than FP32 does (kLeak): what drifts without a leak is not rounding's.
 // On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,

@@ -259,8 +259,12 @@ class IndicatorReader {
     run_.guard_judged = true;
     for (size_t n = 0; n < drift_.size(); ++n) drift_[n].take(step, lse[n], leak[n], delta[n]);
     const double limit = mend_limit(drift_);
+    const ForecastTerms terms{.begin = run_.warmup,
+                              .harmful = harmful_offset(kUsualHeadSize, kBf16.significand_bits),
+                              .bound = {},
+                              .last_step = 0};
     for (size_t n = 0; n < drift_.size(); ++n)
-      if (!run_.guard && drift_[n].alarm(limit)) run_.guard = {0, step, static_cast<int64_t>(n)};
+      if (!run_.guard && drift_[n].alarm(limit, terms)) run_.guard = {0, step, static_cast<int64_t>(n)};
   }
 
   IndicatorRun& run_;
@@ -303,6 +307,7 @@ void HeadDrift::take(int64_t step, double lse, double leak, double delta) {
   const double log_size = octaves(size, kIndicators[kLogSumExp].least) * std::log(2.0);
   fast_.take(step, log_size);
   slow_.take(step, log_size);
+  course_.take(step, lse);
   if (!std::isfinite(leak) || !std::isfinite(delta)) return;
   leak_.take(step, leak * leak);
   delta_.take(step, delta * delta);

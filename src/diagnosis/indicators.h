@@ -27,6 +27,7 @@
 #include <string_view>
 #include <vector>
 
+#include "diagnosis/forecast.h"
 #include "records/metrics.h"
 #include "training/run_config.h"
 
@@ -45,8 +46,8 @@ class RunningMean {
   int64_t last_ = 0;
 };
 
-// The guard's alarm (guard.h), one head: the log-sum-exp is beyond a limit (mend_limit of all heads, health.h) and still
-// rises, and the rows of dS miss their zero sum by more than FP32 does.
+// The guard's alarm (guard.h), one head: the log-sum-exp still rises, is beyond a limit (mend_limit of all heads, health.h) or
+// on a course that ends in failure (forecast.h), and the rows of dS miss their zero sum by more than FP32 does.
 class HeadDrift {
  public:
   // Leak over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
@@ -57,13 +58,21 @@ class HeadDrift {
   void take(int64_t step, double lse, double leak, double delta);
   double log_lse() const { return fast_.value(); }
   double size() const { return std::exp(log_lse()); }
-  bool drifts(double limit) const { return size() > limit && fast_.value() > slow_.value(); }
+  // The forecast needs no limit that depends on the other heads, so it carries over from size to size.
+  bool drifts(double limit, const ForecastTerms& terms) const {
+    return fast_.value() > slow_.value() &&
+           (size() > limit || (size() > kLowestDriftLimit && expected(terms).outlook >= Outlook::drift));
+  }
   double leak() const;
-  bool alarm(double limit) const { return drifts(limit) && leak() > kLeak; }
+  bool alarm(double limit, const ForecastTerms& terms) const {
+    return leak() > kLeak && drifts(limit, terms);
+  }
+  HeadForecast expected(const ForecastTerms& terms) const { return course_.forecast(terms); }
 
  private:
   RunningMean fast_{kFast}, slow_{kSlow};   // of log(largest |log-sum-exp|)
   RunningMean leak_{kSlow}, delta_{kSlow};  // of squares
+  OffsetCourse course_;                     // of the log-sum-exp
 };
 
 double mend_limit(const std::vector<HeadDrift>& heads);
