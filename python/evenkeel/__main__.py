@@ -1,5 +1,6 @@
 """python -m evenkeel isolate MODULE:FUNCTION RUN [--steps N] [--budget N] [--exact]: FUNCTION returns a training and its
-checkpoints, as evenkeel.isolate takes them. Any other command goes to the evenkeel program."""
+checkpoints, as evenkeel.isolate takes them. python -m evenkeel conform MODULE:FUNCTION [options] judges an attention function.
+Any other command goes to the evenkeel program."""
 import importlib
 import os
 import sys
@@ -39,6 +40,11 @@ def main(arguments=None):
     # A run of our own trainer is the program's; MODULE:FUNCTION is ours.
     if arguments[:1] == ["isolate"] and len(arguments) > 1 and (":" in arguments[1] or arguments[1] in ("-h", "--help")):
         return _isolate(arguments[1:])
+    # The program judges its own kernels and those of libraries.
+    if arguments[:1] == ["conform"] and any(":" in a and not a.startswith("-") for a in arguments[1:]):
+        from ._conform_command import main as judge
+
+        return judge(arguments[1:])
     program = _program.program_path()
     os.execv(program, [program, *arguments])
 

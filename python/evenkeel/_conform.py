@@ -1,12 +1,14 @@
-"""evenkeel.conform: the library makes hard inputs and judges; here is only the call of the function under test."""
+"""evenkeel.conform: the library makes hard inputs and judges; here is only the call of the function under test. Forms, and
+everything that is judged over them: _forms.py."""
 import ctypes
 import inspect
+import json
 import sys
 import time
 
 import torch
 
-from . import _library
+from . import _forms, _library
 from ._library import check, library
 
 ROWS = 100_000  # from here on, bias is judged
@@ -163,33 +165,114 @@ def _judge(call, family, plan, rows, seed, device, dtype):
             "what_to_fix": result.what_to_fix.decode()}
 
 
-def conform(fn, device="cpu", dtype=torch.bfloat16, rows=ROWS, families=None, plan=None, seed=1, masks=False, name=None,
-            progress=None):
-    """Judges fn(q, k, v, is_causal=..., [attn_mask=...]) by the sign of its errors on hard inputs, forward and backward:
-    tensors (1, H, T, D) of `dtype`, scale 1 / sqrt(D). `causal` and `mask` are known as names too; without either, the
-    fourth parameter is is_causal. Under 100,000 rows nothing is judged for bias.
+class KernelReport:
+    """A whole judgement. passes; verdict; results: one dict a family; forms: what was judged over forms, as a dict;
+    risk: what the leak means for training, in words, or None; str() is the text. save() writes files."""
 
-    families: names of conform_families(), all by default; those with a mask only where masks is set.
+    def __init__(self, judged, how):
+        self._judged, self._how = judged, how
+        self.json = judged.json
+        self.name, self.passes, self.verdict = judged.json["kernel"], judged.passes, judged.json["verdict"]
+        self.results, self.forms = judged.json["families"], judged.json["forms"]
+        self.risk = judged.json["risk"]["words"] if "risk" in judged.json else None
+        self.raised = judged.raised
+
+    def __str__(self):
+        lines = [self._judged.text.rstrip()]
+        if self.raised:
+            lines.append(f"  the first exception: {self.raised}")
+        if "smallest" in self.forms:
+            lines.append("  again:\n    " + "\n    ".join(self._how))
+        return "\n".join(lines)
+
+    def save(self, json_file=None, junit=None, badge=None):
+        """Each where a file is named: the judgement as JSON, as JUnit's XML, as an SVG."""
+        for file, text in ((json_file, json.dumps(self.json, indent=1)), (junit, self._judged.junit),
+                           (badge, self._judged.badge)):
+            if file:
+                with open(file, "w", encoding="utf-8") as out:
+                    out.write(text)
+
+
+class _Bar:
+    """One line on standard error: what is judged, a bar, the time that is left."""
+
+    def __init__(self, shown):
+        self.shown, self.start, self.what = shown, time.monotonic(), None
+
+    def __call__(self, what, done, of):
+        if what != self.what:
+            self.what, self.start = what, time.monotonic()
+        if not self.shown or not of:
+            return
+        spent = time.monotonic() - self.start
+        filled = "#" * (30 * done // of)
+        print(f"\rconform: {what} [{filled:<30}] {done} of {of}, about {spent / done * (of - done):.0f} s left ",
+              end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+
+def _offers(fn):
+    """_forms.offers_of, and how fn takes is_causal where it has no name for it: by place or in **options."""
+    offers = _forms.offers_of(fn)
+    call = _caller(fn)  # says what is missing
+    if "causal" in offers:
+        return fn, offers
+    return (lambda q, k, v, is_causal=False, **options: call(q, k, v, is_causal, options.pop("attn_mask", None))
+            ), {**{k: v for k, v in offers.items() if k == "mask"}, "causal": "is_causal",
+                **({"mask": "attn_mask"} if "mask" in offers else {})}
+
+
+def _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, deterministic, aligned, case, failing):
+    types = {torch.bfloat16: _forms.BF16, torch.float16: _forms.FP16, torch.float32: _forms.FP32}
+    taken = {types[d] for d in (dtypes or [dtype])}
+    function, offers = _offers(fn)
+    file = failing or case or "failing.safetensors"
+    module, words = getattr(fn, "__module__", "my_module"), getattr(fn, "__qualname__", "my_function")
+    how = ["import evenkeel, " + module,
+           f"evenkeel.conform({module}.{words}, device={str(device)!r}, failing={str(file)!r})  # writes the file",
+           f"print(evenkeel.conform({module}.{words}, device={str(device)!r}, case={str(file)!r}))"]
+    judged = _forms.judge((function, offers), device, plan, taken, quick, seed, deterministic, aligned, name,
+                          _Bar(progress), 0 if case else rows, types[dtype], case, failing)
+    return KernelReport(judged, how)
+
+
+def conform(fn, device="cpu", dtype=torch.bfloat16, rows=ROWS, families=None, plan=None, seed=1, masks=False, name=None,
+            progress=None, quick=False, dtypes=None, deterministic=True, aligned=False, case=None, failing=None):
+    """Judges fn(q, k, v, is_causal=..., ...), forward and backward: tensors (B, H, T, D) of `dtype`. `causal` is known as a
+    name too; without either, the fourth parameter is is_causal. Under 100,000 rows nothing is judged for bias.
+
+    Without `families` everything is judged: families of hard inputs, and forms that cross what fn offers by its parameters:
+    attn_mask (mask), scale (softmax_scale), softcap, sinks (s_aux), window_size (a pair), enable_gqa, return_lse (fn returns
+    O and L), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k (tensors (rows, H, D)). What fn does not offer, or where
+    it raises NotImplementedError, is listed as not judged. The answer is a KernelReport.
+      quick: fewer forms, four families. dtypes: of the forms, [dtype] by default. deterministic: a second call must have the
+      same bits. aligned: with T unlike N the last row is aligned with the last key, as FlashAttention does (torch: the
+      first; there T is N). failing: a file for the smallest failing form. case: such a file; only that form is judged.
+
+    families: names of conform_families(), whose answer is a ConformReport; those with a mask only where masks is set.
     plan: whose roundings are granted; by default FlashAttention-2's for 16-bit tensors, none for FP32.
-    progress: a line a family on standard error; by default where that is a terminal.
+    progress: on standard error; by default where that is a terminal.
     A family on which fn raises has the verdict ERROR, with the exception's words.
     """
     if not callable(fn):
         raise TypeError(f"evenkeel.conform: expected a function of q, k and v, found {type(fn).__name__}")
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"evenkeel.conform: expected dtype bfloat16, float16 or float32, found {dtype}")
-    known = conform_families()
+    for kind in [dtype, *(dtypes or [])]:
+        if kind not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"evenkeel.conform: expected dtype bfloat16, float16 or float32, found {kind}")
+    plan = plan or ("fp32" if dtype == torch.float32 else "flash2")
+    name = name or getattr(fn, "__name__", type(fn).__name__)
+    progress = sys.stderr.isatty() if progress is None else progress
     if families is None:
-        families = [family for family, (_, masked) in known.items() if masks or not masked]
+        return _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, deterministic, aligned, case,
+                      failing)
+    known = conform_families()
     families = list(families)
     if not families:
         raise ValueError("evenkeel.conform: expected at least one family to judge, found none")
     for family in families:
         if family not in known:
             raise ValueError(f"evenkeel.conform: expected families among {', '.join(known)}, found {family!r}")
-    plan = plan or ("fp32" if dtype == torch.float32 else "flash2")
     call = _caller(fn)
-    progress = sys.stderr.isatty() if progress is None else progress
     results, start = [], time.monotonic()
     for n, family in enumerate(families):
         results.append(_judge(call, family, plan, rows, seed, device, dtype))
@@ -198,4 +281,4 @@ def conform(fn, device="cpu", dtype=torch.bfloat16, rows=ROWS, families=None, pl
             print(f"conform: {n + 1} of {len(families)}, {family}: {results[-1]['verdict']} "
                   f"({spent:.0f} s, about {spent / (n + 1) * (len(families) - n - 1):.0f} s left)", file=sys.stderr,
                   flush=True)
-    return ConformReport(name or getattr(fn, "__name__", type(fn).__name__), results)
+    return ConformReport(name, results)

@@ -130,6 +130,8 @@ def library():
             ("attention_backward", number, [pointer] * 3),
             ("conform_family", text, [number, ctypes.POINTER(text), ctypes.POINTER(number)]),
             ("conform", number, [pointer, ConformKernel, pointer, pointer]),
+            ("judge", number, [pointer] * 4),
+            ("judge_write_form", number, [text]),
             ("probe_field", text, [number]),
             ("spectral_norm", number, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),
             ("guard_new", pointer, [text, ctypes.c_int64, ctypes.c_int64, number]),

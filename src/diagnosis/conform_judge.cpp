@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "base/error.h"
 #include "diagnosis/conform.h"
@@ -485,7 +486,11 @@ namespace {
 // Which levels the kernel offers, each alone on the plain form; the others go.
 void keep_offered(std::vector<FormFactor>& factors, const FormKernel& kernel, const JudgeOptions& options,
                   FormsReport& report) {
-  for (size_t f = 0; f < factors.size(); ++f) {
+  // The type first: without BF16 the plain form is of another.
+  std::vector<size_t> order(factors.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_partition(order, [&](size_t f) { return factors[f].name == "type"; });
+  for (const size_t f : order) {
     std::vector<FormLevel> kept;
     for (size_t n = 0; n < factors[f].levels.size(); ++n) {
       std::vector<int> levels(factors.size(), 0);

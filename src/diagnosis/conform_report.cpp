@@ -17,6 +17,10 @@ std::string KernelJudgement::verdict() const {
   if (forms.judged == 0 && !families) return "nothing was judged";
   if (passes()) return "pass";
   if (!forms.named.empty()) return "FAIL: " + forms.named.front().words;
+  if (!forms.failures.empty()) {
+    const FormFinding& first = forms.failures.front().findings.front();
+    return fmt::format("FAIL: {} {}", evenkeel::name(first.fault), first.output);
+  }
   if (families)
     for (const ConformResult& r : families->results)
       if (!r.passes()) return fmt::format("FAIL: {} on {}", r.verdict(), r.case_name);

@@ -3,8 +3,10 @@ import contextlib
 import io
 import json
 import math
+import pathlib
 import struct
 import subprocess
+import tempfile
 import unittest
 import warnings
 import os
@@ -221,7 +223,6 @@ class Conform(TorchCase):
         masked = lambda q, k, v, is_causal, attn_mask=None: evenkeel.attention(q, k, v, plan="fp32", attn_mask=attn_mask)
         report = evenkeel.conform(masked, dtype=torch.float32, rows=640, families=["masked_rows"])
         self.assertTrue(report.passes, str(report))
-        self.assertNotIn("masked_rows", [r["family"] for r in evenkeel.conform(masked, dtype=torch.float32, rows=64).results])
         report = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, rows=64, families=["random"])
         self.assertEqual(report.results[0]["verdict"], "ERROR: ZeroDivisionError: division by zero")
         self.assertEqual((report.verdict, report.passes), ("ERROR", False))
@@ -234,6 +235,54 @@ class Conform(TorchCase):
         self.assert_says(ValueError, lambda: evenkeel.conform(masked, rows=0, families=["random"]), "rows", "0")
         self.assert_says(ValueError, lambda: evenkeel.conform(masked, families=[]), "at least one family")
         self.assert_says(TypeError, lambda: evenkeel.conform(lambda q, k, v: q), "is_causal", "(q, k, v)")
+
+    def test_forms_are_judged_named_and_repeated(self):
+        def attend(q, k, v, is_causal=False, attn_mask=None, window_size=(-1, -1), enable_gqa=False, wider=0):
+            if v.shape[-1] != q.shape[-1]:
+                raise NotImplementedError
+            T, N = q.shape[2], k.shape[2]
+            i, j = torch.arange(T)[:, None], torch.arange(N)[None]
+            seen = (j <= i) if is_causal else torch.ones(T, N, dtype=torch.bool)
+            if window_size[0] >= 0:
+                seen = seen & (j >= i - window_size[0] - wider)
+            if window_size[1] >= 0:
+                seen = seen & (j <= i + window_size[1])
+            group = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            return evenkeel.attention(q, k, v, plan="fp32" if q.dtype == torch.float32 else "flash2,stabiliser=zero_sum",
+                                      attn_mask=seen if attn_mask is None else seen & attn_mask)
+
+        def wide(q, k, v, is_causal=False, window_size=(-1, -1)):
+            return attend(q, k, v, is_causal, window_size=window_size, wider=1)
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "failing.safetensors"
+            right = lambda q, k, v, is_causal=False, window_size=(-1, -1): attend(q, k, v, is_causal, window_size=window_size)
+            report = evenkeel.conform(right, quick=True, rows=0)
+            self.assertTrue(report.passes, str(report))
+            self.assertIn("sinks: yes", report.forms["not_judged"])
+            self.assertIn("value head size: another", report.forms["not_judged"])
+            single = evenkeel.conform(right, dtype=torch.float32, quick=True, rows=0)
+            self.assertTrue(single.passes, str(single))
+            self.assertGreater(single.forms["judged"], 30)
+            report = evenkeel.conform(wide, quick=True, rows=0, failing=file)
+            self.assertFalse(report.passes)
+            self.assertIn("the window is one key too wide (left)", report.verdict)
+            self.assertIn("again:", str(report))
+            report.save(file.with_suffix(".json"), file.with_suffix(".xml"), file.with_suffix(".svg"))
+            self.assertIn("<failure", file.with_suffix(".xml").read_text())
+            self.assertFalse(evenkeel.conform(wide, case=file).passes)
+            self.assertTrue(evenkeel.conform(right, case=file).passes)
+            raises = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, quick=True, rows=0)
+            self.assertIn("ZeroDivisionError", str(raises))
+            self.assertFalse(raises.passes)
+            writes = lambda q, k, v, is_causal: (right(q, k, v, is_causal), k.data.add_(1))[0]
+            self.assertIn("wrote into its inputs", str(evenkeel.conform(writes, quick=True, rows=0)))
+
+            def interrupted(q, k, v, is_causal):
+                raise KeyboardInterrupt
+            with self.assertRaises(KeyboardInterrupt):
+                evenkeel.conform(interrupted, quick=True, rows=0)
 
     def test_no_null_kernel_passes(self):
         every = [family for family, (_, masked) in evenkeel.conform_families().items() if not masked]
