@@ -1,10 +1,11 @@
-"""Compares Evenkeel's GPT-2 with PyTorch's and Hugging Face's. tests/pytorch_test.cpp runs it.
+"""Compares Evenkeel's models with PyTorch's and Hugging Face's. tests/pytorch_test.cpp runs it.
 
 usage: check_model.py gradients FOLDER...  loss and gradients, against PyTorch in FP64
        check_model.py make FOLDER          a tiny random GPT2LMHeadModel of transformers, saved, with some of its logits
        check_model.py load FOLDER          weights written by Evenkeel, read by transformers: the same logits?
 
-`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss), and writes
+`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss), or folders model and
+gradients in transformers' form (of type llama or qwen3) in the place of the first two, and writes
 faults.json, a list of what is not equal: many folders in one call, for it is loading PyTorch that takes time. `make` writes
 model.safetensors, config.json and logits.json (tokens, logits of the token behind each prefix). `load` reads
 ours/model.safetensors and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
@@ -83,13 +84,60 @@ def gpt2_loss(w, heads, tokens, targets, attention=causal_attention):
     return F.cross_entropy(logits.reshape(B * T, -1), targets.reshape(B * T))
 
 
+def turned(x, base):
+    """Rotary positions of x (B, H, T, D): features p and p + D / 2 are one complex number, turned by its place."""
+    D, T = x.shape[-1], x.shape[-2]
+    angle = torch.outer(torch.arange(T, dtype=x.dtype), base ** (-torch.arange(0, D, 2, dtype=x.dtype) / D))
+    z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def llama_loss(w, config, tokens, targets, attention=causal_attention):
+    """A Llama or a Qwen3 by its definition. w: tensors by the names of transformers; config: its config.json."""
+    heads, groups, D = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def linear(x, name):
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def of_heads(x, name, count, is_key_or_query):
+        x = linear(x, f"{name}_proj").reshape(B, T, count, D)
+        if is_key_or_query and f"{name}_norm.weight" in w:
+            x = norm(x, f"{name}_norm")
+        x = x.transpose(1, 2)
+        return turned(x, config["rope_theta"]) if is_key_or_query else x
+
+    B, T = tokens.shape
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        inner = norm(x, f"{name}.input_layernorm")
+        q = of_heads(inner, f"{name}.self_attn.q", heads, True)
+        k, v = (of_heads(inner, f"{name}.self_attn.{kind}", groups, kind == "k") for kind in "kv")
+        k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
+        o = attention(q, k, v).transpose(1, 2).reshape(B, T, heads * D)
+        x = x + linear(o, f"{name}.self_attn.o_proj")
+        inner = norm(x, f"{name}.post_attention_layernorm")
+        inner = F.silu(linear(inner, f"{name}.mlp.gate_proj")) * linear(inner, f"{name}.mlp.up_proj")
+        x = x + linear(inner, f"{name}.mlp.down_proj")
+    logits = norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+    return F.cross_entropy(logits.reshape(B * T, -1), targets.reshape(B * T))
+
+
 def check_gradients(folder):
     batch = json.loads((folder / "batch.json").read_text())
-    weights = read_safetensors(folder / "model.safetensors")
-    ours = read_safetensors(folder / "gradients.safetensors")
+    tokens, targets = torch.tensor(batch["tokens"]), torch.tensor(batch["targets"])
+    whole = folder / "model"  # in transformers' form, or a file of our names
+    weights = read_safetensors(whole / "model.safetensors" if whole.exists() else folder / "model.safetensors")
+    ours = read_safetensors(folder / "gradients" / "model.safetensors" if whole.exists() else folder / "gradients.safetensors")
     for tensor in weights.values():
         tensor.requires_grad_(True)
-    loss = gpt2_loss(weights, batch["heads"], torch.tensor(batch["tokens"]), torch.tensor(batch["targets"]))
+    if whole.exists():
+        loss = llama_loss(weights, json.loads((whole / "config.json").read_text()), tokens, targets)
+    else:
+        loss = gpt2_loss(weights, batch["heads"], tokens, targets)
     loss.backward()
     faults = []
     error = abs(batch["loss"] - loss.item()) / loss.item()

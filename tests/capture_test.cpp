@@ -12,6 +12,7 @@
 #include "base/threads.h"
 #include "capture_cases.h"
 #include "diagnosis/probe_recorder.h"
+#include "model_families.h"
 #include "run_folder.h"
 #include "training/replay.h"
 #include "training/synth.h"
@@ -32,6 +33,16 @@ class CaptureTest : public RunFolderTest {
   }
 };
 
+class CaptureOfFamily : public OfFamily<CaptureTest> {
+ protected:
+  RunConfig tiny() const {
+    RunConfig c = Base::tiny();
+    c.model = GetParam().config(c.model);
+    return c;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Model, CaptureOfFamily, ::testing::ValuesIn(kFamilies), family_name);
+
 // Compared as bits, so that NaN equals NaN.
 bool same_bits(const Tensor<float>& a, const Tensor<float>& b) {
   return a.shape() == b.shape() &&
@@ -49,6 +60,8 @@ void expect_same(const Capture& a, const Capture& b) {
   EXPECT_EQ(a.softcap, b.softcap);
   EXPECT_EQ(a.causal, b.causal);
   EXPECT_EQ(a.tile_keys, b.tile_keys);
+  EXPECT_EQ(a.positions, b.positions);
+  EXPECT_EQ(a.rotary_base, b.rotary_base);
   EXPECT_EQ(a.plans, b.plans);
   for (Tensor<float> Capture::*t : {&Capture::x, &Capture::q, &Capture::k, &Capture::v, &Capture::d_o,
                                     &Capture::w_q, &Capture::w_k, &Capture::w_v})
@@ -82,6 +95,7 @@ TEST_F(CaptureTest, goes_through_a_file_to_the_bit) {
   c.scale = 0.1f, c.softcap = 30.5f, c.causal = false, c.tile_keys = 0, c.loss = 0.1;
   *c.q.view().at(0, 1, 2, 1) = std::numeric_limits<float>::quiet_NaN();
   *c.k.view().at(0, 1, 2, 1) = -std::numeric_limits<float>::infinity();
+  c.positions = Positions::learned, c.rotary_base = 77.5f;
   write_capture(folder / "a", c);
   expect_same(read_capture(folder / "a"), c);
   c.x = c.w_q = c.w_k = c.w_v = Tensor<float>();
@@ -90,7 +104,7 @@ TEST_F(CaptureTest, goes_through_a_file_to_the_bit) {
   expect_same(read_capture(folder / "a"), c);
 }
 
-TEST_F(CaptureTest, is_what_attention_read_in_the_model) {
+TEST_P(CaptureOfFamily, is_what_attention_read_in_the_model) {
   for (const bool qk_norm : {false, true})
     for (const int threads : {1, 3}) {
       set_thread_count(threads);
@@ -127,30 +141,35 @@ TEST_F(CaptureTest, is_what_attention_read_in_the_model) {
           EXPECT_NEAR(std::sqrt(squares / 60), expected, 1e-12 * expected);
         }
         const ParameterTensor& w = *model->table().find(fmt::format("h.{}.attn.c_attn.weight", l));
+        const int64_t last = config.key_head_count() - 1, all = config.qkv_width();
         for (int64_t row = 0; row < 16; ++row)
           for (int64_t d = 0; d < 8; ++d) {
-            EXPECT_EQ(*c.w_k.view().at(0, 1, row, d),
-                      parameters[static_cast<size_t>(w.offset + row * 48 + 16 + 8 + d)]);
-            if (qk_norm) continue;
+            EXPECT_EQ(*c.w_k.view().at(0, last, row, d),
+                      parameters[static_cast<size_t>(w.offset + row * all + 16 + last * 8 + d)]);
+            if (config.has_own_qk()) continue;
             double sum = 0;
             for (int64_t b = 0; b < 5; ++b)
               for (int64_t t = 0; t < 12; ++t)
                 sum += double{*c.x.view().at(b, 0, t, row)} * *again.dq.view().at(b, 1, t, d);
-            EXPECT_NEAR(gradients[static_cast<size_t>(w.offset + row * 48 + 8 + d)], sum, 1e-7);
+            EXPECT_NEAR(gradients[static_cast<size_t>(w.offset + row * all + 8 + d)], sum, 1e-7);
           }
       }
       context.capture_layer = 1;
       context.capture_sequences = 2;
       model->forward_backward({5, 12, tokens, targets}, 0.5f, context);
       EXPECT_THROW(model->captured(0), DataError);
-      EXPECT_EQ(capture_of(*model, 1, {1}).q.shape(), (std::array<int64_t, 4>{2, 1, 12, 8}));
+      const Capture one = capture_of(*model, 1, {1});
+      EXPECT_EQ(one.q.shape(), (std::array<int64_t, 4>{2, 1, 12, 8}));
+      EXPECT_EQ(one.k.shape(), one.q.shape());
+      const int64_t group = 1 / (2 / config.key_head_count());
+      EXPECT_EQ(*one.k.view().at(1, 0, 5, 3), *model->captured(1).k.view().at(1, group, 5, 3));
       EXPECT_THROW(capture_of(*model, 1, {2}), std::invalid_argument);
       EXPECT_THROW(capture_of(*model, 1, {1, 0}), std::invalid_argument);
     }
   set_thread_count(1);
 }
 
-TEST_F(CaptureTest, a_replay_captures_the_bits_of_the_run) {
+TEST_P(CaptureOfFamily, a_replay_captures_the_bits_of_the_run) {
   Keeper live(10, 3);
   std::vector<float> weights;
   {

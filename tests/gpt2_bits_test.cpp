@@ -17,12 +17,15 @@ namespace {
 
 using namespace gpt2_cases;
 
+class EitherFamily : public ::testing::TestWithParam<Family> {};
+INSTANTIATE_TEST_SUITE_P(Model, EitherFamily, ::testing::ValuesIn(kFamilies), family_name);
+
 // --- Bits
 
-TEST(Model, the_number_of_threads_changes_no_bit) {
+TEST_P(EitherFamily, the_number_of_threads_changes_no_bit) {
   for (const LinearPrecision precision : {LinearPrecision::fp32, LinearPrecision::bf16})
     for (const char* plan : {"fp32", "bf16_all,row_sum=e5m2/stochastic,keel=1e-3"}) {
-      ModelConfig config = busy();
+      ModelConfig config = GetParam().config(busy());
       config.precision = precision;
       const Tokens tokens(config, 3, 77);
       StepContext context;
@@ -57,9 +60,9 @@ TEST(Model, the_number_of_threads_changes_no_bit) {
 
 // A batch goes through in parts, larger ones for more threads; here 4, 2 and 1, and a last one that is
 // smaller.
-TEST(Model, the_parts_of_a_batch_change_no_bit) {
+TEST_P(EitherFamily, the_parts_of_a_batch_change_no_bit) {
   for (const int64_t B : {32, 37}) {
-    ModelConfig config = busy();
+    ModelConfig config = GetParam().config(busy());
     const Tokens tokens(config, B, 64);
     StepContext context;
     context.score_facts = context.tie_facts = context.residual_facts = true;
@@ -87,8 +90,8 @@ TEST(Model, the_parts_of_a_batch_change_no_bit) {
 }
 
 // The gradients of two halves, each told where it lies in the step, are those of the whole.
-TEST(Model, the_first_sequence_names_the_random_numbers) {
-  ModelConfig config = tiny();
+TEST_P(EitherFamily, the_first_sequence_names_the_random_numbers) {
+  ModelConfig config = GetParam().config(tiny());
   const Tokens tokens(config, 4, 7);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2/stochastic"));
@@ -103,8 +106,8 @@ TEST(Model, the_first_sequence_names_the_random_numbers) {
   EXPECT_GT(std::fabs((half(0, 0) + half(1, 0)) / 2 - whole), 1e-9);
 }
 
-TEST(Model, the_step_names_the_random_numbers) {
-  const ModelConfig config = busy();
+TEST_P(EitherFamily, the_step_names_the_random_numbers) {
+  const ModelConfig config = GetParam().config(busy());
   const Tokens tokens(config, 2, 30);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("fp32,row_sum=e5m2/stochastic"));
@@ -145,9 +148,10 @@ TEST(Model, layers_have_random_numbers_of_their_own) {
 
 // Rows of c_proj that are zero cut a head off: what its plan does shows in their own gradient and nowhere
 // else.
-TEST(Model, a_plan_reaches_its_head_alone) {
+TEST_P(EitherFamily, a_plan_reaches_its_head_alone) {
   ModelConfig config = tiny();
   config.layers = 3, config.heads = 3;
+  config = GetParam().config(config);
   const Tokens tokens(config, 2, 7);
   const int64_t C = config.width, D = config.head_size();
   for (int64_t layer = 0; layer < 3; ++layer)
@@ -180,13 +184,39 @@ TEST(Model, a_plan_reaches_its_head_alone) {
     }
 }
 
+// Every stabiliser, with and without keel, in every head: a step is repeated to the bit, is that of any number of
+// threads, and stays near FP32's.
+TEST_P(EitherFamily, every_stabiliser_repeats_its_bits_and_stays_near_fp32) {
+  const ModelConfig config = GetParam().config(tiny());
+  const Tokens tokens(config, 2, 7);
+  const auto model = lively_model(config);
+  const Pass exact = pass(*model, tokens.batch());
+  double norm = 0;
+  for (const float g : exact.gradients) norm += double{g} * g;
+  ASSERT_GT(std::size(kStabiliserTable), 0u);
+  for (const StabiliserRules& rules : kStabiliserTable) {
+    model->set_plan(ScopedPlan::parse(fmt::format("flash2,stabiliser={}", rules.name)));
+    const Pass once = pass(*model, tokens.batch());
+    set_thread_count(3);
+    const Pass again = pass(*model, tokens.batch());
+    set_thread_count(1);
+    EXPECT_EQ(once.loss, again.loss) << rules.name;
+    EXPECT_TRUE(same_bits(once.gradients, again.gradients)) << rules.name;
+    double error = 0;
+    for (size_t n = 0; n < exact.gradients.size(); ++n)
+      error += std::pow(double{once.gradients[n]} - exact.gradients[n], 2);
+    EXPECT_GT(error, 0) << rules.name;
+    EXPECT_LT(std::sqrt(error / norm), 0x1p-5) << rules.name;
+  }
+}
+
 // --- Precision
 
 // A model whose matrices are BF16 already, but for lookups, has the same bits: so masters meet products
 // rounded, and everything else unrounded.
-TEST(Model, bf16_products_see_rounded_masters) {
+TEST_P(EitherFamily, bf16_products_see_rounded_masters) {
   for (const bool tied : {false, true}) {
-    ModelConfig config = busy();
+    ModelConfig config = GetParam().config(busy());
     config.precision = LinearPrecision::bf16;
     config.tied_embeddings = tied;
     const Tokens tokens(config, 2, 30);
@@ -289,8 +319,8 @@ TEST(Model, bf16_rounds_what_gelu_and_the_gate_read) {
 // BF16 has 8 bits, so an operand is off by up to 2^-8 of itself; errors are independent and average out over
 // a sum. A few layers stay within 2^-5 of the FP32 gradient, and what is left has no direction: along the
 // gradient it is smaller still.
-TEST(Model, bf16_stays_near_fp32_and_without_bias) {
-  ModelConfig config = busy();
+TEST_P(EitherFamily, bf16_stays_near_fp32_and_without_bias) {
+  ModelConfig config = GetParam().config(busy());
   config.precision = LinearPrecision::fp32;
   const Tokens tokens(config, 4, 60);
   const auto exact = make_model_cpu(config, 2);

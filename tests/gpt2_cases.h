@@ -1,4 +1,4 @@
-// Small GPT-2s for tests: their tokens, their parameters, one pass through them.
+// Small models for tests: both families, their tokens, their parameters, one pass through them.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "model/model.h"
+#include "model_families.h"
 #include "numerics/random.h"
 
 namespace evenkeel::gpt2_cases {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <complex>
 #include <functional>
 
 #include "gpt2_cases.h"
@@ -21,9 +22,9 @@ struct SlowFacts {
 };
 
 // Forward only, one value after another. Its parameters are the flat buffer of the table, in FP64.
-class SlowGpt2 {
+class SlowModel {
  public:
-  explicit SlowGpt2(const ModelConfig& config)
+  explicit SlowModel(const ModelConfig& config)
       : config_(config), table_(config), facts(at(config.layers * config.heads)) {}
 
   // Mean cross-entropy, and keel times the mean over tokens of all heads' L^2.
@@ -59,11 +60,13 @@ class SlowGpt2 {
   Doubles norm(const std::string& name, const Doubles& x) const {
     const double *gain = find(name + ".weight"), *bias = find(name + ".bias");
     double mean = 0, variance = 0;
-    for (double v : x) mean += v / static_cast<double>(x.size());
+    if (config_.norm == NormKind::layer_norm)
+      for (double v : x) mean += v / static_cast<double>(x.size());
     for (double v : x) variance += (v - mean) * (v - mean) / static_cast<double>(x.size());
     Doubles y;
     for (size_t c = 0; c < x.size(); ++c)
-      y.push_back((x[c] - mean) / std::sqrt(variance + 1e-5) * gain[c] + (bias ? bias[c] : 0));
+      y.push_back((x[c] - mean) / std::sqrt(variance + config_.norm_epsilon) * gain[c] +
+                  (bias ? bias[c] : 0));
     return y;
   }
   Doubles linear(const std::string& name, const Doubles& x, int64_t out) const {
@@ -79,7 +82,33 @@ class SlowGpt2 {
     double squares = 0;
     for (int64_t d = 0; d < config_.head_size(); ++d) squares += x[d] * x[d];
     for (int64_t d = 0; d < config_.head_size(); ++d)
-      x[d] *= gain[d] / std::sqrt(squares / static_cast<double>(config_.head_size()) + 1e-5);
+      x[d] *= gain[d] / std::sqrt(squares / static_cast<double>(config_.head_size()) + config_.norm_epsilon);
+  }
+  // Complex numbers times e^(i t theta).
+  void turn(double* x, int64_t t) const {
+    const int64_t D = config_.head_size();
+    for (int64_t p = 0; p < D / 2; ++p) {
+      const double angle =
+          static_cast<double>(t) *
+          std::pow(config_.rotary_base, -2.0 * static_cast<double>(p) / static_cast<double>(D));
+      const bool neighbours = config_.positions == Positions::rotary_pairs;
+      double &real = x[neighbours ? 2 * p : p], &imaginary = x[neighbours ? 2 * p + 1 : p + D / 2];
+      const std::complex<double> turned = std::complex(real, imaginary) * std::polar(1.0, angle);
+      real = turned.real(), imaginary = turned.imag();
+    }
+  }
+  Doubles mlp(const std::string& name, const Doubles& x) const {
+    Doubles hidden = linear(name + ".c_fc", x, config_.fc_width());
+    const auto F = at(config_.hidden_width());
+    for (size_t n = 0; n < F; ++n) {
+      double& v = hidden[n];
+      if (config_.mlp == MlpKind::swiglu)
+        v = v / (1 + std::exp(-v)) * hidden[F + n];
+      else
+        v = 0.5 * v * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (v + 0.044715 * v * v * v)));
+    }
+    hidden.resize(F);
+    return linear(name + ".c_proj", hidden, config_.width);
   }
   Doubles head(const Doubles& x) const {
     const double* w = find(config_.tied_embeddings ? "wte.weight" : "lm_head.weight");
@@ -90,32 +119,35 @@ class SlowGpt2 {
   }
   // One sequence up to the last LayerNorm; adds L^2 to the penalty.
   std::vector<Doubles> stream(const int32_t* tokens, int64_t T, double& penalty) {
-    const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
+    const int64_t C = config_.width, H = config_.heads, G = config_.key_head_count(), D = config_.head_size();
+    const double* wpe = find("wpe.weight");
     std::vector<Doubles> x(at(T), Doubles(at(C)));
     for (int64_t t = 0; t < T; ++t)
       for (int64_t c = 0; c < C; ++c)
-        x[at(t)][at(c)] = find("wte.weight")[tokens[t] * C + c] + find("wpe.weight")[t * C + c];
+        x[at(t)][at(c)] = find("wte.weight")[tokens[t] * C + c] + (wpe ? wpe[t * C + c] : 0);
     for (int64_t l = 0; l < config_.layers; ++l) {
       const std::string layer = "h." + std::to_string(l) + ".";
       std::vector<Doubles> input, qkv;
       for (const Doubles& row : x) {
         input.push_back(norm(layer + "ln_1", row));
-        qkv.push_back(linear(layer + "attn.c_attn", input.back(), 3 * C));
-        for (int64_t h = 0; config_.qk_norm && h < H; ++h) {
-          head_norm(&qkv.back()[at(h * D)], find(layer + "attn.q_norm.weight"));
-          head_norm(&qkv.back()[at(C + h * D)], find(layer + "attn.k_norm.weight"));
+        qkv.push_back(linear(layer + "attn.c_attn", input.back(), (H + 2 * G) * D));
+        for (int64_t h = 0; h < H + G; ++h) {  // heads of q, then of k
+          double* const head = &qkv.back()[at(h * D)];
+          if (config_.qk_norm)
+            head_norm(head, find(layer + (h < H ? "attn.q_norm.weight" : "attn.k_norm.weight")));
+          if (config_.is_rotary()) turn(head, static_cast<int64_t>(qkv.size()) - 1);
         }
       }
       for (int64_t i = 0; i < T; ++i) {
-        Doubles o(at(C));
+        Doubles o(at(H * D));
         for (int64_t h = 0; h < H; ++h) {
+          const int64_t key = (H + h / (H / G)) * D, value = key + G * D;
           SlowFacts& fact = facts[at(l * H + h)];
           Doubles s;
           double sum = 0, mean = 0;
           for (int64_t j = 0; j <= i; ++j) {
             double score = 0;
-            for (int64_t d = 0; d < D; ++d)
-              score += qkv[at(i)][at(h * D + d)] * qkv[at(j)][at(C + h * D + d)];
+            for (int64_t d = 0; d < D; ++d) score += qkv[at(i)][at(h * D + d)] * qkv[at(j)][at(key + d)];
             score /= std::sqrt(static_cast<double>(D));
             fact.largest_score = std::max(fact.largest_score, score);
             mean += score / static_cast<double>(i + 1);
@@ -130,20 +162,15 @@ class SlowGpt2 {
           fact.largest_lse = std::max(fact.largest_lse, std::fabs(lse));
           for (int64_t j = 0; j <= i; ++j)
             for (int64_t d = 0; d < D; ++d)
-              o[at(h * D + d)] += std::exp(s[at(j)] - lse) * qkv[at(j)][at(2 * C + h * D + d)];
+              o[at(h * D + d)] += std::exp(s[at(j)] - lse) * qkv[at(j)][at(value + d)];
         }
         if (config_.gated_attention) {
-          const Doubles gate = linear(layer + "attn.c_gate", input[at(i)], C);
+          const Doubles gate = linear(layer + "attn.c_gate", input[at(i)], H * D);
           for (size_t c = 0; c < o.size(); ++c) o[c] /= 1 + std::exp(-gate[c]);
         }
         add(x[at(i)], linear(layer + "attn.c_proj", o, C));
       }
-      for (Doubles& row : x) {
-        Doubles hidden = linear(layer + "mlp.c_fc", norm(layer + "ln_2", row), 4 * C);
-        for (double& v : hidden)
-          v = 0.5 * v * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (v + 0.044715 * v * v * v)));
-        add(row, linear(layer + "mlp.c_proj", hidden, C));
-      }
+      for (Doubles& row : x) add(row, mlp(layer + "mlp", norm(layer + "ln_2", row)));
     }
     for (Doubles& row : x) row = norm("ln_f", row);
     return x;
@@ -155,6 +182,9 @@ class SlowGpt2 {
  public:
   std::vector<SlowFacts> facts;  // (L, H), over all calls
 };
+
+class EitherFamily : public ::testing::TestWithParam<Family> {};
+INSTANTIATE_TEST_SUITE_P(Model, EitherFamily, ::testing::ValuesIn(kFamilies), family_name);
 
 struct Option {
   const char* name;
@@ -184,6 +214,24 @@ const Option kOptions[] = {
     {"odd sizes", [](ModelConfig& c) { c.width = 20, c.heads = 5, c.vocabulary = 257, c.context = 9; }, 0, 1,
      9},
     {"head size 1", [](ModelConfig& c) { c.width = c.heads = 3; }},
+    {"rms_norm", [](ModelConfig& c) { c.norm = NormKind::rms_norm, c.norm_epsilon = 1e-3f; }},
+    {"rotary", [](ModelConfig& c) { c.positions = Positions::rotary, c.rotary_base = 7; }},
+    {"rotary_pairs", [](ModelConfig& c) { c.positions = Positions::rotary_pairs; }},
+    {"no positions", [](ModelConfig& c) { c.positions = Positions::none; }},
+    {"swiglu", [](ModelConfig& c) { c.mlp = MlpKind::swiglu, c.hidden = 10; }},
+    {"hidden 5, biases", [](ModelConfig& c) { c.hidden = 5, c.mlp = MlpKind::swiglu, c.bias = true; }},
+    {"grouped queries", [](ModelConfig& c) { c.heads = 6, c.key_heads = 2; }},
+    {"heads wider than the stream", [](ModelConfig& c) { c.head_features = 10, c.key_heads = 1; }},
+    {"llama", [](ModelConfig& c) { c = like_llama(c); }},
+    {"llama, everything",
+     [](ModelConfig& c) {
+       c = like_llama(c);
+       c.head_features = 4, c.key_heads = 2;
+       c.bias = c.qk_norm = c.gated_attention = true;
+       c.tied_embeddings = false;
+       c.softcap = 2;
+     },
+     0.2},
 };
 
 // Along a random direction within each tensor: touches every parameter of it. And at some single ones.
@@ -198,7 +246,7 @@ TEST(Model, gradient_is_that_of_the_slow_model) {
     const Tokens tokens(config, option.B, option.T);
     const Pass found = pass(*model, tokens.batch());
 
-    SlowGpt2 slow(config);
+    SlowModel slow(config);
     const Floats parameters = parameters_of(*model);
     const Doubles at_rest(parameters.begin(), parameters.end());
     ASSERT_NEAR(found.loss, slow.loss(at_rest, tokens.batch()), 3e-6 * found.loss) << option.name;
@@ -247,12 +295,12 @@ TEST(Model, gradient_is_that_of_the_slow_model) {
   }
 }
 
-TEST(Model, logits_are_those_of_the_slow_model) {
-  const ModelConfig config = tiny();
+TEST_P(EitherFamily, logits_are_those_of_the_slow_model) {
+  const ModelConfig config = GetParam().config(tiny());
   const auto model = lively_model(config);
   const Floats parameters = parameters_of(*model);
   const Tokens tokens(config, 1, 7);
-  SlowGpt2 slow(config);
+  SlowModel slow(config);
   for (size_t length : {1, 4, 7}) {
     const auto some = std::span(tokens.tokens).first(length);
     const Floats found = model->logits(some);
@@ -264,9 +312,9 @@ TEST(Model, logits_are_those_of_the_slow_model) {
 
 // --- Training
 
-TEST(Model, thirty_steps_of_descent_lower_the_loss) {
+TEST_P(EitherFamily, thirty_steps_of_descent_lower_the_loss) {
   for (const char* plan : {"fp32", "flash2,stabiliser=consistent"}) {
-    ModelConfig config = tiny();
+    ModelConfig config = GetParam().config(tiny());
     config.precision = LinearPrecision::bf16;
     const Tokens tokens(config, 3, 7);
     const auto model = make_model_cpu(config, 1);
@@ -304,8 +352,8 @@ TEST(Model, gradients_add_up_over_parts_of_a_step) {
   EXPECT_TRUE(same_bits(gradients_of(*model), Floats(written.size())));
 }
 
-TEST(Model, batches_of_other_sizes_between_do_no_harm) {
-  const ModelConfig config = busy();
+TEST_P(EitherFamily, batches_of_other_sizes_between_do_no_harm) {
+  const ModelConfig config = GetParam().config(busy());
   const Tokens large(config, 3, 70), small(config, 1, 3);
   const auto model = lively_model(config);
   const Pass before = pass(*model, large.batch());
@@ -329,15 +377,15 @@ TEST(Model, a_model_of_nan_gives_nan) {
 
 // --- Facts
 
-TEST(Model, facts_are_those_of_the_slow_model) {
-  ModelConfig config = tiny();
+TEST_P(EitherFamily, facts_are_those_of_the_slow_model) {
+  ModelConfig config = GetParam().config(tiny());
   config.context = 70;  // more than one block of rows
   const auto model = lively_model(config);
   const Tokens tokens(config, 2, 70);
   StepContext context;
   context.score_facts = true;
   pass(*model, tokens.batch(), context);
-  SlowGpt2 slow(config);
+  SlowModel slow(config);
   const Floats parameters = parameters_of(*model);
   slow.loss({parameters.begin(), parameters.end()}, tokens.batch());
   ASSERT_EQ(model->facts().size(), slow.facts.size());
@@ -381,8 +429,8 @@ TEST(Model, ties_and_residuals_on_request) {
   EXPECT_FLOAT_EQ(model->facts()[0].tied_rows, 6.0f / 7);
 }
 
-TEST(Model, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_bit) {
-  ModelConfig config = tiny();
+TEST_P(EitherFamily, facts_of_some_sequences_are_those_of_a_batch_of_these_and_change_no_bit) {
+  const ModelConfig config = GetParam().config(tiny());
   const Tokens tokens(config, 5, 7);
   const auto model = lively_model(config);
   model->set_plan(ScopedPlan::parse("bf16_all,row_sum=e5m2/stochastic"));

@@ -79,6 +79,17 @@ TEST(Guard, keeps_a_derailing_run_healthy_and_a_replay_repeats_it) {
   }
 }
 
+TEST(Guard, holds_a_llama_that_would_drift) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  derailing(planted).config.guard = GuardMode::act;
+  planted.as_llama().config.schedule.steps = 301;  // unguarded, its offset passes 1,500: derail_test
+  const End end = guarded(planted);
+  EXPECT_LT(end.offset, 270);  // the guard acts at 266, half of this run's limit of drift
+  ASSERT_FALSE(end.events.empty());
+  EXPECT_EQ(end.events[0].kind, GuardEvent::Kind::remedy);
+}
+
 TEST(Guard, only_tells_where_that_is_all_it_may) {
   SKIP_LONG_RUNS();
   PlantedRun planted;

@@ -92,6 +92,20 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
   EXPECT_NE(to_text(*found.bits, false).find("e5m2"), std::string::npos);
 }
 
+TEST(Isolate, names_the_planted_head_and_site_of_a_llama) {
+  SKIP_LONG_RUNS();
+  PlantedRun planted;
+  planted.as_llama().config.plan = "fp32,output=bf16; layer 0 head 1: row_sum=e5m1/nearest_away";
+  planted.train();
+  Replays replays(planted.run(), keeping());
+  const Isolation found = isolated(planted, replays);
+  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift) << found.verdict.words;
+  EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
+  EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
+  ASSERT_NE(found.evidence.zero_sum, nullptr);
+  EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));
+}
+
 TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   SKIP_LONG_RUNS();
   PlantedRun planted;

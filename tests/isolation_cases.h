@@ -1,4 +1,4 @@
-// Small runs with a fault planted in them: a GPT-2 of 3 layers and 2 heads on synthetic text, 8 x 64 tokens a step, at a
+// Small runs with a fault planted in them: a GPT-2 (or a Llama) of 3 layers and 2 heads on synthetic text, 8 x 64 tokens a step, at a
 // learning rate that a healthy run bears. Text, batches and sums are the same bits everywhere, so what is found is, too.
 #pragma once
 
@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/whole_file.h"
+#include "model_families.h"
 #include "training/synth.h"
 #include "training/trainer.h"
 
@@ -53,6 +54,13 @@ class PlantedRun {
   PlantedRun(const PlantedRun&) = delete;
   PlantedRun& operator=(const PlantedRun&) = delete;
 
+  // The same sizes with the other family's blocks, at a seed and a rate with which its drift shows early.
+  PlantedRun& as_llama() {
+    config.model = like_llama(config.model);
+    config.seed = 1;
+    config.schedule.peak = 9e-3;
+    return *this;
+  }
   void set_text(const std::string& text) const { write_whole_file(config.data, text); }
   // Trains; `watcher` may lay its hands on the model.
   void train(StepWatcher* watcher = nullptr) const {

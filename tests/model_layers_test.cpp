@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cmath>
+#include <complex>
 #include <functional>
 
 #include "base/threads.h"
@@ -208,6 +209,104 @@ TEST(Layers, layernorm_keeps_its_digits_far_from_zero) {
   expect_close(y, layernorm(wide(x), wide(ones), Doubles(at(C)), 1, C), 1e-4, "y");
 }
 
+TEST(Layers, rms_norm) {
+  for (const int64_t C : {1, 7, 16, 37, 64}) {
+    const int64_t N = 70;  // more than one block of rows
+    const float epsilon = 1e-3f;
+    const Floats x = random_values(N * C, 1, 2), gain = random_values(C, 2), dy = random_values(N * C, 3);
+    const auto slow = [&](const Doubles& in, const Doubles& g) {
+      Doubles out(in.size());
+      for (int64_t n = 0; n < N; ++n) {
+        double squares = 0;
+        for (int64_t c = 0; c < C; ++c) squares += std::pow(in[at(n * C + c)], 2);
+        for (int64_t c = 0; c < C; ++c)
+          out[at(n * C + c)] =
+              in[at(n * C + c)] / std::sqrt(squares / static_cast<double>(C) + epsilon) * g[at(c)];
+      }
+      return out;
+    };
+    Floats y(at(N * C)), rstd(at(N)), dx(at(N * C), 1.0f), dgain(at(C), 2.0f);
+    rms_norm_forward(x.data(), gain.data(), epsilon, N, C, y.data(), rstd.data());
+    expect_close(y, slow(wide(x), wide(gain)), kTolerance, "y");
+    rms_norm_backward(dy.data(), x.data(), gain.data(), rstd.data(), N, C, dx.data(), dgain.data());
+    Doubles slope_x = slopes([&](const Doubles& v) { return dot(slow(v, wide(gain)), dy); }, wide(x));
+    Doubles slope_gain = slopes([&](const Doubles& v) { return dot(slow(wide(x), v), dy); }, wide(gain));
+    for (double& value : slope_x) value += 1;  // added to what was there
+    for (double& value : slope_gain) value += 2;
+    expect_close(dx, slope_x, 1e-5, "dx");
+    expect_close(dgain, slope_gain, 1e-5, "dgain");
+  }
+}
+
+// A head as D / 2 complex numbers: place t turns number p by t base^(-2 p / D). Turned back, it is what it was; the dot
+// product of two turned heads depends on how far apart they are alone.
+TEST(Layers, rotary) {
+  const int64_t N = 10, T = 5, H = 3, D = 6, stride = H * D + 4;
+  const float base = 50;
+  const Floats turns = rotary_turns(base, T, D), x = random_values(N * stride, 1);
+  for (const bool neighbours : {false, true}) {
+    const auto first = [&](int64_t p) { return neighbours ? 2 * p : p; };
+    const auto second = [&](int64_t p) { return neighbours ? 2 * p + 1 : p + D / 2; };
+    Doubles expected = wide(x);
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t h = 0; h < H; ++h)
+        for (int64_t p = 0; p < D / 2; ++p) {
+          const size_t a = at(n * stride + h * D + first(p)), b = at(n * stride + h * D + second(p));
+          const auto turned =
+              std::complex<double>(x[a], x[b]) *
+              std::polar(1.0, static_cast<double>(n % T) * std::pow(50.0, -2.0 * static_cast<double>(p) / 6));
+          expected[a] = turned.real(), expected[b] = turned.imag();
+        }
+    Floats y(x);
+    rotary_forward(x.data(), stride, turns.data(), neighbours, N, T, H, D, y.data(), stride);
+    expect_close(y, expected, kTolerance, "y");
+    Floats back(y);
+    rotary_backward(back.data(), stride, turns.data(), neighbours, N, T, H, D);
+    expect_close(back, wide(x), kTolerance, "turned back");
+    Floats in_place(x);
+    rotary_forward(in_place.data(), stride, turns.data(), neighbours, N, T, H, D, in_place.data(), stride);
+    expect_same_bits(in_place, y, "in place");
+    // The gradient is the transpose: <R x, dy> = <x, R' dy>.
+    const Floats dy = random_values(N * stride, 2);
+    Floats dx(dy);
+    rotary_backward(dx.data(), stride, turns.data(), neighbours, N, T, H, D);
+    EXPECT_NEAR(dot(wide(y), dy), dot(wide(x), dx), 1e-4);
+    // Equal heads at all places: the score is a matter of the distance.
+    Floats same(at(T * D));
+    for (int64_t n = 0; n < T * D; ++n) same[at(n)] = x[at(n % D)];
+    rotary_forward(same.data(), D, turns.data(), neighbours, T, T, 1, D, same.data(), D);
+    const auto score = [&](int64_t i, int64_t j) {
+      double sum = 0;
+      for (int64_t d = 0; d < D; ++d) sum += double{same[at(i * D + d)]} * same[at(j * D + d)];
+      return sum;
+    };
+    EXPECT_NEAR(score(1, 0), score(4, 3), 1e-5);
+    EXPECT_NEAR(score(3, 0), score(4, 1), 1e-5);
+    EXPECT_GT(std::fabs(score(3, 0) - score(1, 0)), 1e-3);
+  }
+}
+
+TEST(Layers, swiglu) {
+  for (const int64_t F : {1, 16, 37}) {
+    const int64_t N = 5;
+    const Floats x = random_values(N * 2 * F, 1, 2), dy = random_values(N * F, 2);
+    const auto slow = [&](const Doubles& in) {
+      Doubles out(at(N * F));
+      for (int64_t n = 0; n < N; ++n)
+        for (int64_t f = 0; f < F; ++f) {
+          const double gate = in[at(n * 2 * F + f)], up = in[at(n * 2 * F + F + f)];
+          out[at(n * F + f)] = gate / (1 + std::exp(-gate)) * up;
+        }
+      return out;
+    };
+    Floats y(at(N * F)), dx(x.size());
+    swiglu_forward(x.data(), N, F, y.data());
+    expect_close(y, slow(wide(x)), kTolerance, "y");
+    swiglu_backward(x.data(), dy.data(), N, F, dx.data());
+    expect_close(dx, slopes([&](const Doubles& v) { return dot(slow(v), dy); }, wide(x)), 1e-5, "dx");
+  }
+}
+
 TEST(Layers, rms_norm_of_heads) {
   const int64_t N = 5, H = 3, D = 7, stride = 3 * H * D;
   const Floats x = random_values(N * stride, 1, 2), gain = random_values(D, 2),
@@ -225,10 +324,10 @@ TEST(Layers, rms_norm_of_heads) {
     return out;
   };
   Floats y(at(N * stride)), rstd(at(N * H)), dx(dy), dgain(at(D));
-  rms_norm_forward(x.data(), stride, gain.data(), N, H, D, y.data(), stride, rstd.data());
+  head_norm_forward(x.data(), stride, gain.data(), 1e-5f, N, H, D, y.data(), stride, rstd.data());
   expect_close(y, slow(wide(x), wide(gain)), kTolerance, "y");
-  rms_norm_backward(dx.data(), stride, x.data(), stride, gain.data(), rstd.data(), N, H, D, dx.data(), stride,
-                    dgain.data());
+  head_norm_backward(dx.data(), stride, x.data(), stride, gain.data(), rstd.data(), N, H, D, dx.data(),
+                     stride, dgain.data());
   Doubles expected = slopes([&](const Doubles& v) { return dot(slow(v, wide(gain)), dy); }, wide(x));
   for (int64_t n = 0; n < N; ++n)  // in place: what is no head's stays
     for (int64_t c = H * D; c < stride; ++c) expected[at(n * stride + c)] = dy[at(n * stride + c)];
@@ -446,6 +545,14 @@ Floats results_of(const ModelKernels& kernels) {
   keep(y);
   kernels.scale(y.data(), dx.data(), rows * C);
   keep(y);
+  kernels.rms_norm_forward(a.data(), gain.data(), 1e-5f, rows, C, y.data(), rstd.data());
+  kernels.rms_norm_backward(c.data(), a.data(), gain.data(), rstd.data(), rows, C, dx.data(), dgain.data());
+  for (const Floats* x : {&y, &rstd, &dx, &dgain}) keep(*x);
+  kernels.swiglu_forward(c.data(), a.data(), y.data(), rows * C);
+  keep(y);
+  kernels.swiglu_backward(c.data(), a.data(), a.data(), y.data(), dx.data(), rows * C);
+  keep(y);
+  keep(dx);
   kernels.gate_forward(a.data(), c.data(), y.data(), rows * C);
   keep(y);
   kernels.gate_backward(a.data(), c.data(), a.data(), y.data(), dx.data(), rows * C);

@@ -8,6 +8,8 @@
 
 #include "capture_cases.h"
 #include "diagnosis/probe_recorder.h"
+#include "diagnosis/rotary_pairs.h"
+#include "model/layers.h"
 
 namespace evenkeel {
 namespace {
@@ -339,6 +341,62 @@ TEST(Probes, names_are_unique_and_cover_every_number) {
   for (const ProbeField& field : kProbeFields) ++names[field.name];
   EXPECT_EQ(names.size(), kProbeFields.size());
   EXPECT_EQ(sizeof(HeadProbe), kProbeFields.size() * sizeof(double));
+}
+
+// --- Rotary pairs
+
+// All tokens alike: q and k are one vector each, turned by its place. What a slow pair adds is the same all along a row; a
+// fast pair's swings around zero.
+TEST(RotaryPairs, slow_pairs_hold_the_offset_and_fast_ones_are_seen) {
+  const int64_t T = 64, D = 8;
+  for (const Positions layout : {Positions::rotary, Positions::rotary_pairs}) {
+    Capture c = random_capture({1, 2, 1, T, D, 3}, "fp32");
+    c.positions = layout;
+    const std::vector<float> turns = rotary_turns(c.rotary_base, T, D);
+    const bool neighbours = layout == Positions::rotary_pairs;
+    const auto share = [&](int64_t pair, double size) {
+      for (Tensor<float>* t : {&c.q, &c.k})
+        for (float& x : t->values()) x = 0;
+      const int64_t first = neighbours ? 2 * pair : pair;
+      for (int64_t i = 0; i < T; ++i) {
+        *c.q.view().at(0, 1, i, first) = static_cast<float>(size);
+        *c.k.view().at(0, 0, i, first) = 1;
+        rotary_forward(c.q.view().at(0, 1, i), D, turns.data() + i * D, neighbours, 1, 1, 1, D,
+                       c.q.view().at(0, 1, i), D);
+        rotary_forward(c.k.view().at(0, 0, i), D, turns.data() + i * D, neighbours, 1, 1, 1, D,
+                       c.k.view().at(0, 0, i), D);
+      }
+      return rotary_shares(c, 1);
+    };
+    // The last of four pairs turns once in 6283 places: a row of 64 is all but constant.
+    const RotaryShares slow = share(3, -80), fast = share(0, -80);
+    EXPECT_NEAR(slow.offset, -80 / std::sqrt(8.0), 0.1);
+    EXPECT_NEAR(slow.pairs[3].offset, slow.offset, 1e-9);
+    EXPECT_LT(slow.visible, 0.02 * std::fabs(slow.offset));
+    EXPECT_NEAR(fast.visible, 80 / std::sqrt(8.0) / std::sqrt(2.0), 2);  // a cosine's deviation
+    EXPECT_NEAR(fast.pairs[0].visible, fast.visible, 1e-9);
+    // The mean over a long row is that of a cosine: the first rows alone have one of size.
+    double last = 0;
+    for (int64_t d = 0; d < T; ++d) last += std::cos(static_cast<double>(d)) / static_cast<double>(T);
+    EXPECT_LT(std::fabs(last), 0.03);
+    EXPECT_NEAR(slow.pairs[1].turn, 0.1, 1e-6);
+  }
+}
+
+TEST(RotaryPairs, parts_add_up_to_the_offset_that_the_probes_tell) {
+  Capture c = random_capture({2, 4, 2, 9, 6, 5}, "fp32", 3, 2);
+  c.positions = Positions::rotary;
+  const std::vector<HeadProbe> probes = probe(c);
+  for (int64_t h = 0; h < 4; ++h) {
+    const RotaryShares shares = rotary_shares(c, h);
+    ASSERT_EQ(shares.pairs.size(), 3u);
+    double sum = 0;
+    for (const PairShare& pair : shares.pairs) sum += pair.offset;
+    EXPECT_NEAR(sum, shares.offset, 1e-12);
+    EXPECT_NEAR(std::fabs(shares.offset), probes[at(h)].largest_row_mean, 1e-6);
+  }
+  c.positions = Positions::none;
+  EXPECT_THROW(rotary_shares(c, 0), std::invalid_argument);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "base/json_lines.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
+#include "model/model_folder.h"
 #include "numerics/random.h"
 #include "training/checkpoint.h"
 #include "training/trainer.h"
@@ -150,6 +151,63 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
     EXPECT_EQ(faults(right[n]), std::vector<std::string>{});
     ASSERT_EQ(faults(wrong[n]).size(), 1u);
     EXPECT_EQ(faults(wrong[n])[0].rfind(wrong_name[n] + ": ", 0), 0u) << faults(wrong[n])[0];
+  }
+}
+
+// Rotary positions, RMS norms, SwiGLU, grouped queries, and the names and shapes of transformers: weights and gradients go
+// out as folders, and PyTorch computes on them by transformers' definition. With a bias, without, with qk_norm, with heads
+// wider than the stream.
+TEST_F(PyTorchTest, LossAndEveryGradientOfALlama) {
+  std::vector<fs::path> all;
+  for (int form = 0; form < 4; ++form) {
+    ModelConfig config = model_preset("llama-micro");
+    config.layers = 2, config.heads = 4, config.width = 24, config.context = 20, config.vocabulary = 41;
+    config.hidden = 40, config.rotary_base = 100;
+    config.bias = form == 1;
+    config.qk_norm = form >= 2;
+    config.tied_embeddings = form % 2 == 0;
+    if (form == 3) config.head_features = 10, config.key_heads = 1, config.norm_epsilon = 1e-6f;
+    const auto model = lively_model(config);
+    constexpr int64_t B = 3, T = 19;
+    std::vector<std::vector<int32_t>> rows[2];
+    std::vector<int32_t> flat[2];
+    RandomStream draw({12, 0, 0});
+    for (int part = 0; part < 2; ++part)
+      for (int64_t b = 0; b < B; ++b) {
+        rows[part].emplace_back();
+        for (int64_t t = 0; t < T; ++t)
+          rows[part][static_cast<size_t>(b)].push_back(static_cast<int32_t>(draw.below(41)));
+        flat[part].insert(flat[part].end(), rows[part].back().begin(), rows[part].back().end());
+      }
+    model->zero_gradients();
+    const double loss = model->forward_backward({B, T, flat[0], flat[1]}, 1, {});
+    std::vector<float> weights(static_cast<size_t>(model->table().size())), gradients(weights.size());
+    model->read_parameters(weights);
+    model->read_gradients(gradients);
+    // The last one with a fault: one value of W_Q's gradient, by a ten-thousandth of the tensor's size.
+    if (form == 3) {
+      const ParameterTensor& w = *model->table().find("h.1.attn.c_attn.weight");
+      double squares = 0;
+      for (int64_t n = w.offset; n < w.offset + w.count(); ++n)
+        squares += std::pow(gradients[static_cast<size_t>(n)], 2);
+      gradients[static_cast<size_t>(w.offset)] += 1e-4f * static_cast<float>(std::sqrt(squares));
+    }
+    const fs::path to = folder / fmt::format("llama-{}", form);
+    fs::create_directories(to);
+    save_model_folder(to / "model", config, weights);
+    save_model_folder(to / "gradients", config, gradients);
+    std::ofstream(to / "batch.json") << Json{{"tokens", rows[0]}, {"targets", rows[1]}, {"loss", loss}};
+    all.push_back(to);
+  }
+  const int code = check_model("gradients", all);
+  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
+  EXPECT_EQ(code, 1);  // of the last
+  for (size_t n = 0; n < all.size(); ++n) {
+    const auto faults =
+        Json::parse(read_whole_file(all[n] / "faults.json", kLargest)).get<std::vector<std::string>>();
+    ASSERT_EQ(faults.size(), n < 3 ? 0u : 1u) << n << ": " << (faults.empty() ? "" : faults[0]);
+    if (n < 3) continue;
+    EXPECT_EQ(faults[0].rfind("model.layers.1.self_attn.q_proj.weight: ", 0), 0u) << faults[0];
   }
 }
 

@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "base/whole_file.h"
+#include "model_families.h"
 #include "numerics/random.h"
 #include "rank_cases.h"
 #include "run_folder.h"
@@ -405,7 +406,17 @@ class RanksTraining : public RunFolderTest {
   }
 };
 
-TEST_F(RanksTraining, no_number_of_ranks_changes_a_bit) {
+class RanksOfFamily : public OfFamily<RanksTraining> {
+ protected:
+  RunConfig tiny() const {
+    RunConfig c = Base::tiny();
+    c.model = GetParam().config(c.model);
+    return c;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Model, RanksOfFamily, ::testing::ValuesIn(kFamilies), family_name);
+
+TEST_P(RanksOfFamily, no_number_of_ranks_changes_a_bit) {
   struct Case {
     const char* name;
     std::function<void(RunConfig&)> set;
@@ -415,6 +426,7 @@ TEST_F(RanksTraining, no_number_of_ranks_changes_a_bit) {
                         Case{"qk_clip",
                              [](RunConfig& r) {
                                r.model.qk_clip = 0.02f;
+                               r.model.key_heads = 0;  // which qk_clip asks for
                                r.facts_every = 1;
                              }},
                         Case{"twelve parts", [](RunConfig& r) { r.sequences = r.accumulate = 12; }}}) {
@@ -436,7 +448,7 @@ TEST_F(RanksTraining, no_number_of_ranks_changes_a_bit) {
   }
 }
 
-TEST_F(RanksTraining, sharded_states_give_the_same_bits_and_the_same_checkpoints) {
+TEST_P(RanksOfFamily, sharded_states_give_the_same_bits_and_the_same_checkpoints) {
   RunConfig config = tiny();
   const Run one = train(1, config, folder / "one");
   config.shard_optimizer = true;
@@ -446,7 +458,7 @@ TEST_F(RanksTraining, sharded_states_give_the_same_bits_and_the_same_checkpoints
   EXPECT_NE(train(2, config, folder / "muon").thrown[1].find("expected adamw, got muon"), std::string::npos);
 }
 
-TEST_F(RanksTraining, a_run_goes_on_with_another_number_of_ranks) {
+TEST_P(RanksOfFamily, a_run_goes_on_with_another_number_of_ranks) {
   for (const bool shard : {false, true}) {
     RunConfig config = tiny();
     config.shard_optimizer = shard;

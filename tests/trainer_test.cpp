@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/threads.h"
+#include "model_families.h"
 #include "run_folder.h"
 #include "training/replay.h"
 
@@ -131,7 +132,17 @@ TEST_F(TrainerTest, a_replay_writes_through_nobody_elses_links) {
   before ? setenv("TMPDIR", kept.c_str(), 1) : unsetenv("TMPDIR");
 }
 
-TEST_F(TrainerTest, the_same_bits_on_any_number_of_threads_and_from_recorded_batches) {
+class TrainerOfFamily : public OfFamily<TrainerTest> {
+ protected:
+  RunConfig tiny() const {
+    RunConfig c = Base::tiny();
+    c.model = GetParam().config(c.model);
+    return c;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Model, TrainerOfFamily, ::testing::ValuesIn(kFamilies), family_name);
+
+TEST_P(TrainerOfFamily, the_same_bits_on_any_number_of_threads_and_from_recorded_batches) {
   const std::vector<float> once = run_to_end(folder / "a", tiny());
   const int threads = thread_count();
   set_thread_count(3);
@@ -145,7 +156,7 @@ TEST_F(TrainerTest, the_same_bits_on_any_number_of_threads_and_from_recorded_bat
   EXPECT_NE(run_to_end(folder / "d", other), once);
 }
 
-TEST_F(TrainerTest, going_on_from_a_checkpoint_gives_the_bits_of_a_run_that_never_stopped) {
+TEST_P(TrainerOfFamily, going_on_from_a_checkpoint_gives_the_bits_of_a_run_that_never_stopped) {
   for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
     RunConfig c = tiny();
     c.optimizer.kind = kind;

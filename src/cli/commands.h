@@ -29,6 +29,7 @@ inline constexpr Command kCommands[] = {
     {"conform", "judge attention by the sign of its errors, on hard inputs", run_conform},
     {"data", "text to tokens: prepare, synth, inspect", run_data, "prepare synth inspect"},
     {"sample", "text from a checkpoint", run_sample},
+    {"export", "a checkpoint as a folder that Hugging Face's transformers load", run_export},
     {"bench", "speed as ratios: round, attention, train, probes", run_bench},
     {"info", "version, CPU features, which kernels will run and why", run_info},
     {"help", "this list, or the options of a command; also as a manual page", run_help},

@@ -116,6 +116,7 @@ int run_isolate(int argc, char** argv);
 int run_probe(int argc, char** argv);
 int run_report(int argc, char** argv);
 int run_sample(int argc, char** argv);
+int run_export(int argc, char** argv);
 int run_train(int argc, char** argv);
 int run_verdict(int argc, char** argv);
 int run_watch(int argc, char** argv);

@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "diagnosis/rotary_pairs.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -238,6 +241,24 @@ void print_history(const ProbeHistory& history, bool colour) {
     for (int64_t l = 0; l < history.layers; ++l) line(fmt::format("layer {} {}", l, title), worst(value, l));
 }
 
+// Which pairs make the offset of the head at hand; nothing where positions are not rotary.
+void print_rotary_pairs(const Capture& c, int64_t head, bool colour) {
+  if (!c.is_rotary()) return;
+  const RotaryShares shares = rotary_shares(c, head);
+  fmt::print("\n{}\n  {:>4} {:>14} {:>12} {:>12}\n",
+             emphasised(fmt::format("rotary pairs of head {}: offset {:.4g}, seen by softmax {:.3g}",
+                                    c.heads[static_cast<size_t>(head)], shares.offset, shares.visible),
+                        colour),
+             "pair", "places a turn", "offset", "seen");
+  for (size_t p = 0; p < shares.pairs.size(); ++p)
+    fmt::print("  {:>4} {:>14.4g} {:>12.4g} {:>12.3g}\n", p, 2 * std::numbers::pi / shares.pairs[p].turn,
+               shares.pairs[p].offset, shares.pairs[p].visible);
+  fmt::print(
+      "  offset: the pair's part of the row mean where that is largest, which softmax cannot see. seen: "
+      "deviation of "
+      "its part of\n  the scores along a row.\n");
+}
+
 }  // namespace
 
 void print_json(const Probed& probed) {
@@ -251,6 +272,13 @@ void print_json(const Probed& probed) {
                   {"words", in_words(probed.probes[probed.capture][h],
                                      fmt::format("layer {} head {}", worst.layer, worst.heads[h]))}};
   out["analysis"] = to_json(probed.analysis, worst);
+  if (const Capture& at_hand = probed.captures[probed.capture]; at_hand.is_rotary()) {
+    const RotaryShares shares = rotary_shares(at_hand, probed.head);
+    Json pairs = Json::array();
+    for (const PairShare& pair : shares.pairs)
+      pairs.push_back({{"turn", pair.turn}, {"offset", pair.offset}, {"visible", pair.visible}});
+    out["rotary"] = {{"offset", shares.offset}, {"visible", shares.visible}, {"pairs", pairs}};
+  }
   out["across"] = Json::array();
   for (const DirectionPair& p : probed.pairs)
     out["across"].push_back({{"layer", probed.captures[p.a].layer},
@@ -276,6 +304,7 @@ void print_text(const Probed& probed, bool colour) {
       "rank 1 %: of the error. alike: mean cosine of (PK)^T X between rows; adds up: 1 where the leaks of "
       "all rows do.\n");
   print_analysis(probed.captures[probed.capture], probed.analysis, colour);
+  print_rotary_pairs(probed.captures[probed.capture], probed.head, colour);
   if (!probed.pairs.empty()) {
     fmt::print(
         "\n{}\n",

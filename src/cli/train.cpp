@@ -20,6 +20,7 @@
 #include "diagnosis/guard.h"
 #include "diagnosis/isolate.h"
 #include "diagnosis/next_command.h"
+#include "model/model_folder.h"
 #include "training/replay.h"
 
 namespace evenkeel::cli {
@@ -128,11 +129,16 @@ std::unique_ptr<Trainer> resume_run(const TrainCommand& command, const std::shar
   return Trainer::resume(command.resume, backend, ranks, steps);
 }
 
-// A preset, then --config, then the other settings in their order.
+// A preset or a model's folder, then --config, then the other settings in their order.
 void apply_settings(const TrainCommand& command, RunConfig& config) {
-  const auto is_preset = [](const Assignment& a) { return a.key == "model.preset"; };
-  for (const Assignment& a : command.settings)
-    if (is_preset(a)) set_run_setting(config, a.key, a.value);
+  const auto is_preset = [](const Assignment& a) {
+    return a.key == "model.preset" || a.key == "model.weights";
+  };
+  for (const Assignment& a : command.settings) {
+    if (!is_preset(a)) continue;
+    set_run_setting(config, a.key, a.value);
+    if (a.key == "model.weights") config.model = read_model_folder(config.weights);
+  }
   if (!command.config_file.empty()) read_run_config(std::filesystem::path(command.config_file), config);
   for (const Assignment& a : command.settings)
     if (!is_preset(a)) set_run_setting(config, a.key, a.value);

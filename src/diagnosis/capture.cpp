@@ -1,5 +1,8 @@
 #include "diagnosis/capture.h"
 
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -17,6 +20,17 @@ std::string listed(const Range& values, const char* separator = ", ") {
   std::string text;
   for (const auto& value : values) text += (text.empty() ? "" : separator) + std::to_string(value);
   return text;
+}
+
+// The key heads that some heads read: of all heads each one once, of some heads one for each of them.
+std::vector<int64_t> key_heads_of(const ModelConfig& config, const std::vector<int64_t>& heads) {
+  const int64_t G = config.key_head_count();
+  std::vector<int64_t> found;
+  if (static_cast<int64_t>(heads.size()) == config.heads)
+    for (int64_t g = 0; g < G; ++g) found.push_back(g);
+  else
+    for (const int64_t h : heads) found.push_back(h / (config.heads / G));
+  return found;
 }
 
 // Some heads of a tensor of all.
@@ -183,23 +197,27 @@ Capture capture_of(const LayerCapture& from, const ModelConfig& config, const Pa
   c.loss = std::numeric_limits<double>::quiet_NaN();
   c.softcap = config.softcap;
   c.tile_keys = config.tile_keys;
+  c.positions = config.positions;
+  c.rotary_base = config.rotary_base;
   c.x = from.x;
   c.q = pick(from.q, heads);
-  c.k = pick(from.k, heads);
-  c.v = pick(from.v, heads);
+  const std::vector<int64_t> key_heads = key_heads_of(config, heads);
+  c.k = pick(from.k, key_heads);
+  c.v = pick(from.v, key_heads);
   c.d_o = pick(from.d_o, heads);
   for (const int64_t h : heads) c.plans.push_back(from.plans[static_cast<size_t>(h)]);
 
-  // c_attn (C, 3 C): the columns of q, k, v, head after head.
+  // c_attn: the columns of q, k, v, head after head.
   const int64_t C = config.width, D = config.head_size();
   const ParameterTensor& weight = *table.find(fmt::format("h.{}.attn.c_attn.weight", layer));
   const float* const all = parameters.data() + weight.offset;
-  for (int64_t part = 0; part < 3; ++part) {
+  for (size_t part = 0; part < 3; ++part) {
     Tensor<float>& w = part == 0 ? c.w_q : part == 1 ? c.w_k : c.w_v;
-    w = Tensor<float>({1, static_cast<int64_t>(heads.size()), C, D});
-    for (size_t n = 0; n < heads.size(); ++n)
+    const std::vector<int64_t>& of_part = part == 0 ? heads : key_heads;
+    w = Tensor<float>({1, static_cast<int64_t>(of_part.size()), C, D});
+    for (size_t n = 0; n < of_part.size(); ++n)
       for (int64_t row = 0; row < C; ++row)
-        std::copy_n(all + row * 3 * C + part * C + heads[n] * D, D,
+        std::copy_n(all + row * weight.shape[1] + weight.parts[part].first + of_part[n] * D, D,
                     w.view().at(0, static_cast<int64_t>(n), row));
   }
   c.heads = std::move(heads);
@@ -216,19 +234,22 @@ void write_capture(const std::filesystem::path& file, const Capture& capture) {
         header.shape.push_back(static_cast<uint64_t>(tensor.shape()[static_cast<size_t>(n)]));
     headers.push_back(std::move(header));
   });
-  SafetensorsWriter writer(file, headers,
-                           {{std::string(kVersionKey), std::string(kVersion)},
-                            {"source", capture.source},
-                            {"model", capture.model},
-                            {"step", fmt::format("{}", capture.step)},
-                            {"layer", fmt::format("{}", capture.layer)},
-                            {"heads", listed(capture.heads, ",")},
-                            {"loss", fmt::format("{}", capture.loss)},
-                            {"scale", fmt::format("{}", capture.scale)},
-                            {"softcap", fmt::format("{}", capture.softcap)},
-                            {"causal", capture.causal ? "1" : "0"},
-                            {"tile_keys", fmt::format("{}", capture.tile_keys)},
-                            {"plans", join_plans(capture.plans)}});
+  SafetensorsWriter writer(
+      file, headers,
+      {{std::string(kVersionKey), std::string(kVersion)},
+       {"source", capture.source},
+       {"model", capture.model},
+       {"step", fmt::format("{}", capture.step)},
+       {"layer", fmt::format("{}", capture.layer)},
+       {"heads", listed(capture.heads, ",")},
+       {"loss", fmt::format("{}", capture.loss)},
+       {"scale", fmt::format("{}", capture.scale)},
+       {"softcap", fmt::format("{}", capture.softcap)},
+       {"causal", capture.causal ? "1" : "0"},
+       {"tile_keys", fmt::format("{}", capture.tile_keys)},
+       {"positions", std::string(kPositionNames[static_cast<size_t>(capture.positions)])},
+       {"rotary_base", fmt::format("{}", capture.rotary_base)},
+       {"plans", join_plans(capture.plans)}});
   for_each_tensor(capture, [&](const char* name, const Tensor<float>& tensor, bool) {
     if (!tensor.values().empty()) writer.append(name, std::as_bytes(std::span(tensor.values())));
   });
@@ -257,6 +278,12 @@ Capture read_capture(const Safetensors& file, const std::string& name) {
   c.causal = words.integer("causal", 1) == 1;
   c.tile_keys = words.integer("tile_keys", 1 << 20);
   c.plans = words.plans("plans");
+  const std::string positions = words.text_or("positions", "none");
+  const auto named = std::find(std::begin(kPositionNames), std::end(kPositionNames), positions);
+  require_data(named != std::end(kPositionNames), "{}: positions: expected one of {}, found '{}'", name,
+               fmt::join(kPositionNames, ", "), positions);
+  c.positions = static_cast<Positions>(named - std::begin(kPositionNames));
+  if (words.text_or("rotary_base", "") != "") c.rotary_base = static_cast<float>(words.number("rotary_base"));
   for_each_tensor(c, [&](const char* key, Tensor<float>& tensor, bool optional) {
     tensor = read_tensor(file, name, key, optional);
   });
@@ -268,6 +295,10 @@ Capture read_capture(const Safetensors& file, const std::string& name) {
                  listed(tensor.shape()));
   };
   expect("d_o", c.d_o, {B, H, T, D});
+  require_data(
+      !c.is_rotary() || (D % 2 == 0 && c.rotary_base > 1),
+      "{}: expected an even head size and a rotary_base above 1 with rotary positions, found {} and {}", name,
+      D, c.rotary_base);
   expect("k", c.k, {B, G, T, D});
   expect("v", c.v, {B, G, T, D});
   require_data(H % G == 0, "{}: expected heads in whole groups for {} key and value heads, found {}", name, G,

@@ -4,7 +4,8 @@
 //   x (B, T, C)     what the projections met; optional, like the weights
 //   w_q (H, C, D)   w_k w_v (G, C, D)
 // All F32. Its metadata, all text: evenkeel_capture (the version, 1), source, model, step, layer, heads ("0,3"), loss,
-// scale, softcap, causal (0 or 1), tile_keys, plans (one a head, separated by ';').
+// scale, softcap, causal (0 or 1), tile_keys, plans (one a head, separated by ';'); and where they are known, positions
+// (rotary, rotary_pairs, ...) and rotary_base.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +28,8 @@ struct Capture {
   float scale = 0, softcap = 0;  // a; 0: 1 / sqrt(D), off
   bool causal = true;
   int64_t tile_keys = 64;
+  Positions positions = Positions::none;  // how places reached q and k; none: not at all, or not known
+  float rotary_base = 10000;
   std::vector<PrecisionPlan> plans;  // (H)
   Tensor<float> x;                   // (B, 1, T, C), or empty
   Tensor<float> q, d_o;              // (B, H, T, D)
@@ -39,6 +42,7 @@ struct Capture {
   int64_t group_of(int64_t head) const {
     return head / (q.shape()[1] / k.shape()[1]);
   }  // among G; head among H
+  bool is_rotary() const { return positions == Positions::rotary || positions == Positions::rotary_pairs; }
   bool has_weights() const { return !w_q.values().empty(); }
 };
 

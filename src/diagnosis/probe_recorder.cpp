@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Weights of two axes; a matrix of q, k and v side by side is three.
+// Weights of two axes; matrices that lie side by side, as q, k and v do, one by one.
 struct NamedMatrix {
   std::string name;
   Matrix values;
@@ -26,12 +26,13 @@ std::vector<NamedMatrix> matrices_of(const ParameterTable& table, std::span<cons
   std::vector<NamedMatrix> matrices;
   for (const ParameterTensor& tensor : table.tensors()) {
     if (tensor.shape.size() != 2) continue;
-    const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts;
-    for (int64_t part = 0; part < tensor.parts; ++part)
-      matrices.push_back({tensor.parts == 1 ? tensor.name : fmt::format("{}[{}]", tensor.name, "qkv"[part]),
-                          {parameters.data() + tensor.offset + part * columns, tensor.shape[1], 1},
-                          rows,
-                          columns});
+    std::vector<MatrixPart> parts = tensor.parts;
+    if (parts.empty()) parts = {{"", 0, tensor.shape[1]}};  // an embedding
+    for (const MatrixPart& part : parts)
+      matrices.push_back({part.name.empty() ? tensor.name : fmt::format("{}[{}]", tensor.name, part.name),
+                          {parameters.data() + tensor.offset + part.first, tensor.shape[1], 1},
+                          tensor.shape[0],
+                          part.columns});
   }
   return matrices;
 }

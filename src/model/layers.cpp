@@ -59,7 +59,7 @@ void embedding_forward(const int32_t* tokens, const float* wte, const float* wpe
   for_each_row_block(B * T, [&](int64_t first, int64_t rows, int64_t) {
     for (int64_t n = first; n < first + rows; ++n) {
       std::copy_n(wte + tokens[n] * C, C, x + n * C);
-      model_kernels().add(x + n * C, wpe + n % T * C, C);
+      if (wpe) model_kernels().add(x + n * C, wpe + n % T * C, C);
     }
   });
 }
@@ -86,6 +86,7 @@ void embedding_backward(const int32_t* tokens, const float* dx, int64_t B, int64
       kernels.add(dwte + token * C, sum.data(), C);
     }
   });
+  if (!dwpe) return;
   parallel_for(divide_up(T, kTokens), [&](int64_t part, int) {
     std::vector<float> sum(at(C));
     for (int64_t t = part * kTokens; t < std::min(T, (part + 1) * kTokens); ++t) {
@@ -116,8 +117,25 @@ void layernorm_backward(const float* dy, const float* x, const float* gain, cons
   if (dbias) biases.add_to(dbias);
 }
 
-void rms_norm_forward(const float* x, int64_t x_stride, const float* gain, int64_t N, int64_t H, int64_t D,
-                      float* y, int64_t y_stride, float* rstd) {
+void rms_norm_forward(const float* x, const float* gain, float epsilon, int64_t N, int64_t C, float* y,
+                      float* rstd) {
+  for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t) {
+    model_kernels().rms_norm_forward(x + first * C, gain, epsilon, rows, C, y + first * C, rstd + first);
+  });
+}
+
+void rms_norm_backward(const float* dy, const float* x, const float* gain, const float* rstd, int64_t N,
+                       int64_t C, float* dx, float* dgain) {
+  BlockSums gains(N, C);
+  for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t block) {
+    model_kernels().rms_norm_backward(dy + first * C, x + first * C, gain, rstd + first, rows, C,
+                                      dx + first * C, gains.of(block));
+  });
+  gains.add_to(dgain);
+}
+
+void head_norm_forward(const float* x, int64_t x_stride, const float* gain, float epsilon, int64_t N,
+                       int64_t H, int64_t D, float* y, int64_t y_stride, float* rstd) {
   for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t) {
     for (int64_t n = first; n < first + rows; ++n)
       for (int64_t h = 0; h < H; ++h) {
@@ -125,16 +143,16 @@ void rms_norm_forward(const float* x, int64_t x_stride, const float* gain, int64
         float* to = y + n * y_stride + h * D;
         float squares = 0;
         for (int64_t d = 0; d < D; ++d) squares += from[d] * from[d];
-        const float r = 1 / std::sqrt(squares / static_cast<float>(D) + kLayerNormEpsilon);
+        const float r = 1 / std::sqrt(squares / static_cast<float>(D) + epsilon);
         for (int64_t d = 0; d < D; ++d) to[d] = from[d] * r * gain[d];
         rstd[n * H + h] = r;
       }
   });
 }
 
-void rms_norm_backward(const float* dy, int64_t dy_stride, const float* x, int64_t x_stride,
-                       const float* gain, const float* rstd, int64_t N, int64_t H, int64_t D, float* dx,
-                       int64_t dx_stride, float* dgain) {
+void head_norm_backward(const float* dy, int64_t dy_stride, const float* x, int64_t x_stride,
+                        const float* gain, const float* rstd, int64_t N, int64_t H, int64_t D, float* dx,
+                        int64_t dx_stride, float* dgain) {
   BlockSums gains(N, D);
   for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t block) {
     float* gain_sums = gains.of(block);
@@ -153,6 +171,54 @@ void rms_norm_backward(const float* dy, int64_t dy_stride, const float* x, int64
       }
   });
   gains.add_to(dgain);
+}
+
+std::vector<float> rotary_turns(float base, int64_t T, int64_t D) {
+  std::vector<float> turns(at(T * D));
+  for (int64_t t = 0; t < T; ++t)
+    for (int64_t p = 0; p < D / 2; ++p) {
+      const double angle =
+          static_cast<double>(t) *
+          std::pow(static_cast<double>(base), -2.0 * static_cast<double>(p) / static_cast<double>(D));
+      turns[at(t * D + 2 * p)] = static_cast<float>(std::cos(angle));
+      turns[at(t * D + 2 * p + 1)] = static_cast<float>(std::sin(angle));
+    }
+  return turns;
+}
+
+namespace {
+
+// sign: 1 turns forward, -1 back.
+void turn_pairs(const float* x, int64_t x_stride, const float* turns, bool neighbours, int64_t N, int64_t T,
+                int64_t H, int64_t D, float sign, float* y, int64_t y_stride) {
+  const int64_t step = neighbours ? 2 : 1, apart = neighbours ? 1 : D / 2;
+  for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t) {
+    for (int64_t n = first; n < first + rows; ++n) {
+      const float* turn = turns + n % T * D;
+      for (int64_t h = 0; h < H; ++h) {
+        const float* from = x + n * x_stride + h * D;
+        float* to = y + n * y_stride + h * D;
+        for (int64_t p = 0; p < D / 2; ++p) {
+          const float a = from[p * step], b = from[p * step + apart];
+          const float cosine = turn[2 * p], sine = sign * turn[2 * p + 1];
+          to[p * step] = a * cosine - b * sine;
+          to[p * step + apart] = a * sine + b * cosine;
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void rotary_forward(const float* x, int64_t x_stride, const float* turns, bool neighbours, int64_t N,
+                    int64_t T, int64_t H, int64_t D, float* y, int64_t y_stride) {
+  turn_pairs(x, x_stride, turns, neighbours, N, T, H, D, 1, y, y_stride);
+}
+
+void rotary_backward(float* dy, int64_t stride, const float* turns, bool neighbours, int64_t N, int64_t T,
+                     int64_t H, int64_t D) {
+  turn_pairs(dy, stride, turns, neighbours, N, T, H, D, -1, dy, stride);
 }
 
 void linear_forward(const float* x, const float* w, const float* bias, const float* residual, int64_t N,
@@ -181,6 +247,21 @@ void gelu_forward(const float* x, float* y, float* slope, int64_t count) {
 
 void gelu_backward(const float* slope, float* dy, int64_t count) {
   for_each_part(count, [&](int64_t n, int64_t some) { model_kernels().scale(dy + n, slope + n, some); });
+}
+
+void swiglu_forward(const float* x, int64_t N, int64_t F, float* y) {
+  for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t) {
+    for (int64_t n = first; n < first + rows; ++n)
+      model_kernels().swiglu_forward(x + n * 2 * F, x + n * 2 * F + F, y + n * F, F);
+  });
+}
+
+void swiglu_backward(const float* x, const float* dy, int64_t N, int64_t F, float* dx) {
+  for_each_row_block(N, [&](int64_t first, int64_t rows, int64_t) {
+    for (int64_t n = first; n < first + rows; ++n)
+      model_kernels().swiglu_backward(x + n * 2 * F, x + n * 2 * F + F, dy + n * F, dx + n * 2 * F,
+                                      dx + n * 2 * F + F, F);
+  });
 }
 
 void gate_forward(const float* x, const float* gate, float* y, int64_t count) {

@@ -25,7 +25,8 @@ std::vector<float> query_key_factors(const ModelConfig& config, std::span<const 
 int64_t clip_query_key(const ModelConfig& config, const ParameterTable& table,
                        std::span<const HeadFacts> facts, float* parameters) {
   const std::vector<float> factors = query_key_factors(config, facts);
-  const int64_t H = config.heads, C = config.width, D = config.head_size();
+  const int64_t H = config.heads, C = config.width, D = config.head_size(), Q = config.query_width(),
+                stride = config.qkv_width();
   int64_t clipped = 0;
   for (int64_t l = 0; l < config.layers; ++l) {
     const ParameterTensor* weight = table.find(fmt::format("h.{}.attn.c_attn.weight", l));
@@ -35,9 +36,9 @@ int64_t clip_query_key(const ModelConfig& config, const ParameterTable& table,
       if (factor == 1) continue;
       ++clipped;
       for (int64_t part : {0, 1}) {  // the columns of q, then of k
-        const int64_t first = part * C + h * D;
+        const int64_t first = part * Q + h * D;
         for (int64_t row = 0; row < C; ++row)
-          for (int64_t d = 0; d < D; ++d) parameters[weight->offset + row * 3 * C + first + d] *= factor;
+          for (int64_t d = 0; d < D; ++d) parameters[weight->offset + row * stride + first + d] *= factor;
         if (bias)
           for (int64_t d = 0; d < D; ++d) parameters[bias->offset + first + d] *= factor;
       }
@@ -121,7 +122,8 @@ void Model::set_plan(const ScopedPlan& plan) {
 AttentionProblem Model::attention_problem(int64_t layer, int64_t B, int64_t T) const {
   AttentionProblem p;
   p.B = B, p.T = p.N = T;
-  p.H = p.G = config_.heads;
+  p.H = config_.heads;
+  p.G = config_.key_head_count();
   p.D = config_.head_size();
   p.type = config_.tensor_type();
   p.plans = plans_[static_cast<size_t>(layer)];
@@ -154,7 +156,8 @@ void Model::start_captures(const Batch& batch, const StepContext& context) {
       continue;
     }
     fit(c.x, {B, 1, T, config_.width});
-    for (Tensor<float>* t : {&c.q, &c.k, &c.v, &c.o, &c.d_o}) fit(*t, {B, H, T, config_.head_size()});
+    for (Tensor<float>* t : {&c.q, &c.o, &c.d_o}) fit(*t, {B, H, T, config_.head_size()});
+    for (Tensor<float>* t : {&c.k, &c.v}) fit(*t, {B, config_.key_head_count(), T, config_.head_size()});
     fit(c.lse, {B, H, T, 1});
   }
 }

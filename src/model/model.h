@@ -44,10 +44,11 @@ struct StepContext {
 
 // What one layer's attention read and wrote in one forward_backward, in host memory.
 struct LayerCapture {
-  Tensor<float> x;        // (B, 1, T, C): what W_Q, W_K and W_V met
-  Tensor<float> q, k, v;  // (B, H, T, D): as attention read them, behind qk_norm
-  Tensor<float> o, d_o;   // (B, H, T, D): O as the next product or the gate read it, and its gradient
-  Tensor<float> lse;      // (B, H, T, 1)
+  Tensor<float> x;       // (B, 1, T, C): what W_Q, W_K and W_V met
+  Tensor<float> q;       // (B, H, T, D): as attention read it, behind qk_norm and rotary positions
+  Tensor<float> k, v;    // (B, G, T, D): the same
+  Tensor<float> o, d_o;  // (B, H, T, D): O as the next product or the gate read it, and its gradient
+  Tensor<float> lse;     // (B, H, T, 1)
   std::vector<PrecisionPlan> plans;  // (H): as they ran, keel times the scale of the gradients
 };
 

@@ -1,5 +1,7 @@
 #include "model/model_config.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,17 +15,26 @@ namespace evenkeel {
 
 ModelConfig model_preset(std::string_view name) {
   ModelConfig config;
-  if (name == "micro") {
+  const bool llama = name.starts_with("llama-");
+  const std::string_view size = llama ? name.substr(6) : name;
+  if (size == "micro") {
     config.layers = 3, config.heads = 4, config.width = 128, config.context = 128, config.vocabulary = 256;
-    config.norm_bias = true;
+    config.norm_bias = !llama;
     config.precision = LinearPrecision::fp32;
-  } else if (name == "nano") {
+  } else if (size == "nano") {
     config.layers = 6, config.heads = 6, config.width = 384, config.context = 512, config.vocabulary = 8192;
   } else if (name == "gpt2-medium") {
     config.layers = 24, config.heads = 16, config.width = 1024;
   } else {
-    require(name == "gpt2", "[model] expected a preset (micro, nano, gpt2, gpt2-medium), got '{}'", name);
+    require(name == "gpt2" || name == "llama-124m", "[model] expected a preset ({}), got '{}'",
+            fmt::join(kModelPresets, ", "), name);
   }
+  if (!llama) return config;
+  config.norm = NormKind::rms_norm;
+  config.positions = Positions::rotary;
+  config.mlp = MlpKind::swiglu;
+  config.key_heads = size == "124m" ? 4 : 2;
+  config.hidden = size == "micro" ? 384 : size == "nano" ? 1216 : 2432;
   return config;
 }
 
@@ -38,9 +49,25 @@ void validate(const ModelConfig& config) {
   within("width", config.width, 1, 1 << 17);
   within("context", config.context, 1, 1 << 20);
   within("vocabulary", config.vocabulary, 1, 1 << 24);
+  within("key_heads", config.key_heads, 0, config.heads);
+  within("head_size", config.head_features, 0, 1 << 12);
+  within("hidden", config.hidden, 0, 1 << 20);
   within("tile_keys", config.tile_keys, 0, 1 << 20);
-  require(config.width % config.heads == 0, "[model] expected a width that is a multiple of {} heads, got {}",
-          config.heads, config.width);
+  require(config.head_features > 0 || config.width % config.heads == 0,
+          "[model] expected a width that is a multiple of {} heads, got {}", config.heads, config.width);
+  require(config.heads % config.key_head_count() == 0,
+          "[model] expected key_heads that divide the {} heads, got {}", config.heads, config.key_heads);
+  require(!config.is_rotary() || config.head_size() % 2 == 0,
+          "[model] expected an even head size for rotary positions, got {}", config.head_size());
+  require(std::isfinite(config.rotary_base) && config.rotary_base > 1,
+          "[model] expected a rotary_base above 1, got {}", config.rotary_base);
+  require(std::isfinite(config.norm_epsilon) && config.norm_epsilon > 0,
+          "[model] expected a norm_epsilon above 0, got {}", config.norm_epsilon);
+  require(config.norm == NormKind::rms_norm || config.norm_epsilon == ModelConfig().norm_epsilon,
+          "[model] expected a norm_epsilon of {} with layer_norm, got {}", ModelConfig().norm_epsilon,
+          config.norm_epsilon);
+  require(config.norm == NormKind::layer_norm || !config.norm_bias,
+          "[model] expected no norm_bias with rms_norm, which has none, got one");
   const auto limit = [](const char* what, float value) {
     require(std::isfinite(value) && value >= 0, "[model] expected {} of 0 (off) or more, got {}", what,
             value);
@@ -49,6 +76,9 @@ void validate(const ModelConfig& config) {
   limit("qk_clip", config.qk_clip);
   require(!(config.qk_clip > 0 && config.qk_norm),
           "[model] expected qk_clip or qk_norm, got both: normalised q and k do not feel a scaled weight");
+  require(!(config.qk_clip > 0 && config.key_head_count() != config.heads),
+          "[model] expected qk_clip only where each head has its own keys, got {} key heads for {} heads",
+          config.key_head_count(), config.heads);
 }
 
 // --- Parameters
@@ -70,44 +100,49 @@ int64_t ParameterTensor::count() const {
 ParameterTable::ParameterTable(const ModelConfig& config) {
   validate(config);
   using enum ParameterInit;
-  const int64_t C = config.width, V = config.vocabulary;
+  const int64_t C = config.width, V = config.vocabulary, F = config.hidden_width();
+  const int64_t Q = config.query_width(), K = config.key_width();
   const auto norm = [&](const std::string& name) {
-    add(name + ".weight", {C}, one, false);
-    if (config.norm_bias) add(name + ".bias", {C}, zero, false);
+    add(name + ".weight", {C}, one);
+    if (config.norm_bias) add(name + ".bias", {C}, zero);
   };
-  const auto linear = [&](const std::string& name, int64_t in, int64_t out, ParameterInit init,
-                          int64_t parts) {
-    add(name + ".weight", {in, out}, init, true, parts);
-    if (config.bias) add(name + ".bias", {out}, zero, false);
+  const auto linear = [&](const std::string& name, int64_t in, ParameterInit init,
+                          std::vector<MatrixPart> parts) {
+    const int64_t out = parts.back().first + parts.back().columns;
+    add(name + ".weight", {in, out}, init, std::move(parts));
+    if (config.bias) add(name + ".bias", {out}, zero);
   };
   const auto of_vocabulary = [&](const char* name) {
-    add(name, {V, C}, normal, false);
+    add(name, {V, C}, normal);
     size_ = tensors_.back().offset + config.padded_vocabulary() * C;
   };
   of_vocabulary("wte.weight");
-  add("wpe.weight", {config.context, C}, normal, false);
+  if (config.positions == Positions::learned) add("wpe.weight", {config.context, C}, normal);
   for (int64_t l = 0; l < config.layers; ++l) {
     const std::string layer = fmt::format("h.{}.", l);
     norm(layer + "ln_1");
-    linear(layer + "attn.c_attn", C, 3 * C, normal, 3);
+    linear(layer + "attn.c_attn", C, normal, {{"q", 0, Q}, {"k", Q, K}, {"v", Q + K, K}});
     if (config.qk_norm) {
-      add(layer + "attn.q_norm.weight", {config.head_size()}, one, false);
-      add(layer + "attn.k_norm.weight", {config.head_size()}, one, false);
+      add(layer + "attn.q_norm.weight", {config.head_size()}, one);
+      add(layer + "attn.k_norm.weight", {config.head_size()}, one);
     }
-    if (config.gated_attention) linear(layer + "attn.c_gate", C, C, normal, 1);
-    linear(layer + "attn.c_proj", C, C, residual, 1);
+    if (config.gated_attention) linear(layer + "attn.c_gate", C, normal, {{"", 0, Q}});
+    linear(layer + "attn.c_proj", Q, residual, {{"", 0, C}});
     norm(layer + "ln_2");
-    linear(layer + "mlp.c_fc", C, 4 * C, normal, 1);
-    linear(layer + "mlp.c_proj", 4 * C, C, residual, 1);
+    if (config.mlp == MlpKind::swiglu)
+      linear(layer + "mlp.c_fc", C, normal, {{"gate", 0, F}, {"up", F, F}});
+    else
+      linear(layer + "mlp.c_fc", C, normal, {{"", 0, F}});
+    linear(layer + "mlp.c_proj", F, residual, {{"", 0, C}});
   }
   norm("ln_f");
   if (!config.tied_embeddings) of_vocabulary("lm_head.weight");
 }
 
-void ParameterTable::add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon,
-                         int64_t parts) {
-  const bool matrix = shape.size() == 2;
-  tensors_.push_back({std::move(name), std::move(shape), size_, matrix, muon, parts, init});
+void ParameterTable::add(std::string name, std::vector<int64_t> shape, ParameterInit init,
+                         std::vector<MatrixPart> parts) {
+  const bool matrix = shape.size() == 2, muon = !parts.empty();
+  tensors_.push_back({std::move(name), std::move(shape), size_, matrix, muon, std::move(parts), init});
   size_ += aligned(tensors_.back().count());
 }
 
@@ -124,8 +159,19 @@ int64_t ParameterTable::parameter_count() const {
 }
 
 std::string describe(const ModelConfig& c) {
-  return fmt::format("GPT-2, {} layers, {} heads, width {}, context {}, vocabulary {}{}{}, linear layers {}",
-                     c.layers, c.heads, c.width, c.context, c.vocabulary, c.qk_norm ? ", qk_norm" : "",
+  const bool gpt2 =
+      c.norm == NormKind::layer_norm && c.positions == Positions::learned && c.mlp == MlpKind::gelu;
+  const bool llama = c.norm == NormKind::rms_norm && c.is_rotary() && c.mlp == MlpKind::swiglu;
+  const std::string family =
+      gpt2    ? "GPT-2"
+      : llama ? "Llama"
+              : fmt::format("{}, {} positions, {}", kNormNames[static_cast<size_t>(c.norm)],
+                            kPositionNames[static_cast<size_t>(c.positions)],
+                            kMlpNames[static_cast<size_t>(c.mlp)]);
+  return fmt::format("{}, {} layers, {} heads{}, width {}, context {}, vocabulary {}{}{}, linear layers {}",
+                     family, c.layers, c.heads,
+                     c.key_head_count() == c.heads ? "" : fmt::format(" on {} key heads", c.key_head_count()),
+                     c.width, c.context, c.vocabulary, c.qk_norm ? ", qk_norm" : "",
                      c.gated_attention ? ", gated attention" : "",
                      c.precision == LinearPrecision::bf16 ? "bf16" : "fp32");
 }
@@ -135,7 +181,8 @@ double flops_per_token(const ModelConfig& config, int64_t T) {
   int64_t weights = config.tied_embeddings ? config.vocabulary * config.width : 0;
   for (const ParameterTensor& tensor : table.tensors())
     if (tensor.muon || tensor.name == "lm_head.weight") weights += tensor.count();
-  return 6.0 * static_cast<double>(weights) + 12.0 * static_cast<double>(config.layers * config.width * T);
+  return 6.0 * static_cast<double>(weights) +
+         12.0 * static_cast<double>(config.layers * config.query_width() * T);
 }
 
 namespace {

@@ -23,9 +23,34 @@ namespace evenkeel {
 //         for those that logits() returns.
 enum class LinearPrecision { fp32, bf16 };
 
+enum class NormKind { layer_norm, rms_norm };
+inline constexpr std::string_view kNormNames[] = {"layer_norm", "rms_norm"};
+
+// How a token's place reaches attention.
+//   learned        a vector for each place is added to the embedding
+//   rotary         q and k of each head are turned by their place, features p and p + D / 2 together
+//   rotary_pairs   the same, features 2 p and 2 p + 1 together
+//   none           not at all: the causal mask alone tells places apart
+enum class Positions { learned, rotary, rotary_pairs, none };
+inline constexpr std::string_view kPositionNames[] = {"learned", "rotary", "rotary_pairs", "none"};
+
+//   gelu     out(GELU(fc(x))), the tanh form
+//   swiglu   out(silu(gate) up), with gate and up side by side in fc(x)
+enum class MlpKind { gelu, swiglu };
+inline constexpr std::string_view kMlpNames[] = {"gelu", "swiglu"};
+
+// One block, and how many of them. Every field is independent of the others where validate() says nothing else.
 struct ModelConfig {
   int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50257;
-  bool bias = false;             // of linear layers (Hugging Face's weights have it)
+  int64_t key_heads = 0;  // G, a divisor of the heads: each is read by heads / G of them; 0: as many as heads
+  int64_t head_features = 0;  // D; 0: width / heads
+  int64_t hidden = 0;         // features within the MLP; 0: 4 width
+  NormKind norm = NormKind::layer_norm;
+  Positions positions = Positions::learned;
+  MlpKind mlp = MlpKind::gelu;
+  float rotary_base = 10000;     // pair p of D / 2 turns by base^(-2 p / D) a place
+  float norm_epsilon = 1e-5f;    // of RMS norms; LayerNorm's is 1e-5
+  bool bias = false;             // of linear layers
   bool norm_bias = false;        // of LayerNorms
   bool tied_embeddings = true;   // the output layer is wte
   bool qk_norm = false;          // q and k of each head over their root mean square, times a learnt gain (D)
@@ -35,7 +60,16 @@ struct ModelConfig {
   int64_t tile_keys = 64;        // of attention: keys between two roundings of pv and row_sum; 0: all
   LinearPrecision precision = LinearPrecision::bf16;
 
-  int64_t head_size() const { return width / heads; }
+  int64_t key_head_count() const { return key_heads > 0 ? key_heads : heads; }             // G
+  int64_t head_size() const { return head_features > 0 ? head_features : width / heads; }  // D
+  int64_t query_width() const { return heads * head_size(); }                              // of q and O
+  int64_t key_width() const { return key_head_count() * head_size(); }                     // of k, and of v
+  int64_t qkv_width() const { return query_width() + 2 * key_width(); }                    // q, k, v
+  int64_t hidden_width() const { return hidden > 0 ? hidden : 4 * width; }                 // of activations
+  int64_t fc_width() const { return (mlp == MlpKind::swiglu ? 2 : 1) * hidden_width(); }   // of fc's output
+  bool is_rotary() const { return positions == Positions::rotary || positions == Positions::rotary_pairs; }
+  // q and k on their way to attention leave the packed qkv.
+  bool has_own_qk() const { return qk_norm || is_rotary(); }
   // Of activations on a GPU; the CPU keeps them in FP32.
   TensorType tensor_type() const {
     return precision == LinearPrecision::bf16 ? TensorType::bf16 : TensorType::fp32;
@@ -48,21 +82,31 @@ struct ModelConfig {
 //   nano          6 layers,  6 heads, width  384, context  512, 8192    fails in minutes on a GPU
 //   gpt2         12 layers, 12 heads, width  768, context 1024, 50257   124 M parameters
 //   gpt2-medium  24 layers, 16 heads, width 1024, context 1024, 50257   354 M parameters
-// No linear layer has a bias. micro is FP32 and its LayerNorms have one, as where it was first measured.
-inline constexpr std::string_view kModelPresets[] = {"micro", "nano", "gpt2", "gpt2-medium"};
+//   llama-micro, llama-nano, llama-124m: the sizes of the first three with RMS norms, rotary positions, SwiGLU and
+//                grouped queries (2, 2 and 4 key heads); the MLP is as wide as keeps the number of parameters
+// No linear layer has a bias. micro and llama-micro are FP32; micro's LayerNorms have a bias, as where it was first
+// measured.
+inline constexpr std::string_view kModelPresets[] = {"micro",       "nano",       "gpt2",      "gpt2-medium",
+                                                     "llama-micro", "llama-nano", "llama-124m"};
 inline constexpr std::string_view kDefaultPreset = "gpt2";  // what a ModelConfig is by itself
 ModelConfig model_preset(std::string_view name);            // std::invalid_argument lists the known ones
 void validate(const ModelConfig& config);  // std::invalid_argument: what was expected, what was found
 
 enum class ParameterInit { normal, residual, one, zero };
 
+// One of the matrices that lie side by side in a tensor.
+struct MatrixPart {
+  std::string name;  // "q"; empty: the tensor is one matrix
+  int64_t first, columns;
+};
+
 struct ParameterTensor {
-  std::string name;            // Hugging Face's: h.0.attn.c_attn.weight
-  std::vector<int64_t> shape;  // (in, out) of linear layers, (V, C) of wte and lm_head; (C) of vectors
-  int64_t offset;              // of its first value in the flat buffer
-  bool decay;                  // weight decay applies: to matrices, not to gains and biases
-  bool muon;                   // a hidden matrix; embeddings, head and vectors are AdamW's
-  int64_t parts;               // c_attn is 3 matrices side by side: q, k, v; others are 1
+  std::string name;               // h.0.attn.c_attn.weight: the same names for every description
+  std::vector<int64_t> shape;     // (in, out) of linear layers, (V, C) of wte and lm_head; (C) of vectors
+  int64_t offset;                 // of its first value in the flat buffer
+  bool decay;                     // weight decay applies: to matrices, not to gains and biases
+  bool muon;                      // a hidden matrix; embeddings, head and vectors are AdamW's
+  std::vector<MatrixPart> parts;  // of a hidden matrix, left to right: q, k and v of c_attn; one, or several
   ParameterInit init;
 
   int64_t count() const;
@@ -81,7 +125,8 @@ class ParameterTable {
   int64_t parameter_count() const;                           // without gaps
 
  private:
-  void add(std::string name, std::vector<int64_t> shape, ParameterInit init, bool muon, int64_t parts = 1);
+  void add(std::string name, std::vector<int64_t> shape, ParameterInit init,
+           std::vector<MatrixPart> parts = {});
   std::vector<ParameterTensor> tensors_;
   int64_t size_ = 0;
 };
@@ -90,7 +135,7 @@ class ParameterTable {
 std::string describe(const ModelConfig& config);
 
 // Forward and backward: 6 for every weight that meets a token in a product (2 forward, 4 backward; wpe, gains
-// and biases meet none, a tied wte counts once), and 12 L C T for scores and PV. The causal half is counted
+// and biases meet none, a tied wte counts once), and 12 L H D T for scores and PV. The causal half is counted
 // too, as usual.
 double flops_per_token(const ModelConfig& config, int64_t T);
 

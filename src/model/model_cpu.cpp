@@ -1,4 +1,4 @@
-// GPT-2 on the CPU. Reads top to bottom: the forward pass, the backward pass in reverse, facts.
+// The model on the CPU. Reads top to bottom: the forward pass, the backward pass in reverse, facts.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -47,17 +47,18 @@ AttentionBackward sequences_of(const AttentionBackward& x, int64_t first, int64_
 
 // What a layer's forward pass keeps for its backward pass.
 struct LayerMemory {
-  Array x;                       // (N, C): the residual stream as it comes in
-  Array ln1, mean1, rstd1;       // (N, C), (N), (N)
-  Array qkv;                     // (N, 3 C)
-  Array qk, q_rstd, k_rstd;      // (N, 2 C), (N, H), (N, H): qk_norm
-  Array o, o_for_delta;          // (N, C)
-  Array lse, row_max, row_sum;   // (B, H, T)
-  Array gate, gated;             // (N, C): gated_attention
-  Array middle;                  // (N, C): the residual stream behind attention
-  Array ln2, mean2, rstd2;       // (N, C), (N), (N)
-  Array hidden, activated;       // (N, 4 C): the input of GELU, then its slope there; its output
-  std::vector<int32_t> ties;     // (B, H, T), on request
+  Array x;                      // (N, C): the residual stream as it comes in
+  Array ln1, mean1, rstd1;      // (N, C), (N), (N); an RMS norm has no mean
+  Array qkv;                    // (N, qkv width): q, k, v
+  Array qk, q_rstd, k_rstd;     // (N, (H + G) D), (N, H), (N, G): q and k behind qk_norm and rotary positions
+  Array o, o_for_delta;         // (N, H D)
+  Array lse, row_max, row_sum;  // (B, H, T)
+  Array gate, gated;            // (N, H D): gated_attention
+  Array middle;                 // (N, C): the residual stream behind attention
+  Array ln2, mean2, rstd2;      // (N, C), (N), (N)
+  Array hidden;               // (N, fc width): the input of GELU, then its slope there; gate and up of SwiGLU
+  Array activated;            // (N, hidden width): the output of either
+  std::vector<int32_t> ties;  // (B, H, T), on request
   std::vector<double> residual;  // (B, H, T), on request
   Array delta;                   // (B, H, T), on request
 };
@@ -93,9 +94,15 @@ class ModelCpu final : public Model {
   int64_t sequences_of_part(int64_t B, int64_t T) const;
   void refresh_operands();
   void start_part(int64_t B, int64_t T);
-  View<float> heads_of(float* data, int64_t row_stride) const {
+  View<float> heads_of(float* data, int64_t heads, int64_t row_stride) const {
     const int64_t D = config_.head_size();
-    return {data, {B_, config_.heads, T_, D}, {T_ * row_stride, D, row_stride, 1}};
+    return {data, {B_, heads, T_, D}, {T_ * row_stride, D, row_stride, 1}};
+  }
+  View<float> query_heads(float* data, int64_t row_stride) const {
+    return heads_of(data, config_.heads, row_stride);
+  }
+  View<float> key_heads(float* data, int64_t row_stride) const {
+    return heads_of(data, config_.key_head_count(), row_stride);
   }
   template <class T>
   View<T> per_row(std::vector<T>& values) const {
@@ -127,9 +134,17 @@ class ModelCpu final : public Model {
   // The gradient of the residual stream as an operand.
   const float* stream_operand();
 
+  // Norms of the residual stream: (N, C) to (N, C), as the configuration has them.
+  void norm_forward(const Array& x, int64_t gain, int64_t bias, Array& y, Array& mean, Array& rstd) const;
+  void norm_backward(const Array& x, int64_t gain, int64_t bias, const Array& mean, const Array& rstd);
+
   void forward(const int32_t* tokens, const StepContext& context);
-  void layer_forward(int64_t l, float* out, const StepContext& context);
-  void layer_backward(int64_t l, const StepContext& context, float keel_scale);
+  void attention_forward_layer(int64_t l, const StepContext& context);
+  void query_key_forward(LayerMemory& m, const LayerOffsets& w) const;
+  void mlp_forward(int64_t l, float* out);
+  void mlp_backward(int64_t l);
+  void attention_backward_layer(int64_t l, const StepContext& context, float keel_scale);
+  void query_key_backward(const LayerMemory& m, const LayerOffsets& w);
   Classifier output_layer(const int32_t* targets, float* losses) const;
 
   void add_facts(const StepContext& context);  // of the part at hand
@@ -143,22 +158,26 @@ class ModelCpu final : public Model {
   }
 
   const Rounding rounding_;  // of operands
+  const Array turns_;        // (context, D / 2, 2): of rotary positions
   Array parameters_, gradients_, operands_;
   bool operands_fresh_ = false;
 
   int64_t B_ = 0, T_ = 0, N_ = 0;  // of the part at hand
   std::vector<LayerMemory> layers_;
-  Array x_, lnf_, mean_, rstd_;                        // (N, C), (N, C), (N), (N)
-  Array rounded_, dln_, do_, dgate_, dqkv_, dhidden_;  // (N, C) but for (N, 3 C) and (N, 4 C)
-  Array losses_, batch_dx_;                            // (B T), (B T, C): of the whole batch
-  float* dx_ = nullptr;                                // the part's rows of batch_dx_
-  std::vector<FactSums> fact_sums_;                    // (L, H): added up in the order of the batch
-  int64_t first_ = 0;                                  // the part's first sequence in the batch
+  Array x_, lnf_, mean_, rstd_;        // (N, C), (N, C), (N), (N)
+  Array rounded_, dln_, do_, dgate_;   // (N, C), (N, C), (N, H D), (N, H D)
+  Array dqkv_, dactivated_, dhidden_;  // as what they are gradients of; dactivated_: SwiGLU's
+  Array losses_, batch_dx_;            // (B T), (B T, C): of the whole batch
+  float* dx_ = nullptr;                // the part's rows of batch_dx_
+  std::vector<FactSums> fact_sums_;    // (L, H): added up in the order of the batch
+  int64_t first_ = 0;                  // the part's first sequence in the batch
 };
 
 ModelCpu::ModelCpu(const ModelConfig& config, uint64_t seed)
     : Model(config),
       rounding_{config.precision == LinearPrecision::bf16 ? kBf16 : kFp32},
+      turns_(config.is_rotary() ? rotary_turns(config.rotary_base, config.context, config.head_size())
+                                : Array()),
       parameters_(at(table_.size())),
       gradients_(at(table_.size())),
       layers_(at(config.layers)) {
@@ -185,25 +204,28 @@ void ModelCpu::refresh_operands() {
 void ModelCpu::start_part(int64_t B, int64_t T) {
   if (B == B_ && T == T_) return;
   B_ = B, T_ = T, N_ = B * T;
-  const int64_t C = config_.width, H = config_.heads;
+  const int64_t C = config_.width, H = config_.heads, Q = config_.query_width(), K = config_.key_width();
+  const int64_t F = config_.hidden_width(), fc = config_.fc_width();
   const auto size = [](int64_t count, auto&... arrays) { (arrays.resize(at(count)), ...); };
   for (LayerMemory& m : layers_) {
-    size(N_ * C, m.x, m.ln1, m.o, m.o_for_delta, m.middle, m.ln2);
+    size(N_ * C, m.x, m.ln1, m.middle, m.ln2);
     size(N_, m.mean1, m.rstd1, m.mean2, m.rstd2);
-    size(N_ * 3 * C, m.qkv);
-    size(N_ * 4 * C, m.hidden, m.activated);
+    size(N_ * (Q + 2 * K), m.qkv);
+    size(N_ * Q, m.o, m.o_for_delta);
+    size(N_ * fc, m.hidden);
+    size(N_ * F, m.activated);
     size(N_ * H, m.lse, m.row_max, m.row_sum);
-    if (config_.qk_norm) {
-      size(N_ * 2 * C, m.qk);
-      size(N_ * H, m.q_rstd, m.k_rstd);
-    }
-    if (config_.gated_attention) size(N_ * C, m.gate, m.gated);
+    if (config_.has_own_qk()) size(N_ * (Q + K), m.qk);
+    if (config_.qk_norm) size(N_ * H, m.q_rstd), size(N_ * config_.key_head_count(), m.k_rstd);
+    if (config_.gated_attention) size(N_ * Q, m.gate, m.gated);
   }
-  size(N_ * C, x_, lnf_, dln_, do_);
+  size(N_ * C, x_, lnf_, dln_);
   size(N_, mean_, rstd_);
-  size(N_ * 3 * C, dqkv_);
-  size(N_ * 4 * C, dhidden_);
-  if (config_.gated_attention) size(N_ * C, dgate_);
+  size(N_ * Q, do_);
+  size(N_ * (Q + 2 * K), dqkv_);
+  size(N_ * fc, dhidden_);
+  if (config_.mlp == MlpKind::swiglu) size(N_ * F, dactivated_);
+  if (config_.gated_attention) size(N_ * Q, dgate_);
 }
 
 AttentionProblem ModelCpu::attention_problem(int64_t layer, const StepContext& context,
@@ -217,16 +239,16 @@ AttentionProblem ModelCpu::attention_problem(int64_t layer, const StepContext& c
 }
 
 AttentionInputs ModelCpu::attention_inputs(LayerMemory& m) const {
-  const int64_t C = config_.width;
-  const View<float> v = heads_of(m.qkv.data() + 2 * C, 3 * C);
-  if (config_.qk_norm) return {heads_of(m.qk.data(), 2 * C), heads_of(m.qk.data() + C, 2 * C), v};
-  return {heads_of(m.qkv.data(), 3 * C), heads_of(m.qkv.data() + C, 3 * C), v};
+  const int64_t Q = config_.query_width(), K = config_.key_width(), all = Q + 2 * K;
+  const View<float> v = key_heads(m.qkv.data() + Q + K, all);
+  if (config_.has_own_qk()) return {query_heads(m.qk.data(), Q + K), key_heads(m.qk.data() + Q, Q + K), v};
+  return {query_heads(m.qkv.data(), all), key_heads(m.qkv.data() + Q, all), v};
 }
 
 AttentionForward ModelCpu::attention_memory(LayerMemory& m, bool ties) const {
   AttentionForward out;
-  out.o = heads_of(m.o.data(), config_.width);
-  out.o_for_delta = heads_of(m.o_for_delta.data(), config_.width);
+  out.o = query_heads(m.o.data(), config_.query_width());
+  out.o_for_delta = query_heads(m.o_for_delta.data(), config_.query_width());
   out.lse = per_row(m.lse);
   out.row_max = per_row(m.row_max);
   out.row_sum = per_row(m.row_sum);
@@ -236,31 +258,36 @@ AttentionForward ModelCpu::attention_memory(LayerMemory& m, bool ties) const {
 
 // --- Forward
 
+void ModelCpu::norm_forward(const Array& x, int64_t gain, int64_t bias, Array& y, Array& mean,
+                            Array& rstd) const {
+  const int64_t C = config_.width;
+  if (config_.norm == NormKind::rms_norm)
+    rms_norm_forward(x.data(), master(gain), config_.norm_epsilon, N_, C, y.data(), rstd.data());
+  else
+    layernorm_forward(x.data(), master(gain), master(bias), N_, C, y.data(), mean.data(), rstd.data());
+  round(y);
+}
+
 void ModelCpu::forward(const int32_t* tokens, const StepContext& context) {
   const int64_t C = config_.width;
   embedding_forward(tokens, master(wte_), master(wpe_), B_, T_, C, layers_[0].x.data());
-  for (int64_t l = 0; l < config_.layers; ++l)
-    layer_forward(l, l + 1 < config_.layers ? layers_[at(l + 1)].x.data() : x_.data(), context);
-  layernorm_forward(x_.data(), master(lnf_gain_), master(lnf_bias_), N_, C, lnf_.data(), mean_.data(),
-                    rstd_.data());
-  round(lnf_);
+  for (int64_t l = 0; l < config_.layers; ++l) {
+    attention_forward_layer(l, context);
+    mlp_forward(l, l + 1 < config_.layers ? layers_[at(l + 1)].x.data() : x_.data());
+  }
+  norm_forward(x_, lnf_gain_, lnf_bias_, lnf_, mean_, rstd_);
 }
 
-void ModelCpu::layer_forward(int64_t l, float* out, const StepContext& context) {
+// From the residual stream as it comes in to that behind attention.
+void ModelCpu::attention_forward_layer(int64_t l, const StepContext& context) {
   LayerMemory& m = layers_[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
-  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
-  layernorm_forward(m.x.data(), master(w.ln1_gain), master(w.ln1_bias), N_, C, m.ln1.data(), m.mean1.data(),
-                    m.rstd1.data());
-  round(m.ln1);
-  linear_forward(m.ln1.data(), operand(w.qkv), master(w.qkv_bias), nullptr, N_, C, 3 * C, m.qkv.data());
+  const int64_t C = config_.width, H = config_.heads, Q = config_.query_width();
+  norm_forward(m.x, w.ln1_gain, w.ln1_bias, m.ln1, m.mean1, m.rstd1);
+  linear_forward(m.ln1.data(), operand(w.qkv), master(w.qkv_bias), nullptr, N_, C, config_.qkv_width(),
+                 m.qkv.data());
   round(m.qkv);
-  if (config_.qk_norm) {
-    rms_norm_forward(m.qkv.data(), 3 * C, master(w.q_gain), N_, H, D, m.qk.data(), 2 * C, m.q_rstd.data());
-    rms_norm_forward(m.qkv.data() + C, 3 * C, master(w.k_gain), N_, H, D, m.qk.data() + C, 2 * C,
-                     m.k_rstd.data());
-    round(m.qk);
-  }
+  query_key_forward(m, w);
   if (context.tie_facts) m.ties.resize(at(N_ * H));
   with_facts(context, [&](int64_t first, int64_t count, bool facts) {
     AttentionProblem part = attention_problem(l, context, 1);
@@ -269,24 +296,52 @@ void ModelCpu::layer_forward(int64_t l, float* out, const StepContext& context) 
                       sequences_of(attention_memory(m, facts && context.tie_facts), first, count));
   });
   if (config_.gated_attention) {
-    linear_forward(m.ln1.data(), operand(w.gate), master(w.gate_bias), nullptr, N_, C, C, m.gate.data());
+    linear_forward(m.ln1.data(), operand(w.gate), master(w.gate_bias), nullptr, N_, C, Q, m.gate.data());
     round(m.gate);
-    gate_forward(m.o.data(), m.gate.data(), m.gated.data(), N_ * C);
+    gate_forward(m.o.data(), m.gate.data(), m.gated.data(), N_ * Q);
     round(m.gated);
   } else {
     round(m.o);
   }
   const Array& attended = config_.gated_attention ? m.gated : m.o;
-  linear_forward(attended.data(), operand(w.proj), master(w.proj_bias), m.x.data(), N_, C, C,
+  linear_forward(attended.data(), operand(w.proj), master(w.proj_bias), m.x.data(), N_, Q, C,
                  m.middle.data());
-  layernorm_forward(m.middle.data(), master(w.ln2_gain), master(w.ln2_bias), N_, C, m.ln2.data(),
-                    m.mean2.data(), m.rstd2.data());
-  round(m.ln2);
-  linear_forward(m.ln2.data(), operand(w.fc), master(w.fc_bias), nullptr, N_, C, 4 * C, m.hidden.data());
+}
+
+// What lies between qkv and attention: the norm of each head, then its turn.
+void ModelCpu::query_key_forward(LayerMemory& m, const LayerOffsets& w) const {
+  if (!config_.has_own_qk()) return;
+  const int64_t H = config_.heads, G = config_.key_head_count(), D = config_.head_size(), Q = H * D,
+                all = config_.qkv_width(), own = Q + G * D;
+  float *q = m.qk.data(), *k = q + Q;
+  if (config_.qk_norm) {
+    const float epsilon = config_.norm_epsilon;
+    head_norm_forward(m.qkv.data(), all, master(w.q_gain), epsilon, N_, H, D, q, own, m.q_rstd.data());
+    head_norm_forward(m.qkv.data() + Q, all, master(w.k_gain), epsilon, N_, G, D, k, own, m.k_rstd.data());
+    round(m.qk);
+  }
+  if (!config_.is_rotary()) return;
+  // q and k lie side by side in both arrays, so that they are one array of H + G heads.
+  const bool neighbours = config_.positions == Positions::rotary_pairs;
+  const float* from = config_.qk_norm ? m.qk.data() : m.qkv.data();
+  rotary_forward(from, config_.qk_norm ? own : all, turns_.data(), neighbours, N_, T_, H + G, D, q, own);
+  round(m.qk);
+}
+
+void ModelCpu::mlp_forward(int64_t l, float* out) {
+  LayerMemory& m = layers_[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, F = config_.hidden_width();
+  norm_forward(m.middle, w.ln2_gain, w.ln2_bias, m.ln2, m.mean2, m.rstd2);
+  linear_forward(m.ln2.data(), operand(w.fc), master(w.fc_bias), nullptr, N_, C, config_.fc_width(),
+                 m.hidden.data());
   round(m.hidden);
-  gelu_forward(m.hidden.data(), m.activated.data(), m.hidden.data(), N_ * 4 * C);
+  if (config_.mlp == MlpKind::swiglu)
+    swiglu_forward(m.hidden.data(), N_, F, m.activated.data());
+  else
+    gelu_forward(m.hidden.data(), m.activated.data(), m.hidden.data(), N_ * F);
   round(m.activated);
-  linear_forward(m.activated.data(), operand(w.out), master(w.out_bias), m.middle.data(), N_, 4 * C, C, out);
+  linear_forward(m.activated.data(), operand(w.out), master(w.out_bias), m.middle.data(), N_, F, C, out);
 }
 
 Classifier ModelCpu::output_layer(const int32_t* targets, float* losses) const {
@@ -346,9 +401,11 @@ double ModelCpu::forward_backward(const Batch& batch, float loss_scale, const St
     head.dw = gradient(head_);
     classifier(head);
     round(dln_);
-    layernorm_backward(dln_.data(), x_.data(), master(lnf_gain_), mean_.data(), rstd_.data(), N_, C, dx_,
-                       gradient(lnf_gain_), gradient(lnf_bias_));
-    for (int64_t l = config_.layers; l-- > 0;) layer_backward(l, part_context, gradient_scale);
+    norm_backward(x_, lnf_gain_, lnf_bias_, mean_, rstd_);
+    for (int64_t l = config_.layers; l-- > 0;) {
+      mlp_backward(l);
+      attention_backward_layer(l, part_context, gradient_scale);
+    }
     add_facts(context);
   }
   embedding_backward(batch.tokens.data(), batch_dx_.data(), batch.B, batch.T, C, config_.vocabulary,
@@ -364,33 +421,56 @@ const float* ModelCpu::stream_operand() {
   return rounded_.data();
 }
 
-// dx_ comes in as the gradient of the layer's output and leaves as that of its input.
-void ModelCpu::layer_backward(int64_t l, const StepContext& context, float keel_scale) {
+// dln_ is the gradient of what the norm gave; its input's is added to dx_.
+void ModelCpu::norm_backward(const Array& x, int64_t gain, int64_t bias, const Array& mean,
+                             const Array& rstd) {
+  const int64_t C = config_.width;
+  if (config_.norm == NormKind::rms_norm)
+    rms_norm_backward(dln_.data(), x.data(), master(gain), rstd.data(), N_, C, dx_, gradient(gain));
+  else
+    layernorm_backward(dln_.data(), x.data(), master(gain), mean.data(), rstd.data(), N_, C, dx_,
+                       gradient(gain), gradient(bias));
+}
+
+// dx_ comes in as the gradient of the layer's output and leaves as that of the stream behind attention.
+void ModelCpu::mlp_backward(int64_t l) {
   LayerMemory& m = layers_[at(l)];
   const LayerOffsets& w = offsets_[at(l)];
-  const int64_t C = config_.width, H = config_.heads, D = config_.head_size();
-  linear_backward(stream_operand(), m.activated.data(), operand(w.out), N_, 4 * C, C, dhidden_.data(),
-                  gradient(w.out), gradient(w.out_bias));
-  gelu_backward(m.hidden.data(), dhidden_.data(), N_ * 4 * C);
+  const int64_t C = config_.width, F = config_.hidden_width();
+  const bool swiglu = config_.mlp == MlpKind::swiglu;
+  linear_backward(stream_operand(), m.activated.data(), operand(w.out), N_, F, C,
+                  (swiglu ? dactivated_ : dhidden_).data(), gradient(w.out), gradient(w.out_bias));
+  if (swiglu) {
+    round(dactivated_);
+    swiglu_backward(m.hidden.data(), dactivated_.data(), N_, F, dhidden_.data());
+  } else {
+    gelu_backward(m.hidden.data(), dhidden_.data(), N_ * F);
+  }
   round(dhidden_);
-  linear_backward(dhidden_.data(), m.ln2.data(), operand(w.fc), N_, C, 4 * C, dln_.data(), gradient(w.fc),
-                  gradient(w.fc_bias));
+  linear_backward(dhidden_.data(), m.ln2.data(), operand(w.fc), N_, C, config_.fc_width(), dln_.data(),
+                  gradient(w.fc), gradient(w.fc_bias));
   round(dln_);
-  layernorm_backward(dln_.data(), m.middle.data(), master(w.ln2_gain), m.mean2.data(), m.rstd2.data(), N_, C,
-                     dx_, gradient(w.ln2_gain), gradient(w.ln2_bias));
+  norm_backward(m.middle, w.ln2_gain, w.ln2_bias, m.mean2, m.rstd2);
+}
 
+// dx_ comes in as the gradient of the stream behind attention and leaves as that of the layer's input.
+void ModelCpu::attention_backward_layer(int64_t l, const StepContext& context, float keel_scale) {
+  LayerMemory& m = layers_[at(l)];
+  const LayerOffsets& w = offsets_[at(l)];
+  const int64_t C = config_.width, H = config_.heads, Q = config_.query_width(), K = config_.key_width(),
+                all = Q + 2 * K;
   const Array& attended = config_.gated_attention ? m.gated : m.o;
-  linear_backward(stream_operand(), attended.data(), operand(w.proj), N_, C, C, do_.data(), gradient(w.proj),
+  linear_backward(stream_operand(), attended.data(), operand(w.proj), N_, Q, C, do_.data(), gradient(w.proj),
                   gradient(w.proj_bias));
   if (config_.gated_attention) {
-    gate_backward(m.o.data(), m.gate.data(), do_.data(), do_.data(), dgate_.data(), N_ * C);
+    gate_backward(m.o.data(), m.gate.data(), do_.data(), do_.data(), dgate_.data(), N_ * Q);
     round(dgate_);
   }
   round(do_);
   AttentionBackward out;
-  out.dq = heads_of(dqkv_.data(), 3 * C);
-  out.dk = heads_of(dqkv_.data() + C, 3 * C);
-  out.dv = heads_of(dqkv_.data() + 2 * C, 3 * C);
+  out.dq = query_heads(dqkv_.data(), all);
+  out.dk = key_heads(dqkv_.data() + Q, all);
+  out.dv = key_heads(dqkv_.data() + Q + K, all);
   if (context.residual_facts) {
     m.residual.resize(at(N_ * H));
     m.delta.resize(at(N_ * H));
@@ -405,26 +485,34 @@ void ModelCpu::layer_backward(int64_t l, const StepContext& context, float keel_
     AttentionBackward to = sequences_of(out, first, count);
     if (!facts) to.residual = {}, to.delta = {};
     attention_backward(part, sequences_of(attention_inputs(m), first, count),
-                       sequences_of(heads_of(do_.data(), C), first, count),
+                       sequences_of(query_heads(do_.data(), Q), first, count),
                        sequences_of(attention_memory(m, false), first, count), to);
   });
-  if (config_.qk_norm) {
-    rms_norm_backward(dqkv_.data(), 3 * C, m.qkv.data(), 3 * C, master(w.q_gain), m.q_rstd.data(), N_, H, D,
-                      dqkv_.data(), 3 * C, gradient(w.q_gain));
-    rms_norm_backward(dqkv_.data() + C, 3 * C, m.qkv.data() + C, 3 * C, master(w.k_gain), m.k_rstd.data(), N_,
-                      H, D, dqkv_.data() + C, 3 * C, gradient(w.k_gain));
-  }
+  query_key_backward(m, w);
   round(dqkv_);
-  linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, 3 * C, dln_.data(), gradient(w.qkv),
+  linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, all, dln_.data(), gradient(w.qkv),
                   gradient(w.qkv_bias));
   round(dln_);
   if (config_.gated_attention) {
-    linear_backward(dgate_.data(), m.ln1.data(), operand(w.gate), N_, C, C, dln_.data(), gradient(w.gate),
+    linear_backward(dgate_.data(), m.ln1.data(), operand(w.gate), N_, C, Q, dln_.data(), gradient(w.gate),
                     gradient(w.gate_bias), /*add_dx=*/true);
     round(dln_);
   }
-  layernorm_backward(dln_.data(), m.x.data(), master(w.ln1_gain), m.mean1.data(), m.rstd1.data(), N_, C, dx_,
-                     gradient(w.ln1_gain), gradient(w.ln1_bias));
+  norm_backward(m.x, w.ln1_gain, w.ln1_bias, m.mean1, m.rstd1);
+}
+
+// query_key_forward in reverse, on dqkv_.
+void ModelCpu::query_key_backward(const LayerMemory& m, const LayerOffsets& w) {
+  const int64_t H = config_.heads, G = config_.key_head_count(), D = config_.head_size(), Q = H * D,
+                all = config_.qkv_width();
+  if (config_.is_rotary())
+    rotary_backward(dqkv_.data(), all, turns_.data(), config_.positions == Positions::rotary_pairs, N_, T_,
+                    H + G, D);
+  if (!config_.qk_norm) return;
+  head_norm_backward(dqkv_.data(), all, m.qkv.data(), all, master(w.q_gain), m.q_rstd.data(), N_, H, D,
+                     dqkv_.data(), all, gradient(w.q_gain));
+  head_norm_backward(dqkv_.data() + Q, all, m.qkv.data() + Q, all, master(w.k_gain), m.k_rstd.data(), N_, G,
+                     D, dqkv_.data() + Q, all, gradient(w.k_gain));
 }
 
 // --- Facts
@@ -469,8 +557,8 @@ void ModelCpu::add_score_facts(int64_t layer) {
   };
   std::vector<Largest> found(at(B_ * H));
   parallel_for(B_ * H, [&](int64_t item, int) {
-    const int64_t b = item / H, h = item % H;
-    const Matrix k{in.k.at(b, h, 0), 1, in.k.stride[2]};  // (D, T)
+    const int64_t b = item / H, h = item % H, g = h / (H / config_.key_head_count());
+    const Matrix k{in.k.at(b, g, 0), 1, in.k.stride[2]};  // (D, T)
     Array scores(at(kRows * T_));
     Largest& largest = found[at(item)];
     for (int64_t row = 0; row < T_; row += kRows) {
@@ -515,8 +603,8 @@ void ModelCpu::capture(int64_t layer, const std::vector<PrecisionPlan>& plans) {
   keep(c.q, in.q);
   keep(c.k, in.k);
   keep(c.v, in.v);
-  keep(c.o, heads_of(m.o.data(), C));
-  keep(c.d_o, heads_of(do_.data(), C));
+  keep(c.o, query_heads(m.o.data(), config_.query_width()));
+  keep(c.d_o, query_heads(do_.data(), config_.query_width()));
   keep(c.lse, per_row(m.lse));
 }
 

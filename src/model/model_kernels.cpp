@@ -261,6 +261,48 @@ void layernorm_backward(const float* dy, const float* x, const float* gain, cons
   }
 }
 
+void rms_norm_forward(const float* x, const float* gain, float epsilon, int64_t rows, int64_t columns,
+                      float* y, float* rstd) {
+  for (int64_t m = 0; m < rows; ++m, x += columns, y += columns) {
+    Group squares{};
+    for_each_group(columns, [&](int64_t n, int64_t some) {
+      squares = map([](Float s, Float v) { return fma(v, v, s); }, squares, load_at(x, n, some));
+    });
+    const float r = 1.0f / sqrtf(tree_sum(squares) / static_cast<float>(columns) + epsilon);
+    for_each_group(columns, [&](int64_t n, int64_t some) {
+      store_at(y, n, some,
+               map([r](Float v, Float g) { return v * splat(r) * g; }, load_at(x, n, some),
+                   load_at(gain, n, some)));
+    });
+    rstd[m] = r;
+  }
+}
+
+void rms_norm_backward(const float* dy, const float* x, const float* gain, const float* rstd, int64_t rows,
+                       int64_t columns, float* dx, float* dgain) {
+  for (int64_t m = 0; m < rows; ++m, x += columns, dy += columns, dx += columns) {
+    const float r = rstd[m];
+    Group dot{};  // of dy gain and xhat
+    for_each_group(columns, [&](int64_t n, int64_t some) {
+      const Group d = load_at(dy, n, some),
+                  xhat = map([r](Float v) { return v * splat(r); }, load_at(x, n, some));
+      const Group dxhat = map([](Float v, Float g) { return v * g; }, d, load_at(gain, n, some));
+      dot = map([](Float s, Float v, Float h) { return fma(v, h, s); }, dot, dxhat, xhat);
+      store_at(dgain, n, some,
+               map([](Float t, Float v, Float h) { return fma(v, h, t); }, load_at(dgain, n, some), d, xhat));
+    });
+    const float mean_dot = tree_sum(dot) / static_cast<float>(columns);
+    for_each_group(columns, [&](int64_t n, int64_t some) {
+      const Group dxhat =
+          map([](Float v, Float g) { return v * g; }, load_at(dy, n, some), load_at(gain, n, some));
+      const Group change =
+          map([=](Float v, Float h) { return (v - h * splat(r) * splat(mean_dot)) * splat(r); }, dxhat,
+              load_at(x, n, some));
+      store_at(dx, n, some, map([](Float t, Float v) { return t + v; }, load_at(dx, n, some), change));
+    });
+  }
+}
+
 constexpr float kGeluScale = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
@@ -281,6 +323,29 @@ void gelu_forward(const float* x, float* y, float* slope, int64_t count) {
       return fma(v * open * (splat(1.0f) - open), du + du, open);
     };
     store_at(slope, n, some, map(derivative, in, s));
+  });
+}
+
+void swiglu_forward(const float* gate, const float* up, float* y, int64_t count) {
+  for_each_group(count, [&](int64_t n, int64_t some) {
+    store_at(y, n, some,
+             map([](Float g, Float u) { return g * sigmoid(g) * u; }, load_at(gate, n, some),
+                 load_at(up, n, some)));
+  });
+}
+
+void swiglu_backward(const float* gate, const float* up, const float* dy, float* dgate, float* dup,
+                     int64_t count) {
+  for_each_group(count, [&](int64_t n, int64_t some) {
+    const Group g = load_at(gate, n, some), d = load_at(dy, n, some);
+    const Group s = map([](Float v) { return sigmoid(v); }, g);
+    store_at(dup, n, some, map([](Float v, Float open, Float dv) { return dv * (v * open); }, g, s, d));
+    // d (g s) / dg = s + g s (1 - s).
+    const Group slope =
+        map([](Float v, Float open) { return fma(v * open, splat(1.0f) - open, open); }, g, s);
+    store_at(dgate, n, some,
+             map([](Float slope_of, Float u, Float dv) { return dv * u * slope_of; }, slope,
+                 load_at(up, n, some), d));
   });
 }
 
@@ -350,9 +415,21 @@ void add(float* x, const float* y, int64_t count) {
 }  // namespace
 
 extern const ModelKernels kModelKernels;
-const ModelKernels kModelKernels = {
-    kPanel,       pack_panel,   multiply_panel, layernorm_forward, layernorm_backward,
-    gelu_forward, gate_forward, gate_backward,  cross_entropy,     column_sums,
-    add,          scale};
+const ModelKernels kModelKernels = {kPanel,
+                                    pack_panel,
+                                    multiply_panel,
+                                    layernorm_forward,
+                                    layernorm_backward,
+                                    rms_norm_forward,
+                                    rms_norm_backward,
+                                    gelu_forward,
+                                    swiglu_forward,
+                                    swiglu_backward,
+                                    gate_forward,
+                                    gate_backward,
+                                    cross_entropy,
+                                    column_sums,
+                                    add,
+                                    scale};
 
 }  // namespace evenkeel::EVENKEEL_TARGET

@@ -43,9 +43,19 @@ struct ModelKernels {
   void (*layernorm_backward)(const float* dy, const float* x, const float* gain, const float* mean,
                              const float* rstd, int64_t rows, int64_t columns, float* dx, float* dgain,
                              float* dbias);
+  // y = x rstd gain for every row, with rstd = 1 / sqrt(mean x^2 + epsilon).
+  void (*rms_norm_forward)(const float* x, const float* gain, float epsilon, int64_t rows, int64_t columns,
+                           float* y, float* rstd);
+  // dx += the gradient; dgain (columns) += its own, rows ascending.
+  void (*rms_norm_backward)(const float* dy, const float* x, const float* gain, const float* rstd,
+                            int64_t rows, int64_t columns, float* dx, float* dgain);
   // y = x s with s = 1 / (1 + exp(-2 u)), u = sqrt(2/pi) (x + 0.044715 x^3): GPT-2's GELU, as 1 + tanh(u) = 2
   // s; and slope = dy/dx, which shares the exponential. slope may be x.
   void (*gelu_forward)(const float* x, float* y, float* slope, int64_t count);
+  // y = gate sigmoid(gate) up.
+  void (*swiglu_forward)(const float* gate, const float* up, float* y, int64_t count);
+  void (*swiglu_backward)(const float* gate, const float* up, const float* dy, float* dgate, float* dup,
+                          int64_t count);
   // y = x sigmoid(gate).
   void (*gate_forward)(const float* x, const float* gate, float* y, int64_t count);
   // dx = dy sigmoid(gate), dgate = dy x sigmoid'(gate); dx may be dy.

@@ -63,9 +63,10 @@ struct Kind {
   std::string_view suffix, name;
 };
 constexpr Kind kKinds[] = {
-    {"attn.c_attn.weight[q]", "W_Q"},  {"attn.c_attn.weight[k]", "W_K"},
-    {"attn.c_attn.weight[v]", "W_V"},  {"attn.c_proj.weight", "attention's projection"},
-    {"mlp.c_fc.weight", "MLP, first"}, {"mlp.c_proj.weight", "MLP, second"}};
+    {"attn.c_attn.weight[q]", "W_Q"},      {"attn.c_attn.weight[k]", "W_K"},
+    {"attn.c_attn.weight[v]", "W_V"},      {"attn.c_proj.weight", "attention's projection"},
+    {"mlp.c_fc.weight", "MLP, first"},     {"mlp.c_fc.weight[gate]", "MLP, gate"},
+    {"mlp.c_fc.weight[up]", "MLP, first"}, {"mlp.c_proj.weight", "MLP, second"}};
 
 // "h.3.attn.c_proj.weight" -> 3, "attn.c_proj.weight"
 std::optional<std::pair<int64_t, std::string_view>> layer_and_kind(std::string_view weight) {

@@ -13,7 +13,7 @@
 #include "base/random_access_file.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
-#include "numerics/format.h"
+#include "model/model_folder.h"
 
 namespace evenkeel {
 namespace {
@@ -172,18 +172,9 @@ bool load_weights(const fs::path& path, Model& model) {
                    [](int64_t a, uint64_t b) { return static_cast<uint64_t>(a) == b; }),
         "{}: {}: expected the shape ({}), found ({})", path.string(), stored->name,
         fmt::join(tensor.shape, ", "), fmt::join(stored->shape, ", "));
-    const auto count = static_cast<size_t>(tensor.count());
-    float* const to = parameters.data() + tensor.offset;
-    if (stored->type == element_type("F32")) {
-      stored->copy_to(to, count);
-      continue;
-    }
-    const bool half = stored->type == element_type("F16");
-    require_data(half || stored->type == element_type("BF16"), "{}: {}: expected F32, F16 or BF16, found {}",
-                 path.string(), stored->name, stored->type.name);
-    std::vector<uint16_t> codes(count);
-    stored->copy_to(codes.data(), count);
-    for (size_t n = 0; n < count; ++n) to[n] = decode(half ? kFp16 : kBf16, codes[n]);
+    read_floats(*stored, path.string(),
+                std::span(parameters)
+                    .subspan(static_cast<size_t>(tensor.offset), static_cast<size_t>(tensor.count())));
   }
   model.write_parameters(parameters);
   return verified;

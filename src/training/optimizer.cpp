@@ -138,15 +138,15 @@ class CpuOptimizer final : public Optimizer {
     });
   }
 
-  // q, k and v are matrices of their own.
+  // q, k and v are matrices of their own, and so are the gate and the rest of an MLP.
   void muon(const ParameterTensor& tensor, float* parameters, const float* gradients, float factor,
             double lr) {
-    const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts, stride = tensor.shape[1];
-    const float scale = muon_scale(lr, rows, columns);
+    const int64_t rows = tensor.shape[0], stride = tensor.shape[1];
     const float keep = tensor.decay ? StepRates(config_, lr, steps_).keep : 1.0f;
-    scratch_.resize(static_cast<size_t>(rows * columns));
-    for (int64_t part = 0; part < tensor.parts; ++part) {
-      const int64_t at = tensor.offset + part * columns;
+    for (const MatrixPart& part : tensor.parts) {
+      const int64_t at = tensor.offset + part.first, columns = part.columns;
+      const float scale = muon_scale(lr, rows, columns);
+      scratch_.resize(static_cast<size_t>(rows * columns));
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < columns; ++j) {
           const int64_t n = at + i * stride + j;

@@ -36,11 +36,23 @@ template <class Walker>
 void walk_model(Walker& w, RunConfig& c) {
   w.table("model");
   w.preset("preset", c.model, {"sizes and precision of a known model", "--preset", "NAME"});
+  w.key("weights", c.weights,
+        {"start with the model in a folder of Hugging Face's transformers: its sizes and its weights",
+         "--weights", "FOLDER"});
   w.key("layers", c.model.layers, {"blocks"});
   w.key("heads", c.model.heads, {"attention heads of a block"});
-  w.key("width", c.model.width, {"features of the residual stream, a multiple of the heads"});
+  w.key("key_heads", c.model.key_heads,
+        {"key and value heads, each read by as many heads; 0: as many as heads"});
+  w.key("head_size", c.model.head_features, {"features of a head; 0: the width over the heads"});
+  w.key("width", c.model.width, {"features of the residual stream"});
+  w.key("hidden", c.model.hidden, {"features within the MLP; 0: four times the width"});
   w.key("context", c.model.context, {"tokens of a sequence"});
   w.key("vocabulary", c.model.vocabulary, {"tokens that there are"});
+  w.key("norm", c.model.norm, kNormNames, {"of the residual stream"});
+  w.key("norm_epsilon", c.model.norm_epsilon, {"added to the mean square by RMS norms"});
+  w.key("positions", c.model.positions, kPositionNames, {"how a token's place reaches attention"});
+  w.key("rotary_base", c.model.rotary_base, {"pair p of D / 2 turns by base^(-2 p / D) a place"});
+  w.key("mlp", c.model.mlp, kMlpNames, {"what lies between the MLP's linear layers"});
   w.key("bias", c.model.bias, {"linear layers have a bias"});
   w.key("norm_bias", c.model.norm_bias, {"LayerNorms have a bias"});
   w.key("tied_embeddings", c.model.tied_embeddings, {"the output layer is the token embedding"});

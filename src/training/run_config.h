@@ -28,6 +28,8 @@ inline constexpr std::string_view kGuardModeNames[] = {"off", "warn", "act"};
 
 struct RunConfig {
   ModelConfig model;
+  std::string
+      weights;       // a folder of transformers whose weights the run starts with; empty: drawn by the seed
   std::string data;  // what TokenSource::open takes
   std::string
       data_digest;  // of its tokens: others are refused. In a run's folder: of those it was started with

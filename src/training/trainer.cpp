@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "model/model_folder.h"
 #include "training/device_ranks.h"
 #include "training/head_facts.h"
 
@@ -179,6 +180,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   }
   if (ranks_->first()) made_folder(folder_);
   if (!fresh) go_on();
+  if (saved_step_ < 0 && !config_.weights.empty()) load_model_folder(config_.weights, *model_);
   follow_plan();
   if (!ranks_->first()) return;
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 
+#include "../model_families.h"
 #include "base/error.h"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
@@ -211,6 +212,30 @@ std::vector<Case> cases() {
       {"bf16_vocabulary_9001", changed(plain16, [](auto& c) { c.vocabulary = 9001; }), "flash2", 4, 100},
       {"fp32_vocabulary_30001", changed(plain32, [](auto& c) { c.vocabulary = 30001; }), "fp32", 4, 100},
       {"bf16_vocabulary_60001", changed(plain16, [](auto& c) { c.vocabulary = 60001; }), "flash2", 4, 100},
+      // The other block, whole and part by part.
+      {"fp32_rms_norm", changed(plain32, [](auto& c) { c.norm = NormKind::rms_norm; }), "fp32"},
+      {"fp32_rotary", changed(plain32, [](auto& c) { c.positions = Positions::rotary; }), "fp32"},
+      {"fp32_rotary_pairs", changed(plain32, [](auto& c) { c.positions = Positions::rotary_pairs; }), "fp32"},
+      {"fp32_no_positions", changed(plain32, [](auto& c) { c.positions = Positions::none; }), "fp32"},
+      {"fp32_swiglu_bias", changed(plain32, [](auto& c) { c.mlp = MlpKind::swiglu, c.bias = true; }), "fp32"},
+      {"fp32_hidden_50", changed(plain32, [](auto& c) { c.hidden = 50; }), "fp32"},
+      {"fp32_grouped", changed(config_of(kFp32, 4, 32), [](auto& c) { c.key_heads = 2; }), "fp32"},
+      {"fp32_head_size_apart", changed(plain32, [](auto& c) { c.head_features = 40, c.key_heads = 1; }),
+       "fp32"},
+      {"fp32_llama", like_llama(config_of(kFp32, 4, 32)), "fp32"},
+      {"fp32_llama_odd", like_llama(config_of(kFp32, 3, 6)), "fp32", 2, 19},
+      {"fp32_llama_wide", changed(like_llama(config_of(kFp32, 9, 128)), [](auto& c) { c.layers = 1; }),
+       "fp32", 1, 5},
+      {"fp32_qwen", changed(like_llama(config_of(kFp32, 4, 32)), [](auto& c) { c.qk_norm = true; }), "fp32"},
+      {"bf16_llama", like_llama(config_of(kBf16, 4, 64)), "flash2", 2, 130},
+      {"bf16_llama_wide_output", like_llama(config_of(kBf16, 4, 64)), "flash2,stabiliser=wide_output", 2,
+       130},
+      {"bf16_llama_all", like_llama(config_of(kBf16, 4, 64)), "bf16_all", 2, 130},
+      {"bf16_llama_pairs",
+       changed(like_llama(plain16), [](auto& c) { c.positions = Positions::rotary_pairs; }), "flash2"},
+      {"bf16_llama_head_20", like_llama(config_of(kBf16, 4, 20)), "flash2"},
+      {"bf16_qwen", changed(like_llama(config_of(kBf16, 4, 64)), [](auto& c) { c.qk_norm = true; }),
+       "flash2"},
   };
 }
 
@@ -295,6 +320,10 @@ TEST(ModelCuda, FactsAsTheCpuHasThem) {
   compare_facts(
       {"qk_norm", changed(config_of(kBf16, 2, 64), [](auto& c) { c.qk_norm = true; }), "flash2", 2, 40});
   compare_facts({"softcap", changed(config_of(kFp32, 2, 32), [](auto& c) { c.softcap = 2; }), "fp32", 2, 40});
+  compare_facts({"llama, fp32", like_llama(config_of(kFp32, 4, 32)), "fp32", 2, 70});
+  compare_facts({"llama, bf16", like_llama(config_of(kBf16, 4, 64)), "flash2", 2, 150});
+  compare_facts({"llama, any plan", like_llama(config_of(kBf16, 4, 64)), "bf16_all", 2, 150});
+  compare_facts({"llama, head size 20", like_llama(config_of(kBf16, 4, 20)), "flash2", 2, 65});
   for (const int64_t sequences : {1, 2, 9}) {  // of 3; more than there are: all
     compare_facts({"some, fp32", config_of(kFp32, 2, 32), "fp32", 3, 70}, sequences);
     compare_facts({"some, any plan", config_of(kBf16, 2, 64), "bf16_all", 3, 150}, sequences);
@@ -335,9 +364,9 @@ TEST(ModelCuda, FactsToldAsideAreTheAnyPlanKernels) {
 
 // Of some sequences of all layers, then of one layer; behind a recorded call, too.
 TEST(ModelCuda, SmallCapturesAsTheCpuHasThem) {
-  for (bool qk_norm : {false, true}) {
-    ModelConfig config = config_of(kFp32, 2, 32);
-    config.qk_norm = qk_norm;
+  const ModelConfig plain = config_of(kFp32, 2, 32);
+  for (const ModelConfig& config :
+       {plain, changed(plain, [](auto& c) { c.qk_norm = true; }), like_llama(plain)}) {
     const auto cpu = make_model_cpu(config, 1), cuda = make_model_cuda(config, 1);
     const Tokens tokens(config, 3, 37);
     for (int64_t layer : {int64_t{-1}, config.layers - 1}) {

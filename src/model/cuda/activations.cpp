@@ -36,44 +36,53 @@ class Pieces {
 LayerSums take_sums(Pieces& pieces, const ModelConfig& config, const LayerOffsets& w) {
   const int64_t C = config.width, D = config.head_size();
   // In the order of the braces.
-  return {pieces.sum(w.ln1_gain, C),    pieces.sum(w.ln1_bias, C), pieces.sum(w.qkv_bias, 3 * C),
-          pieces.sum(w.q_gain, D),      pieces.sum(w.k_gain, D),   pieces.sum(w.gate_bias, C),
-          pieces.sum(w.proj_bias, C),   pieces.sum(w.ln2_gain, C), pieces.sum(w.ln2_bias, C),
-          pieces.sum(w.fc_bias, 4 * C), pieces.sum(w.out_bias, C)};
+  return {pieces.sum(w.ln1_gain, C),
+          pieces.sum(w.ln1_bias, C),
+          pieces.sum(w.qkv_bias, config.qkv_width()),
+          pieces.sum(w.q_gain, D),
+          pieces.sum(w.k_gain, D),
+          pieces.sum(w.gate_bias, config.query_width()),
+          pieces.sum(w.proj_bias, C),
+          pieces.sum(w.ln2_gain, C),
+          pieces.sum(w.ln2_bias, C),
+          pieces.sum(w.fc_bias, config.fc_width()),
+          pieces.sum(w.out_bias, C)};
 }
 
 // qkv: what attention reads; rows: of this layer, a.row_stride apart for each of the four kinds of all layers.
 LayerMemory take_layer(Pieces& pieces, const ModelConfig& config, const LayerOffsets& w, void* qkv,
                        float* rows, int64_t kind_stride) {
-  const int64_t C = config.width;
+  const int64_t C = config.width, Q = config.query_width();
   LayerMemory m{};
   m.x = pieces.stream(C);
   m.ln1 = pieces.activation(C);
   m.mean1 = pieces.stream(1), m.rstd1 = pieces.stream(1);
-  m.qkv = config.qk_norm ? pieces.activation(3 * C) : qkv;
-  if (config.qk_norm) {
-    m.qk = qkv;
-    m.qk_rstd = pieces.stream(2 * config.heads);
-  }
-  m.o = pieces.activation(C);
+  m.qkv = config.has_own_qk() ? pieces.activation(config.qkv_width()) : qkv;
+  if (config.has_own_qk()) m.qk = qkv;
+  if (config.qk_norm) m.qk_rstd = pieces.stream(config.heads + config.key_head_count());
+  m.o = pieces.activation(Q);
   m.lse = rows;
   m.ties = reinterpret_cast<int32_t*>(rows + kind_stride);
   m.residual = rows + 2 * kind_stride;
   m.delta = rows + 3 * kind_stride;
-  if (config.gated_attention) m.gate = pieces.activation(C), m.gated = pieces.activation(C);
+  if (config.gated_attention) m.gate = pieces.activation(Q), m.gated = pieces.activation(Q);
   m.middle = pieces.stream(C);
   m.ln2 = pieces.activation(C);
   m.mean2 = pieces.stream(1), m.rstd2 = pieces.stream(1);
-  m.hidden = pieces.activation(4 * C), m.activated = pieces.activation(4 * C);
+  m.hidden = pieces.activation(config.fc_width()), m.activated = pieces.activation(config.hidden_width());
   m.sums = take_sums(pieces, config, w);
   return m;
 }
 
 }  // namespace
 
+int64_t attended_width(const ModelConfig& config) {
+  return config.has_own_qk() ? config.query_width() + config.key_width() : config.qkv_width();
+}
+
 Activations Arena::carve(int64_t B, int64_t T, Carver& carver, std::vector<BlockSums>& sums) const {
   const ModelConfig& config = shape_.config;
-  const int64_t N = B * T, C = config.width, H = config.heads, L = config.layers;
+  const int64_t N = B * T, C = config.width, H = config.heads, L = config.layers, Q = config.query_width();
   Pieces pieces(shape_, N, carver, sums);
   Activations a{};
   a.input = carver.take<uint32_t>(kInputHeader + 2 * N);
@@ -81,7 +90,7 @@ Activations Arena::carve(int64_t B, int64_t T, Carver& carver, std::vector<Block
   a.targets = a.tokens + N;
   // What all layers' facts are read from lies at even distances.
   constexpr auto kStep = static_cast<int64_t>(Carver::kAlignment);
-  a.qkv_stride = round_up(N * (config.qk_norm ? 2 : 3) * C, kStep);
+  a.qkv_stride = round_up(N * attended_width(config), kStep);
   a.row_stride = round_up(N * H, kStep);
   auto* qkv = static_cast<char*>(carver.take_bytes(at(L * a.qkv_stride) * shape_.element_bytes()));
   auto* rows = carver.take<float>(4 * L * a.row_stride);
@@ -99,11 +108,14 @@ Activations Arena::carve(int64_t B, int64_t T, Carver& carver, std::vector<Block
   a.dx = pieces.stream(C);
   a.dx_operand = shape_.type == TensorType::bf16 ? pieces.activation(C) : a.dx;
   a.dnorm = pieces.activation(C);
-  a.wide = pieces.stream(!shape_.fused_gelu ? 4 * C : config.gated_attention ? C : 0);
-  a.d_o = pieces.activation(C);
-  if (config.gated_attention) a.dgate = pieces.activation(C);
-  a.dqkv = pieces.activation(3 * C);
-  a.dhidden = pieces.activation(4 * C);
+  const bool swiglu = config.mlp == MlpKind::swiglu;
+  a.wide = pieces.stream(
+      std::max(shape_.fused_gelu || swiglu ? 0 : config.hidden_width(), config.gated_attention ? Q : 0));
+  a.d_o = pieces.activation(Q);
+  if (config.gated_attention) a.dgate = pieces.activation(Q);
+  a.dqkv = pieces.activation(config.qkv_width());
+  if (swiglu) a.dactivated = pieces.activation(config.hidden_width());
+  a.dhidden = pieces.activation(config.fc_width());
   // A token of p places has p / kRunPlaces runs, rounded up; only one of more than kRunPlaces has parts.
   const int64_t most_parts = 2 * N / kRunPlaces + 1;
   a.places = carver.take<int32_t>(N);

@@ -1,4 +1,4 @@
-// What a call of GPT-2 on a GPU keeps: pieces of one allocation that calls of all sizes share. Internal to src/model.
+// What a call of a model on a GPU keeps: pieces of one allocation that calls of all sizes share. Internal to src/model.
 #pragma once
 
 #include <functional>
@@ -26,19 +26,19 @@ struct LayerSums {
 struct LayerMemory {
   float* x;                  // (N, C): the residual stream as it comes in
   void* ln1;                 // (N, C)
-  float *mean1, *rstd1;      // (N)
-  void* qkv;                 // (N, 3 C)
-  void* qk;                  // (N, 2 C): qk_norm
-  float* qk_rstd;            // (N, 2, H): qk_norm
-  void* o;                   // (N, C)
+  float *mean1, *rstd1;      // (N); an RMS norm has no mean
+  void* qkv;                 // (N, qkv width)
+  void* qk;                  // (N, (H + G) D): q and k behind qk_norm and rotary positions
+  float* qk_rstd;            // (N, H + G): qk_norm
+  void* o;                   // (N, H D)
   float* lse;                // (B, H, T)
   int32_t* ties;             // (B, H, T), on request
   float *residual, *delta;   // (B, H, T), on request
-  void *gate, *gated;        // (N, C): gated_attention
+  void *gate, *gated;        // (N, H D): gated_attention
   float* middle;             // (N, C): the residual stream behind attention
   void* ln2;                 // (N, C)
   float *mean2, *rstd2;      // (N)
-  void *hidden, *activated;  // (N, 4 C): GELU's input and output
+  void *hidden, *activated;  // (N, fc width), (N, hidden width): what GELU or SwiGLU reads and gives
   LayerSums sums;
 };
 
@@ -55,11 +55,13 @@ struct Activations {
   float* losses;       // (N)
   float* dx;           // (N, C): the gradient of the residual stream
   void* dx_operand;    // (N, C): the same in bf16; dx itself in fp32
-  void* dnorm;         // (N, C): the gradient of what a LayerNorm gave
-  float* wide;         // (N, 4 C) where GELU is not fused, (N, C) with a gate: gradients in FP32 on their way
-  void *d_o, *dgate;   // (N, C)
-  void* dqkv;          // (N, 3 C)
-  void* dhidden;       // (N, 4 C)
+  void* dnorm;         // (N, C): the gradient of what a norm gave
+  float*
+      wide;  // (N, hidden width) where GELU is not fused, (N, H D) with a gate: gradients in FP32 on their way
+  void *d_o, *dgate;  // (N, H D)
+  void* dqkv;         // (N, qkv width)
+  void* dactivated;   // (N, hidden width): SwiGLU
+  void* dhidden;      // (N, fc width)
   float *lnf_gain_sums, *lnf_bias_sums;
   int32_t* places;                 // (N): sorted by token
   TokenRun* runs;                  // (most_runs)
@@ -79,6 +81,9 @@ struct ActivationShape {
 
   size_t element_bytes() const { return type == TensorType::bf16 ? 2 : 4; }
 };
+
+// Columns of the rows in which attention's q and k lie: of qk, or of qkv.
+int64_t attended_width(const ModelConfig& config);
 
 class Arena {
  public:

@@ -39,15 +39,15 @@ AttentionLayers::LayerCalls AttentionLayers::resolve_layer(int64_t layer) const 
 }
 
 PassInputs AttentionLayers::inputs(const LayerMemory& m) const {
-  const int64_t C = config_.width;
-  const DeviceTensor v = heads_of(m.qkv, 2 * C, 3 * C);
-  if (config_.qk_norm) return {heads_of(m.qk, 0, 2 * C), heads_of(m.qk, C, 2 * C), v};
-  return {heads_of(m.qkv, 0, 3 * C), heads_of(m.qkv, C, 3 * C), v};
+  const int64_t Q = config_.query_width(), own = attended_width(config_);
+  const DeviceTensor v = heads_of(m.qkv, Q + config_.key_width(), config_.qkv_width());
+  void* const qk = config_.has_own_qk() ? m.qk : m.qkv;
+  return {heads_of(qk, 0, own), heads_of(qk, Q, own), v};
 }
 
 ForwardPass AttentionLayers::outputs(int64_t layer, const LayerMemory& m, bool ties) const {
   ForwardPass out;
-  out.o = heads_of(m.o, 0, config_.width);
+  out.o = heads_of(m.o, 0, config_.query_width());
   out.lse = m.lse;
   out.saved = memory_.as<char>() + at(layer) * layout_->saved;
   if (ties) out.ties = m.ties;
@@ -91,16 +91,16 @@ void AttentionLayers::forward(int64_t layer) {
 void AttentionLayers::backward(int64_t layer) {
   const LayerMemory& m = a_->layers[at(layer)];
   const AttentionCall& call = calls(layer).train;
-  const int64_t C = config_.width;
+  const int64_t Q = config_.query_width(), K = config_.key_width(), all = config_.qkv_width();
   BackwardPass out;
-  out.dq = heads_of(a_->dqkv, 0, 3 * C);
-  out.dk = heads_of(a_->dqkv, C, 3 * C);
-  out.dv = heads_of(a_->dqkv, 2 * C, 3 * C);
+  out.dq = heads_of(a_->dqkv, 0, all);
+  out.dk = heads_of(a_->dqkv, Q, all);
+  out.dv = heads_of(a_->dqkv, Q + K, all);
   if (call.problem().with_facts && kind_.residual_facts) {
     out.residual = m.residual;
     out.delta = m.delta;
   }
-  call.backward(inputs(m), heads_of(a_->d_o, 0, C), outputs(layer, m, false), out, workspace(), stream_);
+  call.backward(inputs(m), heads_of(a_->d_o, 0, Q), outputs(layer, m, false), out, workspace(), stream_);
 }
 
 // --- Facts by a second pass
@@ -109,9 +109,9 @@ AttentionLayers::SecondPass AttentionLayers::carve_second_pass(const AttentionCa
                                                                Carver& carver) const {
   const AttentionProblem& problem = call.problem();
   const PassSizes& sizes = call.sizes();
-  const int64_t C = config_.width, rows = problem.B * problem.T;
+  const int64_t Q = config_.query_width(), rows = problem.B * problem.T;
   const auto heads = [&] {
-    return heads_of(carver.take_bytes(at(rows * C) * element_bytes(problem.type)), 0, C);
+    return heads_of(carver.take_bytes(at(rows * Q) * element_bytes(problem.type)), 0, Q);
   };
   SecondPass second{};
   second.forward.o = heads();
@@ -136,7 +136,7 @@ void AttentionLayers::compute_facts_separately(int64_t layer) {
   if (kind_.residual_facts) {
     second.backward.residual = m.residual;
     second.backward.delta = m.delta;
-    call.backward(inputs(m), heads_of(a_->d_o, 0, config_.width), second.forward, second.backward,
+    call.backward(inputs(m), heads_of(a_->d_o, 0, config_.query_width()), second.forward, second.backward,
                   second.workspace, second_stream_);
   }
   joined_.set(second_stream_);

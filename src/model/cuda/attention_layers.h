@@ -1,4 +1,4 @@
-// Attention of all layers of GPT-2 on a GPU: its problems, its memory, its facts. Internal to src/model.
+// Attention of all layers of a model on a GPU: its problems, its memory, its facts. Internal to src/model.
 //
 // Facts change no bit of a step. The any-plan kernels return them beside their outputs; the Hopper kernels return none,
 // so that for their layers the any-plan kernels compute attention a second time, of the sequences that are asked for,

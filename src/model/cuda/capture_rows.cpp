@@ -25,10 +25,10 @@ size_t CaptureRows::lay_out(const std::vector<LayerCapture>& asked, void* memory
       return carver.take_bytes(at(row_count(c) * columns) * element_bytes());
     };
     r.ln1 = take(C);
-    r.qkv = take(3 * C);
-    if (config_.qk_norm) r.qk = take(2 * C);
-    r.o = take(C);
-    r.d_o = take(C);
+    r.qkv = take(config_.qkv_width());
+    if (config_.has_own_qk()) r.qk = take(attended_width(config_));
+    r.o = take(config_.query_width());
+    r.d_o = take(config_.query_width());
     r.lse = carver.take<float>(c.lse.shape()[0] * config_.heads * T_);
   }
   return carver.used();
@@ -43,15 +43,15 @@ void CaptureRows::start(const std::vector<LayerCapture>& asked, int64_t T) {
 void CaptureRows::copy(int64_t layer, const LayerCapture& asked, const LayerMemory& m, const void* d_o,
                        const WorkStream& stream) const {
   const Rows& to = layers_[at(layer)];
-  const int64_t rows = row_count(asked), C = config_.width;
+  const int64_t rows = row_count(asked), Q = config_.query_width();
   const auto down = [&](void* target, const void* from, int64_t columns) {
     stream.copy_down(target, from, at(rows * columns) * element_bytes());
   };
-  down(to.ln1, m.ln1, C);
-  down(to.qkv, m.qkv, 3 * C);
-  if (config_.qk_norm) down(to.qk, m.qk, 2 * C);
-  down(to.o, m.o, C);
-  down(to.d_o, d_o, C);
+  down(to.ln1, m.ln1, config_.width);
+  down(to.qkv, m.qkv, config_.qkv_width());
+  if (config_.has_own_qk()) down(to.qk, m.qk, attended_width(config_));
+  down(to.o, m.o, Q);
+  down(to.d_o, d_o, Q);
   stream.copy_down(to.lse, m.lse, at(asked.lse.shape()[0] * config_.heads * T_) * sizeof(float));
 }
 
@@ -77,14 +77,14 @@ void CaptureRows::unpack(std::vector<LayerCapture>& captures) const {
     LayerCapture& c = captures[at(l)];
     if (!is_asked_for(c)) return;
     const Rows& from = layers_[at(l)];
-    const int64_t C = config_.width, qk_columns = (config_.qk_norm ? 2 : 3) * C;
-    const void* const qk = config_.qk_norm ? from.qk : from.qkv;
-    unpack(c.x, from.ln1, C, 0);
-    unpack(c.q, qk, qk_columns, 0);
-    unpack(c.k, qk, qk_columns, C);
-    unpack(c.v, from.qkv, 3 * C, 2 * C);
-    unpack(c.o, from.o, C, 0);
-    unpack(c.d_o, from.d_o, C, 0);
+    const int64_t Q = config_.query_width(), own = attended_width(config_);
+    const void* const qk = config_.has_own_qk() ? from.qk : from.qkv;
+    unpack(c.x, from.ln1, config_.width, 0);
+    unpack(c.q, qk, own, 0);
+    unpack(c.k, qk, own, Q);
+    unpack(c.v, from.qkv, config_.qkv_width(), Q + config_.key_width());
+    unpack(c.o, from.o, Q, 0);
+    unpack(c.d_o, from.d_o, Q, 0);
     const auto [B, H, T, one] = c.lse.shape();
     for (int64_t n = 0; n < B * H; ++n) std::copy_n(from.lse + n * T_, T, c.lse.values().begin() + n * T);
   });

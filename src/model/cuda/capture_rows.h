@@ -27,9 +27,9 @@ class CaptureRows {
  private:
   // The first rows of one layer, as they lie on the device.
   struct Rows {
-    void *ln1 = nullptr, *qkv = nullptr;  // (rows, C), (rows, 3 C)
-    void* qk = nullptr;                   // (rows, 2 C): qk_norm
-    void *o = nullptr, *d_o = nullptr;    // (rows, C)
+    void *ln1 = nullptr, *qkv = nullptr;  // (rows, C), (rows, qkv width)
+    void* qk = nullptr;                   // (rows, (H + G) D): where q and k are not read from qkv
+    void *o = nullptr, *d_o = nullptr;    // (rows, H D)
     float* lse = nullptr;                 // (B, H, T)
   };
   size_t element_bytes() const { return type_ == TensorType::bf16 ? 2 : 4; }

@@ -26,9 +26,9 @@ template <class T>
 struct Head {
   __device__ Head(const FactInputs& in, int64_t batch_head, int64_t layer)
       : head(batch_head % in.H), row_stride(in.row_stride), sums_index(layer * in.H + head) {
-    const int64_t first = layer * in.layer_stride + batch_head / in.H * in.T * in.row_stride + head * in.D;
-    q = static_cast<const T*>(in.q) + first;
-    k = static_cast<const T*>(in.k) + first;
+    const int64_t first = layer * in.layer_stride + batch_head / in.H * in.T * in.row_stride;
+    q = static_cast<const T*>(in.q) + first + head * in.D;
+    k = static_cast<const T*>(in.k) + first + head / (in.H / in.G) * in.D;
   }
   int64_t head, row_stride, sums_index;
   const T *q, *k;

@@ -11,10 +11,10 @@ namespace evenkeel::device {
 
 // Of all layers: what attention was given and what it left.
 struct FactInputs {
-  int64_t L, B, H, T, D;
+  int64_t L, B, H, G, T, D;
   TensorType type;
   float scale;        // of scores
-  const void *q, *k;  // (L, B, T, H, D) by strides, in elements; heads are D apart
+  const void *q, *k;  // (L, B, T, H, D) and (L, B, T, G, D) by strides, in elements; heads are D apart
   int64_t layer_stride, row_stride;
   int64_t row_layer_stride;  // of what follows, (L, B, H, T), in elements
   const float* lse;

@@ -1,4 +1,4 @@
-// The layers of GPT-2 on a GPU besides products and attention: the passes over rows of layers.h, which is their
+// The layers of a model on a GPU besides products and attention: the passes over rows of layers.h, which is their
 // definition, on device memory. Queued on a stream; the same bits every time. Internal to src/model.
 //
 // Sizes: N rows (tokens of all sequences), C features, B sequences of T tokens, H heads of D features, V tokens of
@@ -27,7 +27,7 @@ int64_t sum_blocks(int64_t rows);  // of every sum over rows below
 // total += the sum of its parts, for `count` of them. sums: device memory; most_columns: of any.
 void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, cudaStream_t stream);
 
-// x[b][t] = wte[tokens[b][t]] + wpe[t]: x (N, C). Moves 4 N C bytes, and reads as many.
+// x[b][t] = wte[tokens[b][t]] + wpe[t]: x (N, C); wpe may be nullptr. Moves 4 N C bytes, and reads as many.
 void embedding_forward(const int32_t* tokens, const float* wte, const float* wpe, int64_t N, int64_t T,
                        int64_t C, float* x, cudaStream_t stream);
 // dwpe[t] += sum over sequences of dx[b][t].
@@ -62,14 +62,33 @@ void layernorm_backward(const void* dy, TensorType dy_type, const float* x, cons
                         float* dx, void* dx_operand, float* gain_parts, float* bias_parts,
                         cudaStream_t stream);
 
-// q and k of the packed qkv (N, 3, H, D), each head over its root mean square, times its gain (D): qk (N, 2, H,
-// D); rstd (N, 2, H).
-void rms_norm_forward(const void* qkv, const float* q_gain, const float* k_gain, int64_t N, int64_t H,
-                      int64_t D, TensorType type, void* qk, float* rstd, cudaStream_t stream);
+// y = x rstd gain with rstd = 1 / sqrt(mean x^2 + epsilon), and its gradient; otherwise as the LayerNorm's.
+void rms_norm_forward(const float* x, const float* gain, float epsilon, int64_t N, int64_t C, TensorType type,
+                      void* y, float* rstd, cudaStream_t stream);
+void rms_norm_backward(const void* dy, TensorType dy_type, const float* x, const float* gain,
+                       const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
+                       void* dx_operand, float* gain_parts, cudaStream_t stream);
+
+// q and k of the packed qkv (N, H + 2 G, D), each head over its root mean square, times its gain (D): qk (N, H + G,
+// D); rstd (N, H + G).
+void head_norm_forward(const void* qkv, const float* q_gain, const float* k_gain, float epsilon, int64_t N,
+                       int64_t H, int64_t G, int64_t D, TensorType type, void* qk, float* rstd,
+                       cudaStream_t stream);
 // dqkv's q and k come in as the gradients of qk and leave as those of qkv. q_parts, k_parts: (sum_blocks(N), D).
-void rms_norm_backward(void* dqkv, const void* qkv, const float* q_gain, const float* k_gain,
-                       const float* rstd, int64_t N, int64_t H, int64_t D, TensorType type, float* q_parts,
-                       float* k_parts, cudaStream_t stream);
+void head_norm_backward(void* dqkv, const void* qkv, const float* q_gain, const float* k_gain,
+                        const float* rstd, int64_t N, int64_t H, int64_t G, int64_t D, TensorType type,
+                        float* q_parts, float* k_parts, cudaStream_t stream);
+
+// Rotary positions (layers.h) of the first `heads` heads of each row, forward or back; turns (at least T, D / 2, 2) in
+// FP32. y may be x.
+void rotary(const void* x, int64_t x_stride, const float* turns, bool neighbours, bool back, int64_t N,
+            int64_t T, int64_t heads, int64_t D, TensorType type, void* y, int64_t y_stride,
+            cudaStream_t stream);
+
+// y = gate sigmoid(gate) up: x (N, 2 F) holds gate and up side by side, y (N, F); and its gradient.
+void swiglu_forward(const void* x, int64_t N, int64_t F, TensorType type, void* y, cudaStream_t stream);
+void swiglu_backward(const void* x, const void* dy, int64_t N, int64_t F, TensorType type, void* dx,
+                     cudaStream_t stream);
 
 // y = GELU(x), and dx = dy GELU'(x) with dy in FP32; where the product does not do it itself.
 void gelu_forward(const void* x, int64_t count, TensorType type, void* y, cudaStream_t stream);
@@ -97,7 +116,8 @@ void mean_loss(const float* losses, int64_t N, double* mean, cudaStream_t stream
 // FP32 to bf16, to nearest even.
 void round_to_bf16(const float* from, int64_t count, void* to, cudaStream_t stream);
 
-// w (C, 3 C), bias (3 C) or nullptr: the columns of q and k of head h times factors[h].
-void scale_query_key(float* w, float* bias, const float* factors, int64_t C, int64_t H, cudaStream_t stream);
+// w (C, 3 H D), bias (3 H D) or nullptr: the columns of q and k of head h times factors[h].
+void scale_query_key(float* w, float* bias, const float* factors, int64_t C, int64_t H, int64_t D,
+                     cudaStream_t stream);
 
 }  // namespace evenkeel::device

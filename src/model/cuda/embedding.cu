@@ -14,9 +14,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = n / pieces, c = n % pieces * kVector;
   float token[kVector], place[kVector];
   load_some(wte + tokens[row] * C + c, token);
-  load_some(wpe + row % T * C + c, place);
+  if (wpe) {
+    load_some(wpe + row % T * C + c, place);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) token[i] += place[i];
+    for (int i = 0; i < kVector; ++i) token[i] += place[i];
+  }
   store_some(x + row * C + c, token);
 }
 

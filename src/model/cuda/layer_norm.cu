@@ -1,4 +1,4 @@
-// LayerNorm.
+// LayerNorm and RMS norm. The second is the first with a mean of zero, which is neither computed nor kept.
 #include "model/cuda/device_layers.h"
 #include "model/cuda/device_values.cuh"
 
@@ -53,22 +53,25 @@ EK_DEVICE void zero_row(float (&v)[kChunks][kVector]) {
     for (int i = 0; i < kVector; ++i) v[n][i] = 0;
 }
 
-template <int kVector, int kWarps, int kChunks, class T>
+template <int kVector, int kWarps, int kChunks, bool kRms, class T>
 __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThreads)
-    layernorm_forward_kernel(const float* x, const float* gain, const float* bias, int64_t N, int64_t C, T* y,
-                             float* mean, float* rstd) {
+    norm_forward_kernel(const float* x, const float* gain, const float* bias, float epsilon, int64_t N,
+                        int64_t C, T* y, float* mean, float* rstd) {
   using Shape = NormShape<kVector, kWarps, kChunks>;
   const int64_t row = N - 1 - int64_t{blockIdx.x} * Shape::kGroups - threadIdx.x / Shape::kGroupThreads;
   if (row < 0) return;  // a group as a whole
   const float count = static_cast<float>(C);
   float value[kChunks][kVector];
   load_row<Shape>(x + row * C, C, value);
-  float sum = 0;
+  float mu = 0;
+  if constexpr (!kRms) {
+    float sum = 0;
 #pragma unroll
-  for (int n = 0; n < kChunks; ++n)
+    for (int n = 0; n < kChunks; ++n)
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum += Shape::column(n) < C ? value[n][i] : 0.0f;
-  const float mu = group_sum<kWarps>(sum) / count;
+      for (int i = 0; i < kVector; ++i) sum += Shape::column(n) < C ? value[n][i] : 0.0f;
+    mu = group_sum<kWarps>(sum) / count;
+  }
   float squares = 0;
 #pragma unroll
   for (int n = 0; n < kChunks; ++n)
@@ -77,7 +80,7 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
       const float apart = Shape::column(n) < C ? value[n][i] - mu : 0.0f;
       squares = fmaf(apart, apart, squares);
     }
-  const float r = 1 / sqrtf(group_sum<kWarps>(squares) / count + kNormEpsilon);
+  const float r = 1 / sqrtf(group_sum<kWarps>(squares) / count + epsilon);
 #pragma unroll
   for (int n = 0; n < kChunks; ++n) {
     const int64_t c = Shape::column(n);
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
     store_some(y + row * C + c, value[n]);
   }
   if (threadIdx.x % Shape::kGroupThreads == 0) {
-    mean[row] = mu;
+    if constexpr (!kRms) mean[row] = mu;
     rstd[row] = r;
   }
 }
@@ -102,13 +105,16 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
 // Blocks walk over the rows; what they add to dgain and dbias stays in registers until the end. Three blocks of
 // 128 threads a multiprocessor keep 12 rows of three arrays on their way, 90 KB at C = 768: more than memory's
 // delay times its speed.
-template <int kVector, int kWarps, int kChunks, bool kBias, class T>
+enum class NormForm { plain, biased, rms };  // LayerNorm without a bias and with one; RMS norm
+
+template <int kVector, int kWarps, int kChunks, NormForm kForm, class T>
 __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThreads,
                                   kWarps > 1 || kVector * kChunks > 24 ? 1 : kSumBlocksAtOnce)
-    layernorm_backward_kernel(const T* dy, const float* x, const float* gain, const float* mean,
-                              const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
-                              Bf16* dx_operand, float* gain_parts, float* bias_parts) {
+    norm_backward_kernel(const T* dy, const float* x, const float* gain, const float* mean, const float* rstd,
+                         int64_t N, int64_t C, const float* dx_in, float* dx, Bf16* dx_operand,
+                         float* gain_parts, float* bias_parts) {
   using Shape = NormShape<kVector, kWarps, kChunks>;
+  constexpr bool kBias = kForm == NormForm::biased, kRms = kForm == NormForm::rms;
   const int group = threadIdx.x / Shape::kGroupThreads;
   const float count = static_cast<float>(C);
   float gain_sum[kChunks][kVector] = {}, bias_sum[kBias ? kChunks : 1][kVector] = {};
@@ -121,7 +127,7 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
       zero_row(total);
     load_row<Shape>(x + row * C, C, xhat);
     load_row<Shape>(dy + row * C, C, dxhat);
-    const float mu = mean[row], r = rstd[row];
+    const float mu = kRms ? 0.0f : mean[row], r = rstd[row];
     float sum = 0, dot = 0;  // of dy gain, and of dy gain xhat
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
@@ -138,7 +144,8 @@ __global__ void __launch_bounds__(NormShape<kVector, kWarps, kChunks>::kBlockThr
         dot = fmaf(dxhat[n][i], xhat[n][i], dot);
       }
     }
-    const float mean_dxhat = group_sum<kWarps>(sum) / count, mean_dot = group_sum<kWarps>(dot) / count;
+    const float mean_dxhat = kRms ? 0.0f : group_sum<kWarps>(sum) / count;
+    const float mean_dot = group_sum<kWarps>(dot) / count;
 #pragma unroll
     for (int n = 0; n < kChunks; ++n) {
       const int64_t at = row * C + Shape::column(n);
@@ -209,40 +216,61 @@ void with_norm_shape(int64_t C, Launch launch) {
   }
 }
 
+template <bool kRms>
+void launch_forward(const float* x, const float* gain, const float* bias, float epsilon, int64_t N, int64_t C,
+                    TensorType type, void* y, float* mean, float* rstd, cudaStream_t stream) {
+  with_type(type, [&]<class T>() {
+    with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
+      using Shape = NormShape<kVector, kWarps, kChunks>;
+      norm_forward_kernel<kVector, kWarps, kChunks, kRms>
+          <<<grid(divide_up(N, Shape::kGroups)), Shape::kBlockThreads, 0, stream>>>(
+              x, gain, bias, epsilon, N, C, static_cast<T*>(y), mean, rstd);
+    });
+  });
+  check_launch("a norm");
+}
+
+template <NormForm kForm>
+void launch_backward(const void* dy, TensorType dy_type, const float* x, const float* gain, const float* mean,
+                     const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx, void* dx_operand,
+                     float* gain_parts, float* bias_parts, cudaStream_t stream) {
+  with_type(dy_type, [&]<class T>() {
+    with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
+      using Shape = NormShape<kVector, kWarps, kChunks>;
+      norm_backward_kernel<kVector, kWarps, kChunks, kForm>
+          <<<grid(sum_blocks(N)), Shape::kBlockThreads, 0, stream>>>(
+              static_cast<const T*>(dy), x, gain, mean, rstd, N, C, dx_in, dx, static_cast<Bf16*>(dx_operand),
+              gain_parts, bias_parts);
+    });
+  });
+  check_launch("the gradient of a norm");
+}
+
 }  // namespace
 
 void layernorm_forward(const float* x, const float* gain, const float* bias, int64_t N, int64_t C,
                        TensorType type, void* y, float* mean, float* rstd, cudaStream_t stream) {
-  with_type(type, [&]<class T>() {
-    with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
-      using Shape = NormShape<kVector, kWarps, kChunks>;
-      layernorm_forward_kernel<kVector, kWarps, kChunks>
-          <<<grid(divide_up(N, Shape::kGroups)), Shape::kBlockThreads, 0, stream>>>(
-              x, gain, bias, N, C, static_cast<T*>(y), mean, rstd);
-    });
-  });
-  check_launch("a LayerNorm");
+  launch_forward<false>(x, gain, bias, kNormEpsilon, N, C, type, y, mean, rstd, stream);
 }
 
 void layernorm_backward(const void* dy, TensorType dy_type, const float* x, const float* gain,
                         const float* mean, const float* rstd, int64_t N, int64_t C, const float* dx_in,
                         float* dx, void* dx_operand, float* gain_parts, float* bias_parts,
                         cudaStream_t stream) {
-  with_type(dy_type, [&]<class T>() {
-    with_norm_shape(C, [&]<int kVector, int kWarps, int kChunks>() {
-      using Shape = NormShape<kVector, kWarps, kChunks>;
-      const auto launch = [&](auto kernel) {
-        kernel<<<grid(sum_blocks(N)), Shape::kBlockThreads, 0, stream>>>(
-            static_cast<const T*>(dy), x, gain, mean, rstd, N, C, dx_in, dx, static_cast<Bf16*>(dx_operand),
-            gain_parts, bias_parts);
-      };
-      if (bias_parts)
-        launch(layernorm_backward_kernel<kVector, kWarps, kChunks, true, T>);
-      else
-        launch(layernorm_backward_kernel<kVector, kWarps, kChunks, false, T>);
-    });
-  });
-  check_launch("the gradient of a LayerNorm");
+  const auto launch = bias_parts ? launch_backward<NormForm::biased> : launch_backward<NormForm::plain>;
+  launch(dy, dy_type, x, gain, mean, rstd, N, C, dx_in, dx, dx_operand, gain_parts, bias_parts, stream);
+}
+
+void rms_norm_forward(const float* x, const float* gain, float epsilon, int64_t N, int64_t C, TensorType type,
+                      void* y, float* rstd, cudaStream_t stream) {
+  launch_forward<true>(x, gain, nullptr, epsilon, N, C, type, y, nullptr, rstd, stream);
+}
+
+void rms_norm_backward(const void* dy, TensorType dy_type, const float* x, const float* gain,
+                       const float* rstd, int64_t N, int64_t C, const float* dx_in, float* dx,
+                       void* dx_operand, float* gain_parts, cudaStream_t stream) {
+  launch_backward<NormForm::rms>(dy, dy_type, x, gain, nullptr, rstd, N, C, dx_in, dx, dx_operand, gain_parts,
+                                 nullptr, stream);
 }
 
 }  // namespace evenkeel::device

@@ -1,4 +1,4 @@
-// GPT-2 on a GPU: what a call does around its two passes.
+// A model on a GPU: what a call does around its two passes.
 #include "model/cuda/model_cuda.h"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include "base/sizes.h"
 #include "gpu/device.h"
 #include "model/cuda/device_facts.h"
+#include "model/layers.h"
 
 namespace evenkeel {
 namespace device {
@@ -34,7 +35,7 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
       type_((require_cuda_device(), config.tensor_type())),
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
-      fused_gelu_(is_bf16() && 4 * config.width % 8 == 0),
+      fused_gelu_(config.mlp == MlpKind::gelu && is_bf16() && config.hidden_width() % 8 == 0),
       products_(stream_),
       parameters_(at(table_.size()) * sizeof(float)),
       gradients_(at(table_.size()) * sizeof(float)),
@@ -52,6 +53,8 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
   initialise(config_, table_, seed, initial);
   write(initial, parameters_);
   zero_gradients();
+  if (config_.is_rotary())
+    turns_ = DeviceMemory(rotary_turns(config_.rotary_base, config_.context, config_.head_size()));
   if (is_bf16()) operands_ = DeviceMemory(at(table_.size()) * sizeof(uint16_t));
   stream_.wait();
 }
@@ -158,24 +161,24 @@ void ModelCuda::write_facts(const CallKind& kind) {
   if (!kind.has_facts()) return;
   attention_.join_facts();
   const LayerMemory& first = a_->layers[0];
-  const int64_t C = config_.width, row_stride = (config_.qk_norm ? 2 : 3) * C;
   const PassInputs in = attention_.inputs(first);
   FactInputs facts{};
   facts.L = config_.layers, facts.B = B_, facts.H = config_.heads, facts.T = T_;
+  facts.G = config_.key_head_count();
   facts.D = config_.head_size();
   facts.type = type_;
   facts.scale = 1 / std::sqrt(static_cast<float>(facts.D));
   facts.q = in.q.data;
   facts.k = in.k.data;
   facts.layer_stride = a_->qkv_stride;
-  facts.row_stride = row_stride;
+  facts.row_stride = attended_width(config_);
   facts.row_layer_stride = a_->row_stride;
   facts.lse = first.lse;
   facts.fact_sequences = kind.fact_sequences;
   if (kind.tie_facts) facts.ties = first.ties;
   if (kind.residual_facts) facts.residual = first.residual, facts.delta = first.delta;
   stream_.phase("facts", kind.score_facts ? static_cast<double>(config_.layers) * static_cast<double>(N_) *
-                                                static_cast<double>(T_ * C)
+                                                static_cast<double>(T_ * config_.query_width())
                                           : 0);
   head_facts(facts, kind.score_facts, reinterpret_cast<FactSums*>(results_.as<char>() + Carver::kAlignment),
              stream_);
@@ -238,11 +241,11 @@ std::vector<float> ModelCuda::logits(std::span<const int32_t> tokens) {
   forward();
   // The row goes to a place of its own, so that its alignment does not depend on the length.
   check_cuda(
-      cudaMemcpyAsync(a_->d_o, static_cast<const char*>(a_->lnf) + at((count - 1) * C) * element_bytes(),
+      cudaMemcpyAsync(a_->dnorm, static_cast<const char*>(a_->lnf) + at((count - 1) * C) * element_bytes(),
                       at(C) * element_bytes(), cudaMemcpyDeviceToDevice, stream_),
       "copying a row");
   multiply("last logits",
-           {1, V, C, type_, DeviceMatrix::rows_of(a_->d_o, C), DeviceMatrix::transposed(operand(head_), C),
+           {1, V, C, type_, DeviceMatrix::rows_of(a_->dnorm, C), DeviceMatrix::transposed(operand(head_), C),
             a_->last_logits, padded_V_, TensorType::fp32});
   std::vector<float> out(at(V));
   stream_.copy_down(out.data(), a_->last_logits, out.size() * sizeof(float));
@@ -260,7 +263,8 @@ int64_t ModelCuda::apply_qk_clip() {
   for (int64_t l = 0; l < config_.layers; ++l) {
     const LayerOffsets& w = offsets_[at(l)];
     scale_query_key(parameters() + w.qkv, w.qkv_bias < 0 ? nullptr : parameters() + w.qkv_bias,
-                    on_device.as<float>() + l * config_.heads, config_.width, config_.heads, stream_);
+                    on_device.as<float>() + l * config_.heads, config_.width, config_.heads,
+                    config_.head_size(), stream_);
   }
   stream_.wait();
   parameters_changed();

@@ -1,4 +1,4 @@
-// GPT-2 on a GPU, as model_cpu.cpp defines it. Internal to src/model.
+// A model on a GPU, as model_cpu.cpp defines it. Internal to src/model.
 //
 // A call copies its batch up, runs one recorded graph, and waits once, for the loss. The first call of its kind
 // (sizes, scale, facts, plan) is not recorded: there the products' algorithms are chosen. The second one records.
@@ -90,7 +90,13 @@ class ModelCuda final : public Model {
 
   // --- Both passes
   void forward();
+  // A norm of the residual stream, as the configuration has it; backward, dx_in (nullptr: 0) and the gradient go to dx.
+  void norm_forward(const float* x, int64_t gain, int64_t bias, void* y, float* mean, float* rstd);
+  void norm_backward(const float* x, int64_t gain, const float* mean, const float* rstd, const float* dx_in,
+                     void* dx_operand, float* gain_sums, float* bias_sums);
   void layer_forward(int64_t l, float* out);
+  void query_key_forward(const LayerMemory& m, const LayerOffsets& w);
+  void query_key_backward(const LayerMemory& m, const LayerOffsets& w);
   void mlp_forward(int64_t l, float* out);
   void classify(bool gradients, float gradient_scale);
   void backward(float gradient_scale);
@@ -115,6 +121,7 @@ class ModelCuda final : public Model {
   WorkStream stream_;
   DeviceProducts products_;
   DeviceMemory parameters_, gradients_, operands_;
+  DeviceMemory turns_;  // (context, D / 2, 2): of rotary positions
   bool operands_fresh_ = false;
   Arena arena_;
   AttentionLayers attention_;

@@ -10,13 +10,13 @@ constexpr int kHeadValues = 4, kHeadWarps = 8;
 
 template <class T>
 __global__ void __launch_bounds__(kHeadWarps* kWarp)
-    rms_norm_forward_kernel(const T* qkv, const float* q_gain, const float* k_gain, int64_t N, int H, int D,
-                            T* qk, float* rstd) {
+    head_norm_forward_kernel(const T* qkv, const float* q_gain, const float* k_gain, float epsilon, int64_t N,
+                             int H, int G, int D, T* qk, float* rstd) {
   const int64_t item = blockIdx.x * int64_t{kHeadWarps} + threadIdx.x / kWarp;  // (n, q or k, h)
   const int lane = threadIdx.x % kWarp;
-  if (item >= N * 2 * H) return;
-  const int64_t n = item / (2 * H), head = item % (2 * H);
-  const T* from = qkv + (n * 3 * H + head) * D;
+  if (item >= N * (H + G)) return;
+  const int64_t n = item / (H + G), head = item % (H + G);
+  const T* from = qkv + (n * (H + 2 * G) + head) * D;
   const float* gain = head < H ? q_gain : k_gain;
   float value[kHeadValues], squares = 0;
 #pragma unroll
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp)
     value[i] = d < D ? to_float(from[d]) : 0.0f;
     squares = fmaf(value[i], value[i], squares);
   }
-  const float r = 1 / sqrtf(warp_sum(squares) / static_cast<float>(D) + kNormEpsilon);
+  const float r = 1 / sqrtf(warp_sum(squares) / static_cast<float>(D) + epsilon);
 #pragma unroll
   for (int i = 0; i < kHeadValues; ++i) {
     const int d = i * kWarp + lane;
@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp)
 
 template <class T>
 __global__ void __launch_bounds__(kHeadWarps* kWarp)
-    rms_norm_backward_kernel(T* dqkv, const T* qkv, const float* q_gain, const float* k_gain,
-                             const float* rstd, int64_t N, int H, int D, float* q_parts, float* k_parts) {
+    head_norm_backward_kernel(T* dqkv, const T* qkv, const float* q_gain, const float* k_gain,
+                              const float* rstd, int64_t N, int H, int G, int D, float* q_parts,
+                              float* k_parts) {
   __shared__ float shared[kHeadWarps][kHeadValues * kWarp];
   const int part = blockIdx.y;  // q, k
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -45,10 +46,11 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp)
   float factor[kHeadValues], gain_sum[kHeadValues] = {};
 #pragma unroll
   for (int i = 0; i < kHeadValues; ++i) factor[i] = i * kWarp + lane < D ? gain[i * kWarp + lane] : 0.0f;
-  for (int64_t item = blockIdx.x * int64_t{kHeadWarps} + warp; item < N * H;
+  const int heads = part == 0 ? H : G;
+  for (int64_t item = blockIdx.x * int64_t{kHeadWarps} + warp; item < N * heads;
        item += int64_t{gridDim.x} * kHeadWarps) {
-    const int64_t n = item / H, h = item % H, at = (n * 3 * H + part * H + h) * D;
-    const float r = rstd[n * 2 * H + part * H + h];
+    const int64_t n = item / heads, h = part * H + item % heads, at = (n * (H + 2 * G) + h) * D;
+    const float r = rstd[n * (H + G) + h];
     float xhat[kHeadValues], dxhat[kHeadValues], dot = 0;
 #pragma unroll
     for (int i = 0; i < kHeadValues; ++i) {
@@ -79,42 +81,44 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    scale_query_key_kernel(float* w, float* bias, const float* factors, int64_t C, int64_t D) {
+    scale_query_key_kernel(float* w, float* bias, const float* factors, int64_t C, int64_t Q, int64_t D) {
   const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;  // of q and k
-  if (column >= 2 * C) return;
-  const float factor = factors[column % C / D];
+  if (column >= 2 * Q) return;
+  const float factor = factors[column % Q / D];
   if (factor == 1) return;
-  for (int64_t row = blockIdx.y; row < C; row += gridDim.y) w[row * 3 * C + column] *= factor;
+  for (int64_t row = blockIdx.y; row < C; row += gridDim.y) w[row * 3 * Q + column] *= factor;
   if (bias && blockIdx.y == 0) bias[column] *= factor;
 }
 
 }  // namespace
 
-void rms_norm_forward(const void* qkv, const float* q_gain, const float* k_gain, int64_t N, int64_t H,
-                      int64_t D, TensorType type, void* qk, float* rstd, cudaStream_t stream) {
+void head_norm_forward(const void* qkv, const float* q_gain, const float* k_gain, float epsilon, int64_t N,
+                       int64_t H, int64_t G, int64_t D, TensorType type, void* qk, float* rstd,
+                       cudaStream_t stream) {
   with_type(type, [&]<class T>() {
-    rms_norm_forward_kernel<<<grid(divide_up(N * 2 * H, kHeadWarps)), kHeadWarps * kWarp, 0, stream>>>(
-        static_cast<const T*>(qkv), q_gain, k_gain, N, static_cast<int>(H), static_cast<int>(D),
-        static_cast<T*>(qk), rstd);
+    head_norm_forward_kernel<<<grid(divide_up(N * (H + G), kHeadWarps)), kHeadWarps * kWarp, 0, stream>>>(
+        static_cast<const T*>(qkv), q_gain, k_gain, epsilon, N, static_cast<int>(H), static_cast<int>(G),
+        static_cast<int>(D), static_cast<T*>(qk), rstd);
   });
   check_launch("qk_norm");
 }
 
-void rms_norm_backward(void* dqkv, const void* qkv, const float* q_gain, const float* k_gain,
-                       const float* rstd, int64_t N, int64_t H, int64_t D, TensorType type, float* q_parts,
-                       float* k_parts, cudaStream_t stream) {
+void head_norm_backward(void* dqkv, const void* qkv, const float* q_gain, const float* k_gain,
+                        const float* rstd, int64_t N, int64_t H, int64_t G, int64_t D, TensorType type,
+                        float* q_parts, float* k_parts, cudaStream_t stream) {
   with_type(type, [&]<class T>() {
-    rms_norm_backward_kernel<<<dim3(grid(sum_blocks(N)), 2), kHeadWarps * kWarp, 0, stream>>>(
+    head_norm_backward_kernel<<<dim3(grid(sum_blocks(N)), 2), kHeadWarps * kWarp, 0, stream>>>(
         static_cast<T*>(dqkv), static_cast<const T*>(qkv), q_gain, k_gain, rstd, N, static_cast<int>(H),
-        static_cast<int>(D), q_parts, k_parts);
+        static_cast<int>(G), static_cast<int>(D), q_parts, k_parts);
   });
   check_launch("the gradient of qk_norm");
 }
 
-void scale_query_key(float* w, float* bias, const float* factors, int64_t C, int64_t H, cudaStream_t stream) {
+void scale_query_key(float* w, float* bias, const float* factors, int64_t C, int64_t H, int64_t D,
+                     cudaStream_t stream) {
   constexpr unsigned kRows = 64;
-  scale_query_key_kernel<<<dim3(grid(divide_up(2 * C, kThreads)), kRows), kThreads, 0, stream>>>(
-      w, bias, factors, C, C / H);
+  scale_query_key_kernel<<<dim3(grid(divide_up(2 * H * D, kThreads)), kRows), kThreads, 0, stream>>>(
+      w, bias, factors, C, H * D, D);
   check_launch("qk_clip");
 }
 

@@ -41,7 +41,8 @@ class CudaOptimizer final : public Optimizer {
               tensor.name, kFlagSpan, tensor.offset);
       std::fill_n(flags.begin() + tensor.offset / kFlagSpan, divide_up(tensor.count(), kFlagSpan),
                   static_cast<uint8_t>((tensor.decay ? kDecays : 0) | (muon ? kIsMuons : 0)));
-      if (muon) add_to_group(tensor);
+      if (muon)
+        for (const MatrixPart& part : tensor.parts) add_to_group(tensor, part);
     }
     flags_ = DeviceMemory(std::vector<uint8_t>(flags.begin() + slice_.begin / kFlagSpan,
                                                flags.begin() + slice_.end / kFlagSpan));
@@ -121,8 +122,8 @@ class CudaOptimizer final : public Optimizer {
     gradient_norm(parts, static_cast<int64_t>(parts_.bytes() / sizeof(double)), config_.clip, norm, stream);
   }
 
-  void add_to_group(const ParameterTensor& tensor) {
-    const int64_t rows = tensor.shape[0], columns = tensor.shape[1] / tensor.parts, stride = tensor.shape[1];
+  void add_to_group(const ParameterTensor& tensor, const MatrixPart& part) {
+    const int64_t rows = tensor.shape[0], columns = part.columns, stride = tensor.shape[1];
     auto group = std::find_if(groups_.begin(), groups_.end(), [&](const Group& g) {
       return g.matrices.rows == rows && g.matrices.columns == columns && g.matrices.stride == stride &&
              g.decay == tensor.decay;
@@ -132,8 +133,7 @@ class CudaOptimizer final : public Optimizer {
       group->matrices = {rows, columns, stride, 0, nullptr};
       group->decay = tensor.decay;
     }
-    for (int64_t part = 0; part < tensor.parts; ++part)  // q, k and v are matrices of their own
-      group->starts.push_back(tensor.offset + part * columns);
+    group->starts.push_back(tensor.offset + part.first);
   }
 
   // Scratch for the largest group; all groups use it in turn.
