@@ -1,9 +1,9 @@
-"""GPT-2 in PyTorch, as the rival of `evenkeel bench train`: the same sizes, batch, optimiser and clipping.
+"""GPT-2 and Llama in PyTorch, as the rival of `evenkeel bench train`: the same sizes, batch, optimiser and clipping.
 
 usage: bench_train.py REQUEST
 
 REQUEST is a JSON object: `device` (cpu or cuda), `threads`, `sequences`, and `model` (layers, heads, width, context,
-vocabulary, norm_bias). On the CPU everything is FP32; on a GPU BF16 by autocast, torch.compile and the fused AdamW, once
+vocabulary, norm_bias; key_heads, hidden, norm, positions, mlp, rotary_base: learned positions mean GPT-2, rotary ones Llama). On the CPU everything is FP32; on a GPU BF16 by autocast, torch.compile and the fused AdamW, once
 with each of the attention backends that PyTorch has. The first line on standard output says which variants there are;
 then each line {"variant": NAME, "steps": N} on standard input is answered with {"seconds": S}. Exit code 77: there is no
 PyTorch for the device.
@@ -76,12 +76,59 @@ class Block(nn.Module):
         return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
 
 
-class Gpt2(nn.Module):
+class RmsNorm(nn.Module):
     def __init__(self):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)
-        self.h = nn.ModuleList(Block() for _ in range(L))
-        self.ln_f = Norm()
+        self.weight = nn.Parameter(torch.ones(C))
+
+    def forward(self, x):
+        if hasattr(F, "rms_norm"):
+            return F.rms_norm(x, (C,), self.weight, 1e-5)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def turned(x, cosine, sine):
+    """Rotary positions: features p and p + D / 2 of x (B, H, T, D) are one complex number."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1).to(x.dtype)
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.D, self.G, self.F = C // H, sizes["key_heads"], sizes["hidden"]
+        self.ln_1, self.ln_2 = RmsNorm(), RmsNorm()
+        self.c_attn = nn.Linear(C, C + 2 * self.G * self.D, bias=False)
+        self.c_proj = nn.Linear(C, C, bias=False)
+        self.c_fc = nn.Linear(C, 2 * self.F, bias=False)
+        self.c_out = nn.Linear(self.F, C, bias=False)
+        place = torch.arange(T).float()
+        angle = torch.outer(place, sizes["rotary_base"] ** (-torch.arange(0, self.D, 2).float() / self.D))
+        self.register_buffer("cosine", angle.cos(), persistent=False)
+        self.register_buffer("sine", angle.sin(), persistent=False)
+
+    def forward(self, x, mask):
+        B, K = x.size(0), self.G * self.D
+        q, k, v = (t.view(B, T, -1, self.D).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split((C, K, K), dim=2))
+        q, k = turned(q, self.cosine, self.sine), turned(k, self.cosine, self.sine)
+        if self.G == H:
+            o = attention(q, k, v, mask)
+        elif on_gpu:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            o = attention(q, *(t.repeat_interleave(H // self.G, dim=1) for t in (k, v)), mask)
+        x = x + self.c_proj(o.transpose(1, 2).reshape(B, T, C))
+        gate, up = self.c_fc(self.ln_2(x)).split(self.F, dim=2)
+        return x + self.c_out(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        llama = sizes.get("positions", "learned") == "rotary"
+        self.wte, self.wpe = nn.Embedding(V, C), None if llama else nn.Embedding(T, C)
+        self.h = nn.ModuleList(LlamaBlock() if llama else Block() for _ in range(L))
+        self.ln_f = RmsNorm() if llama else Norm()
         self.register_buffer("mask", torch.triu(torch.ones(T, T, dtype=torch.bool), 1))
         for p in self.parameters():
             if p.dim() == 2:
@@ -90,7 +137,9 @@ class Gpt2(nn.Module):
     def forward(self, tokens, targets, backend=None):
         # Read here, so that torch.compile makes a graph for each: the backend itself is set around the call.
         assert backend != ""
-        x = self.wte(tokens) + self.wpe.weight
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            x = x + self.wpe.weight
         for block in self.h:
             x = block(x, self.mask)
         logits = F.linear(self.ln_f(x), self.wte.weight)
@@ -131,7 +180,7 @@ def gpu_variants():
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
 
         def make(name=name, backend=backend):
-            model = Gpt2().cuda()
+            model = Model().cuda()
             compiled = torch.compile(model)
 
             def loss(tokens, targets):
@@ -147,7 +196,7 @@ def cpu_variants():
     for name, options in (("foreach", {"foreach": True}), ("loop", {"foreach": False})):
 
         def make(options=options):
-            model = Gpt2()
+            model = Model()
             return Variant(model, model, **options)
 
         yield f"PyTorch, AdamW {name}", make
