@@ -116,8 +116,9 @@ TEST(Exact, RoundsToFp32AsTheHardwareDoesInEveryDirection) {
 }
 
 TEST(Exact, OneFloatIsRoundedAsRoundToDoes) {
-  const char* texts[] = {"fp32",   "tf32",          "bf16",          "fp16", "e4m3",     "e5m2", "e3m1",
-                         "e4m3^8", "e5m2/saturate", "e4m3/saturate", "e2m1", "bf16^-20", "e8m1"};
+  const char* texts[] = {"fp32", "tf32",   "bf16",          "fp16",          "e4m3", "e5m2",
+                         "e3m1", "e4m3^8", "e5m2/saturate", "e4m3/saturate", "e2m1", "bf16^-20",
+                         "e8m1", "int8",   "int4",          "hif8",          "e3m2", "hif8^3"};
   Floats floats;
   for (const char* text : texts)
     for (size_t mode = 0; mode < std::size(kRoundingModeNames); ++mode) {

@@ -103,6 +103,24 @@ TEST_F(ExplainCommand, OperationsFormatsAndModes) {
   EXPECT_EQ(value("1 + 1 x 0x1p-9 + -1 --mma e4m3"), 0x1p-9);
 }
 
+TEST_F(ExplainCommand, ABlockThatSharesAScale) {
+  const Output output = run("'254 3 -5, 0.9' --to 'int8*row'");
+  EXPECT_EQ(output.code, 0) << output.err;
+  for (const char* part : {"int8*row: x becomes scale * int8(x / scale)", "scale        2 = 254 / 127",
+                           "0xFE", "sum of the errors 1.10000002"})
+    EXPECT_NE(output.out.find(part), std::string::npos) << part << "\n" << output.out;
+  const Json json = Json::parse(run("500 17 --to 'e4m3*block32@e8m0' --json").out);
+  EXPECT_EQ(json["blocks"][0]["scale"], 1);
+  EXPECT_EQ(json["blocks"][0]["values"][0]["becomes"], 448);
+  EXPECT_EQ(json["blocks"][0]["values"][0]["saturated"], true);
+  EXPECT_EQ(json["blocks"][0]["values"][1]["code"], "0x58");
+  const Json two = Json::parse(run("6 3 0 --to 'e2m1*block16@e4m3*row' --json").out);
+  EXPECT_NEAR(two["blocks"][0]["values"][1]["becomes"].get<double>(), 3, 1e-6);
+  expect_refused("1 + 2 --to 'int8*row'", 2, "expected a number");
+  expect_refused("1 inf --to 'int8*row'", 2, "expected finite numbers");
+  expect_refused("1 2 --to 'int8*row/stochastic'", 2, "do not go with a shared scale");
+}
+
 TEST_F(ExplainCommand, Help) {
   const Output output = run("--help");
   EXPECT_EQ(output.code, 0);

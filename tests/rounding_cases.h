@@ -96,7 +96,8 @@ inline const std::vector<float>& stratified_sample() {
 // with them. Divided by 2^scale.
 inline std::vector<float> neighbour_sample(Format f, int scale) {
   std::mt19937_64 generator(7);
-  const uint32_t codes = encode(f, max_finite(f)) + 1;  // of numbers that are not negative
+  // Of numbers that are not negative; tapered codes are not in their order.
+  const uint32_t codes = f.tapered ? 128 : encode(f, max_finite(f)) + 1;
   std::vector<uint32_t> chosen;
   for (uint32_t i = 0; i < std::min(codes, 300u); ++i) chosen.insert(chosen.end(), {i, codes - 1 - i});
   for (int i = 0; i < 3000 && codes > 600; ++i) chosen.push_back(static_cast<uint32_t>(generator() % codes));

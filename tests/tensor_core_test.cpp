@@ -295,6 +295,33 @@ TEST(TensorCore, LongRowsAreChainsOfBlocks) {
 
 // ------------------------------------------------------------------------- what the rule says, by hand
 
+// Partial sums from 0, added outside as FP32 adds; without a promotion the chain itself.
+TEST(TensorCore, PromotionAddsPartialSumsInFp32) {
+  for (const TensorCoreModel& model : kTensorCoreModels) {
+    Numbers numbers(model.operand);
+    std::vector<float> a(200), b(200);
+    for (size_t i = 0; i < a.size(); ++i) a[i] = numbers.moderate(), b[i] = numbers.moderate();
+    const auto promoted = [&](size_t count, float c, size_t blocks) {
+      return tensor_core_dot_promoted(model, a.data(), 1, b.data(), 1, count, c, blocks);
+    };
+    EXPECT_EQ(promoted(200, 3.5f, 0), tensor_core_dot(model, a.data(), b.data(), 200, 3.5f))
+        << row_name(model);
+    EXPECT_EQ(promoted(0, 3.5f, 2), 3.5f);
+    EXPECT_EQ(promoted(200, 3.5f, 1000), 3.5f + tensor_core_dot(model, a.data(), b.data(), 200, 0));
+    const auto terms = static_cast<size_t>(2 * model.block_terms * model.passes);
+    float sum = 3.5f;
+    for (size_t first = 0; first < 200; first += terms)
+      sum += tensor_core_dot(model, a.data() + first, b.data() + first, std::min(terms, 200 - first), 0);
+    EXPECT_EQ(promoted(200, 3.5f, 2), sum) << row_name(model);
+  }
+  // What it is for: beside a sum of 4,096, thirteen bits end at 1/2, and every product of 1/8 is cut off.
+  const TensorCoreModel& e4m3 = find_tensor_core_model(kE4m3);
+  std::vector<float> ones(8192, 1.0f), tail(8192, 1.0f);
+  for (size_t i = 4096; i < 8192; ++i) tail[i] = 0x1p-3f;
+  EXPECT_EQ(tensor_core_dot(e4m3, ones.data(), tail.data(), 8192, 0), 4096);
+  EXPECT_EQ(tensor_core_dot_promoted(e4m3, ones.data(), 1, tail.data(), 1, 8192, 0, 4), 4096 + 512);
+}
+
 TEST(TensorCore, TruncatesTowardZeroAfterTheAlignment) {
   const TensorCoreModel& bf16 = find_tensor_core_model(kBf16);
   // 2^-26 is one place too low beside 1: cut off, on either side of zero; 2^-25 survives to be truncated at

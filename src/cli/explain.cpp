@@ -3,8 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -17,6 +19,7 @@
 #include "base/error.h"
 #include "base/mma_files.h"
 #include "cli/options.h"
+#include "numerics/explain_block.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -57,6 +60,27 @@ Format mma_format(const std::string& name) {
     if (row.name == name && row.format != kFp32) return row.format;
   throw std::invalid_argument(
       fmt::format("unknown operand format '{}' for --mma: expected bf16, fp16, tf32, e4m3 or e5m2", name));
+}
+
+// Numbers that share scales, as one row of a matrix: separated by spaces or commas.
+int explain_shared(const ExplainCommand& command, const Rounding& rounding) {
+  require(command.in.empty() && command.accumulate.empty() && command.mma.empty() && command.chip.empty() &&
+              rounding.mode != RoundingMode::stochastic,
+          "--in, --accumulate, --mma, --chip and stochastic rounding do not go with a shared scale");
+  std::string text;
+  for (const std::string& word : command.words) text += word + " ";
+  std::replace(text.begin(), text.end(), ',', ' ');
+  std::vector<float> values;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const std::vector<ExpressionTerm> terms = parse_expression(word);
+    require(terms.size() == 1 && !terms[0].b && std::isfinite(terms[0].a.value),
+            "expected finite numbers with --to {}, found '{}'", command.to, word);
+    values.push_back(terms[0].a.value);
+  }
+  const BlockExplanation explanation = explain_block(rounding, values);
+  fmt::print("{}", command.json ? to_json(explanation) + "\n" : to_text(explanation));
+  return 0;
 }
 
 int explain_expression(const ExplainCommand& command) {
@@ -153,7 +177,13 @@ int run_explain(int argc, char** argv) {
       "the signed error. EXPRESSION is A, A + B, A x B, A x B + C (fused) or a longer sum, A + B x C + D "
       "...; quote *.\n"
       "Numbers: decimal, hexadecimal float (0x1.8p3), FP32 word (0xC01A0E2E: 8 digits), inf, nan.\n"
-      "Formats: fp32, tf32, bf16, fp16, e4m3, e5m2, eXmY; also FORMAT[^SHIFT][/MODE][/saturate].\n"
+      "Formats: fp32, tf32, bf16, fp16, e4m3, e5m2, e2m3, e3m2, e2m1, int8, int4, hif8, eXmY; also\n"
+      "FORMAT[^SHIFT][/MODE][/saturate]. With a shared scale, --to 'FORMAT*GROUP[@SCALE][*OUTER]' as in "
+      "'e4m3*block32@e8m0',\n"
+      "EXPRESSION is a row of numbers, and each is shown with its block's scale. GROUP: block16, block32, "
+      "block64, "
+      "block128,\n"
+      "row; SCALE: fp32, e4m3, e8m0, e8m0_up.\n"
       "With --file-a: dot products as tensor cores add them, a line each, as 8 hexadecimal digits of FP32. A "
       "and B\n"
       "hold a row of FP32 words in hexadecimal a line, C one FP32 word in binary digits a line.",
@@ -184,6 +214,8 @@ int run_explain(int argc, char** argv) {
   if (!command.file_a.empty()) return explain_files(command);
   require(!command.words.empty(), "expected an expression, as in explain -2.4 + -2.3 --to bf16, or {}",
           command.mma.empty() ? "--mma with files: see explain --help" : "--file-a and --file-b with --mma");
+  if (command.to.find('*') != std::string::npos)
+    return explain_shared(command, rounding_of(command.to, command.mode));
   return explain_expression(command);
 }
 

@@ -142,7 +142,7 @@ double ExactSum::to_double() const {
 ExactRounding ExactSum::round(const Rounding& rounding, uint32_t random) const {
   const Format f = rounding.format;
   ExactRounding r;
-  r.step = min_exponent(f) - f.significand_bits - rounding.scale_exponent;
+  r.step = std::ilogb(min_subnormal(f)) - rounding.scale_exponent;
   if (const auto x = special()) {
     r.value = round_to(rounding, *x);
     return r;
@@ -156,7 +156,7 @@ ExactRounding ExactSum::round(const Rounding& rounding, uint32_t random) const {
 
   const bool negative = is_negative();
   const int scaled_leading = leading() + rounding.scale_exponent;
-  r.step = std::max(scaled_leading, min_exponent(f)) - f.significand_bits - rounding.scale_exponent;
+  r.step = gap_exponent(f, scaled_leading) - rounding.scale_exponent;
   for (int exponent = leading(); exponent >= r.step; --exponent)
     r.kept = r.kept << 1 | (bit(exponent) ? 1 : 0);
   r.round_bit = bit(r.step - 1);
@@ -192,7 +192,7 @@ ExactRounding ExactSum::round(const Rounding& rounding, uint32_t random) const {
   double result = std::ldexp(scaled, -rounding.scale_exponent);
   if (r.overflow) {
     // Directed modes stop at the largest number on the side they round to.
-    const bool stops = rounding.saturate || rounding.mode == RoundingMode::toward_zero ||
+    const bool stops = saturates(rounding) || rounding.mode == RoundingMode::toward_zero ||
                        (rounding.mode == RoundingMode::up && negative) ||
                        (rounding.mode == RoundingMode::down && !negative);
     result = stops            ? std::ldexp(static_cast<double>(max_finite(f)), -rounding.scale_exponent)

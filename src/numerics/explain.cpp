@@ -205,7 +205,7 @@ RoundingStep round_step(const ExactSum& exact, const Rounding& rounding, uint32_
   step.special = exact.special().has_value() || exact.is_zero();
   step.overflow = rounded.overflow;
   if (step.special) return step;
-  step.exponent = rounded.step + f.significand_bits;
+  step.exponent = point_exponent(f, exact.leading() + rounding.scale_exponent) - rounding.scale_exponent;
   step.kept = point_digits(exact, step.exponent, step.exponent, rounded.step);
   step.cut = exact.digits(rounded.step - 1, exact.trailing());
   const double sign = exact.sign();
@@ -215,7 +215,7 @@ RoundingStep round_step(const ExactSum& exact, const Rounding& rounding, uint32_
   step.sticky_bit = rounded.sticky_bit;
   step.tie = rounded.tie();
   step.direction = rounded.exact() ? Direction::exact : rounded.up ? Direction::up : Direction::down;
-  step.carried = rounded.up && rounded.kept + 1 == uint64_t{2} << f.significand_bits;
+  step.carried = rounded.up && rounded.kept + 1 == uint64_t{2} << (step.exponent - rounded.step);
   return step;
 }
 
@@ -408,20 +408,22 @@ NumberParts take_apart(Format format, float value) {
   parts.value = value;
   parts.code = encode(format, value);
   parts.negative = std::signbit(value);
-  for (int i = format.exponent_bits - 1; i >= 0; --i)
-    parts.exponent_field += parts.code >> (format.significand_bits + i) & 1 ? '1' : '0';
-  parts.exponent = min_exponent(format);
-  if (std::isnan(value) || std::isinf(value)) {
+  const bool finite = std::isfinite(value);
+  const ExactSum exact = exact_of(finite ? value : 0.0f);
+  // Of zeros, Inf and NaN: as of the smallest number.
+  const int leading = exact.is_zero() ? std::ilogb(min_subnormal(format)) : exact.leading();
+  parts.exponent = point_exponent(format, leading);
+  const int fraction_bits = parts.exponent - gap_exponent(format, leading);
+  for (int i = code_bits(format) - 2; i >= (format.tapered ? fraction_bits : format.significand_bits); --i)
+    parts.exponent_field += parts.code >> i & 1 ? '1' : '0';
+  if (!finite) {
     parts.kind = std::isnan(value) ? NumberKind::nan : NumberKind::infinity;
     return parts;
   }
-  const ExactSum exact = exact_of(value);
-  if (value != 0) parts.exponent = std::max(exact.leading(), min_exponent(format));
   parts.kind = value == 0                              ? NumberKind::zero
                : std::fabs(value) < min_normal(format) ? NumberKind::subnormal
                                                        : NumberKind::normal;
-  parts.significand =
-      point_digits(exact, parts.exponent, parts.exponent, parts.exponent - format.significand_bits);
+  parts.significand = point_digits(exact, parts.exponent, parts.exponent, parts.exponent - fraction_bits);
   return parts;
 }
 

@@ -141,6 +141,18 @@ float tensor_core_dot(const TensorCoreModel& model, const float* a, ptrdiff_t a_
   return c;
 }
 
+float tensor_core_dot_promoted(const TensorCoreModel& model, const float* a, ptrdiff_t a_stride,
+                               const float* b, ptrdiff_t b_stride, size_t count, float c, size_t blocks) {
+  if (blocks == 0) return tensor_core_dot(model, a, a_stride, b, b_stride, count, c);
+  const size_t terms = static_cast<size_t>(model.block_terms * model.passes) * blocks;
+  for (size_t first = 0; first < count; first += terms) {
+    const auto at = static_cast<ptrdiff_t>(first);
+    c = add_last(c, tensor_core_dot(model, a + at * a_stride, a_stride, b + at * b_stride, b_stride,
+                                    std::min(terms, count - first), 0));
+  }
+  return c;
+}
+
 namespace {
 
 // Exponent of a finite, nonzero number whose format's least exponent is `least`.

@@ -108,6 +108,11 @@ float tensor_core_dot(const TensorCoreModel& model, const float* a, const float*
 float tensor_core_dot(const TensorCoreModel& model, const float* a, ptrdiff_t a_stride, const float* b,
                       ptrdiff_t b_stride, size_t count, float c);
 
+// The same with a promotion every `blocks` blocks (0: never): their sum starts from 0 in the tensor core and is then added
+// to c as FP32 adds, to nearest even. Passes that widen FP8 count as one block.
+float tensor_core_dot_promoted(const TensorCoreModel& model, const float* a, ptrdiff_t a_stride,
+                               const float* b, ptrdiff_t b_stride, size_t count, float c, size_t blocks);
+
 // What became of one product or addend. All parts are exact: value = aligned + lost.
 struct TensorCoreTerm {
   size_t index = 0;         // of the product; the addend has the index after the last

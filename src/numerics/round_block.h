@@ -1,0 +1,51 @@
+// Rounding of blocks that share a scale: the slow, obvious definition, and the fast version in three steps around
+// round_array, which is tested against it.
+//
+// A value x becomes s * round_to(format, x / s), saturating, where s is the scale of its group; both the division and the
+// product are FP32's. A scale of 0 (a block of zeros, or of values too small for the scale's format) makes zeros. NaN and
+// Inf do not count for the scale; NaN stays, Inf becomes the largest number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "numerics/random.h"
+#include "numerics/rounding.h"
+
+namespace evenkeel {
+
+// A matrix of rows whose columns are the direction of ScaleGroup::block: (i, j) is x[i * row_stride + j * column_stride].
+struct ScaledMatrix {
+  float* x;
+  int64_t rows, columns, row_stride, column_stride;
+};
+
+// The scale of a group by its rule. REQUIRES: r.shared has a group; largest is finite and not negative; outer > 0.
+float block_scale(const Rounding& r, float largest, float outer = 1);
+// The outer scale of all blocks whose largest magnitude is this; 1 where the rounding has none or all are 0.
+float outer_scale(const Rounding& r, float largest);
+// One value under its scale.
+float round_scaled(const Rounding& r, float x, float scale, uint32_t random = 0);
+
+// The largest finite magnitude.
+float largest_finite(const ScaledMatrix& m);
+
+// How many values along a row share a scale: the whole row but for blocks. And the numbers of scales of a row.
+int64_t group_columns(const SharedScale& shared, int64_t columns);
+int64_t scales_per_row(const SharedScale& shared, int64_t columns);
+
+// The scales of every row, (rows, scales_per_row). largest_of_all: of all values of the tile, head or tensor, for
+// groups and outer groups wider than a row; without it this matrix is all there is.
+std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, float largest_of_all = -1);
+
+// The definition, one value after another. Stochastic: (i, j) draws number first_element + i * columns + j.
+void round_block(const Rounding& r, const ScaledMatrix& m, float largest_of_all = -1,
+                 const RandomKey& key = {}, uint64_t first_element = 0);
+
+// The fast version: divide, round as element_rounding(r) says (round_array, with the caller's own random numbers), multiply.
+Rounding element_rounding(const Rounding& r);
+void divide_by_scales(const SharedScale& shared, const ScaledMatrix& m, const std::vector<float>& scales);
+void multiply_by_scales(const SharedScale& shared, const ScaledMatrix& m, const std::vector<float>& scales);
+
+}  // namespace evenkeel
