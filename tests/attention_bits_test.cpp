@@ -34,6 +34,10 @@ const char* const kManyPlans[] = {
     "bf16_all,stabiliser=zero_sum",
     "flash2,accumulate=tensor_core",
     "fp8,probs_bwd=e4m3,dscores=e5m2,accumulate=tensor_core",
+    "flash2,q=int8*tile,k=int4*head,grad_output=e4m3*tensor,probs=int8*tile,dscores=int8*tile/stochastic",
+    "nvfp4,stabiliser=consistent",
+    "hifloat8,q_bwd=bf16,stabiliser=zero_sum",
+    "fp8_deepseek,accumulate=h200/2",
 };
 const char* const kManyCases[] = {"odd_65",      "grouped", "window",   "ragged",
                                   "masked_rows", "softcap", "ties_tail"};

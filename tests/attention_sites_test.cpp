@@ -17,6 +17,7 @@
 #include "attention_cases.h"
 #include "attention_runs.h"
 #include "base/threads.h"
+#include "numerics/round_block.h"
 #include "site_recorder.h"
 
 namespace evenkeel {
@@ -35,7 +36,7 @@ constexpr SiteReach kReach[] = {
     {Site::q, "o lse delta dq dk dv"},
     {Site::k, "o lse delta dq dk dv"},
     {Site::v, "o delta dq dk"},
-    {Site::grad_output, "delta dq dk dv"},
+    {Site::grad_output, "dv"},
     {Site::scores, "o lse delta dq dk dv"},
     {Site::shifted, "o lse delta dq dk dv"},
     {Site::probs, "o delta dq dk"},
@@ -50,6 +51,10 @@ constexpr SiteReach kReach[] = {
     {Site::dq, "dq"},
     {Site::dk, "dk"},
     {Site::dv, "dv"},
+    {Site::q_bwd, "dq dk dv"},
+    {Site::k_bwd, "dq dk dv"},
+    {Site::v_bwd, "dq dk"},
+    {Site::grad_output_for_dprobs, "delta dq dk"},
 };
 static_assert(std::size(kReach) == kSiteCount);
 
@@ -124,7 +129,7 @@ TEST(AttentionSites, TheObserverSeesEveryElementOnce) {
           for (int s = 0; s < kSiteCount; ++s) {
             const Site site = static_cast<Site>(s);
             if (site == Site::row_sum || site == Site::pv) continue;
-            const bool shared = site == Site::k || site == Site::v || site == Site::dk || site == Site::dv;
+            const bool shared = is_of_keys(site);
             const bool by_key_pair = site == Site::scores || site == Site::shifted || site == Site::probs ||
                                      site == Site::probs_bwd || site == Site::dprobs || site == Site::dscores;
             if (shared && h % (p.shape.H / p.shape.G) != 0) continue;  // the group's first head speaks for it
@@ -193,7 +198,9 @@ class SiteChain {
     const Field &q = field(Site::q), &k = key_field(Site::k), &v = key_field(Site::v);
     for (int64_t d = 0; d < D(); ++d) {
       expect(Site::q, *p_.in.q.at(b_, h_, i, d), i, d);
+      expect(Site::q_bwd, *p_.in.q.at(b_, h_, i, d), i, d);
       expect(Site::grad_output, *p_.grad_output.at(b_, h_, i, d), i, d);
+      expect(Site::grad_output_for_dprobs, *p_.grad_output.at(b_, h_, i, d), i, d);
     }
     float m = -kInfinity, l = 0;
     for (int64_t j = 0; j < keys(i); ++j) {
@@ -225,7 +232,8 @@ class SiteChain {
   }
 
   void check_backward(int64_t i) {
-    const Field &grad = field(Site::grad_output), &k = key_field(Site::k), &v = key_field(Site::v);
+    const Field &grad = field(Site::grad_output_for_dprobs), &k = key_field(Site::k_bwd),
+                &v = key_field(Site::v_bwd);
     const auto gradient = [&](int64_t d) { return grad.after(i, d); };
     const auto output = [&](int64_t d) { return field(Site::output_for_delta).after(i, d); };
     expect(Site::delta, fma_chain(D(), gradient, output), i);
@@ -250,13 +258,15 @@ class SiteChain {
   void check_key(int64_t j, int64_t d) {
     expect(Site::k, *p_.in.k.at(b_, g_, j, d), j, d);
     expect(Site::v, *p_.in.v.at(b_, g_, j, d), j, d);
+    expect(Site::k_bwd, *p_.in.k.at(b_, g_, j, d), j, d);
+    expect(Site::v_bwd, *p_.in.v.at(b_, g_, j, d), j, d);
     float dk = 0, dv = 0;
     for (int64_t of = first_head_; of < first_head_ + group(); ++of)
       for (int64_t i = std::max<int64_t>(0, j - (N() - T())); i < T(); ++i) {
         const auto after = [&](Site site, int64_t column) {
           return recorder_.field(site, b_, of).after(i, column);
         };
-        dk = std::fma(after(Site::dscores, j), after(Site::q, d), dk);
+        dk = std::fma(after(Site::dscores, j), after(Site::q_bwd, d), dk);
         dv = std::fma(after(Site::probs_bwd, j), after(Site::grad_output, d), dv);
       }
     expect(Site::dk, dk, j, d);
@@ -278,6 +288,9 @@ TEST(AttentionSites, EachFollowsFromTheOnesBefore) {
   PrecisionPlan plan;
   for (int s = 0; s < kSiteCount; ++s)  // every site rounds, no two neighbours alike
     plan.at(static_cast<Site>(s)) = Rounding{Format{8, 6 + s % 5}};
+  // The backward pass finds the forward's scores again.
+  plan.at(Site::q_bwd) = plan.at(Site::q);
+  plan.at(Site::k_bwd) = plan.at(Site::k);
   SiteChain chain(p, plan);
   for (int64_t b = 0; b < p.shape.B; ++b)
     for (int64_t h = 0; h < p.shape.H; ++h) chain.check_head(b, h);
@@ -457,8 +470,7 @@ TEST(AttentionSites, TheObserverIsCalledForARowFromOneThreadAtATime) {
    public:
     explicit Guard(const Case& c) : shape_(c), busy_(size_of(2 * c.B * c.H * std::max(c.T, c.N))) {}
     void observe(const SiteBlock& block) override {
-      const bool by_key =
-          block.site == Site::k || block.site == Site::v || block.site == Site::dk || block.site == Site::dv;
+      const bool by_key = is_of_keys(block.site);
       for (int64_t i = 0; i < block.rows; ++i) overlaps += busy_[index(by_key, block, i)].exchange(true);
       std::this_thread::yield();
       for (int64_t i = 0; i < block.rows; ++i) busy_[index(by_key, block, i)] = false;
@@ -500,6 +512,118 @@ TEST(AttentionSites, TheObserverNamesTheSiteThatRoundsHalvesAway) {
           << name(site) << " with the fault at " << name(planted);
     }
   }
+}
+
+// --- Scales that are shared
+
+// What a site's matrix of one head must become: round_block on its groups, of what was observed before the rounding.
+// Entries that were not observed (no row of their tile sees them) are 0, as masked probabilities are.
+class SharedSite {
+ public:
+  SharedSite(const Problem& p, const Recorder& recorder, Site site, const Rounding& rounding,
+             int64_t tile_keys)
+      : p_(p), recorder_(recorder), site_(site), rounding_(rounding), tile_keys_(tile_keys) {}
+
+  // Values that are not what the definition makes of them.
+  int64_t wrong(int64_t b, int64_t h) const {
+    const Recorder::Field& field = recorder_.field(site_, b, h);
+    std::vector<float> x = before(field);
+    const bool tiled = is_made_by_tile(site_);
+    const int64_t columns = field.columns, width = tiled ? tile_keys_ : columns;
+    const bool by_tile = tiled || rounding_.shared.group == ScaleGroup::tile;
+    const int64_t step = by_tile ? kScaleTileRows : field.rows;
+    const float largest =
+        rounding_.shared.group == ScaleGroup::tensor || rounding_.shared.outer == ScaleGroup::tensor
+            ? largest_of_heads(b)
+            : -1.0f;
+    for (int64_t i = 0; i < field.rows; i += step)
+      for (int64_t j = 0; j < columns; j += width)
+        round_block(rounding_,
+                    {x.data() + i * columns + j, std::min(step, field.rows - i), std::min(width, columns - j),
+                     columns, 1},
+                    largest);
+    int64_t count = 0;
+    for (size_t n = 0; n < x.size(); ++n) count += field.times[n] > 0 && !(x[n] == field.rounded[n]);
+    return count;
+  }
+
+ private:
+  static std::vector<float> before(const Recorder::Field& field) {
+    std::vector<float> x = field.exact;
+    for (size_t n = 0; n < x.size(); ++n)
+      if (field.times[n] == 0) x[n] = 0;
+    return x;
+  }
+  float largest_of_heads(int64_t b) const {
+    float largest = 0;
+    for (int64_t h = 0; h < p_.shape.H; ++h) {
+      if (!recorder_.has(site_, b, h)) continue;  // a head that shares its keys
+      std::vector<float> x = before(recorder_.field(site_, b, h));
+      largest = std::max(largest, largest_finite({x.data(), 1, static_cast<int64_t>(x.size()), 0, 1}));
+    }
+    return largest;
+  }
+
+  const Problem& p_;
+  const Recorder& recorder_;
+  Site site_;
+  Rounding rounding_;
+  int64_t tile_keys_;
+};
+
+TEST(AttentionSites, SharedScalesAreThoseOfTheirGroups) {
+  const Problem p = make_problem({{2, 4, 2, 100, 130, 40}, {.fill = Fill::fp32_normal, .causal = true}, ""});
+  for (const char* text :
+       {"q=int8*tile", "k=e4m3*block32@e8m0", "v=e2m1*block16@e4m3*tensor", "grad_output=e4m3*row",
+        "probs=int8*tile", "probs=e2m1*block16@e4m3*row", "probs_bwd=int8*row", "dscores=int8*tile",
+        "dscores=e4m3*block32@e8m0_up", "q=int4*head", "k_bwd=hif8*tensor", "v=int8*head,v_bwd=bf16",
+        "q=e3m2*block32@e8m0,grad_output=int8*tensor"}) {
+    SCOPED_TRACE(text);
+    const PrecisionPlan plan = parse_plan(text);
+    Recorder recorder(p);
+    run(p.with(plan), p, &recorder);
+    for (int s = 0; s < kSiteCount; ++s) {
+      const Site site = static_cast<Site>(s);
+      if (plan.at(site).shared == SharedScale{}) continue;
+      const SharedSite shared(p, recorder, site, plan.at(site), 64);
+      for (int64_t b = 0; b < 2; ++b)
+        for (int64_t h = 0; h < 4; ++h)
+          if (recorder.has(site, b, h)) EXPECT_EQ(shared.wrong(b, h), 0) << name(site) << " of head " << h;
+      // The same with another group is another matrix: the check can fail.
+      Rounding other = plan.at(site);
+      other.shared = parse_shared_scale(other.shared.group == ScaleGroup::row ? "tile" : "row");
+      EXPECT_GT(SharedSite(p, recorder, site, other, 64).wrong(0, 0), 0) << name(site);
+    }
+  }
+}
+
+// A pass reads its operands as if they had been rounded before: the forward pass q, k, v; the backward pass their second
+// readings, with the forward's m and l.
+TEST(AttentionSites, TheBackwardPassReadsItsOwnOperands) {
+  const Problem p = make_problem({{1, 2, 2, 40, 40, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
+  const PrecisionPlan apart =
+      parse_plan("flash2,q=bf16,k=bf16,v=bf16,q_bwd=e5m2,k_bwd=e4m3,v_bwd=e3m2,grad_output_for_dprobs=e5m2");
+  const AttentionBuffers got = run(p.with(apart), p);
+  const AttentionBuffers forward = run(p.with(parse_plan("flash2,q=bf16,k=bf16,v=bf16")), p);
+  EXPECT_TRUE(same_bits(got.o.values(), forward.o.values()));
+  EXPECT_TRUE(same_bits(got.lse.values(), forward.lse.values()));
+
+  Problem rounded = make_problem({{1, 2, 2, 40, 40, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
+  const auto round_all = [](std::vector<float>& x, const char* format) {
+    for (float& value : x) value = round_to(parse_rounding(format), value);
+  };
+  round_all(rounded.q_memory, "e5m2");
+  round_all(rounded.k_memory, "e4m3");
+  round_all(rounded.v_memory, "e3m2");
+  AttentionBuffers backward = forward;
+  const AttentionProblem plain = p.with(parse_plan("flash2"));
+  attention_backward(plain, rounded.in, p.grad_output, backward.forward(), backward.backward());
+  EXPECT_TRUE(same_bits(got.dv.values(), backward.dv.values()));
+  round_all(rounded.grad_memory, "e5m2");
+  attention_backward(plain, rounded.in, rounded.grad_output, backward.forward(), backward.backward());
+  EXPECT_TRUE(same_bits(got.dq.values(), backward.dq.values()));
+  EXPECT_TRUE(same_bits(got.dk.values(), backward.dk.values()));
+  EXPECT_TRUE(same_bits(got.delta.values(), backward.delta.values()));
 }
 
 }  // namespace

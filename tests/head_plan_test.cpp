@@ -30,8 +30,8 @@ TEST(HeadPlan, WithoutAStabiliserThePlanStaysAsItIs) {
     const HeadPlan h = head(std::string(text));
     EXPECT_EQ(h.plan, parse_plan(text));
     EXPECT_EQ(h.shift.rule, ShiftRule::row_max);
-    EXPECT_FALSE(h.sums_rounded || h.max_first || h.wide_output || h.shadow || h.probs_delta ||
-                 h.centres_keys);
+    EXPECT_FALSE(h.sums_rounded || h.max_first || h.wide_output || h.shadow || h.probs_delta);
+    EXPECT_EQ(h.centres_keys, h.plan.keys == KeyRule::centred);
   }
 }
 
@@ -54,11 +54,17 @@ TEST(HeadPlan, RoundedSumsNeedPowersOfTwoOrTheMaximumFirst) {
   EXPECT_EQ(plain.plan.at(Site::dprobs), Rounding{});
   EXPECT_TRUE(rounded.sums_rounded && !rounded.power_shift() && rounded.max_first);
   EXPECT_EQ(rounded.shift.rule, ShiftRule::row_max);
+  // Rounding must commute with a row's power of two: not where rows share a scale, nor on a grid without a scale.
+  for (const char* probs : {"int8*row", "e2m1*block16@e4m3*row", "e4m3*block32@e8m0", "e4m3^8/saturate"})
+    EXPECT_FALSE(head("flash2,stabiliser=consistent,probs=" + std::string(probs)).max_first) << probs;
+  for (const char* probs : {"int8*tile", "e2m1*block16@e4m3*tile", "e2m1*block16@e4m3", "int8", "hif8"})
+    EXPECT_TRUE(head("flash2,stabiliser=consistent,probs=" + std::string(probs)).max_first) << probs;
 }
 
 TEST(HeadPlan, EachRuleOfTheOthers) {
   EXPECT_TRUE(head("flash2,stabiliser=zero_sum").probs_delta);
   EXPECT_TRUE(head("flash2,stabiliser=centre_keys").centres_keys);
+  EXPECT_TRUE(head("flash2,keys=centred,stabiliser=zero_sum").centres_keys);
   const HeadPlan stochastic = head("flash2,stabiliser=stochastic_output");
   for (Site site : {Site::output, Site::output_for_delta})
     EXPECT_EQ(stochastic.plan.at(site), parse_rounding("bf16/stochastic"));
@@ -73,7 +79,8 @@ TEST(HeadPlan, HeadsShareOperandsWhereTheyReadThemAlike) {
   const HeadPlan plain = head("flash2");
   EXPECT_TRUE(read_keys_alike(plain, head("bf16_all,stabiliser=zero_sum")));
   for (const char* other :
-       {"flash2,k=bf16", "flash2,v=bf16", "flash2,seed=1", "flash2,stabiliser=centre_keys"})
+       {"flash2,k=bf16", "flash2,v=bf16", "flash2,seed=1", "flash2,stabiliser=centre_keys",
+        "flash2,keys=centred", "flash2,k_bwd=bf16", "flash2,v_bwd=bf16"})
     EXPECT_FALSE(read_keys_alike(plain, head(other))) << other;
 }
 

@@ -111,6 +111,33 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
          "differ between heads");
 }
 
+// What no kernels of a GPU have is refused in words, never computed as something else.
+TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"mxfp8", "q=e4m3*block32@e8m0_up (shared scales run on the CPU)"},
+      {"flash2,dscores=int8*tile", "dscores=int8*tile"},
+      {"flash2,q=int8", "q=int8 (formats without NaN and tapered ones run on the CPU)"},
+      {"flash2,probs=e2m1", "probs=e2m1"},
+      {"hifloat8", "q=hif8/nearest_away"},
+      {"flash2,v_bwd=bf16", "v_bwd=bf16 beside v=fp32"},
+      {"flash2,grad_output=bf16,grad_output_for_dprobs=fp32",
+       "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
+      {"flash2,accumulate=h200/4", "sums of another chip or with promotion"},
+      {"flash2,accumulate=a100", "sums of another chip or with promotion"},
+  };
+  for (const auto& [plan, words] : cases) {
+    try {
+      const KernelChoice choice = choose_kernel(problem(plan), kHopper);
+      ADD_FAILURE() << plan << " was taken by " << choice.kernel;
+    } catch (const std::invalid_argument& error) {
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_EQ(choose_kernel(problem("flash2,keys=centred"), kHopper).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem("pasa_fp16"), kHopper).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
+}
+
 TEST(KernelChoice, alignment) {
   const std::array<int64_t, 4> sizes = {2, 4, 128, 64};
   const auto at = [](uintptr_t address, std::array<int64_t, 4> stride) {

@@ -63,9 +63,33 @@ TEST(PrecisionPlan, NamedPlansAreWhatTheyAreDocumentedToBe) {
       with_sites(flash2, {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs}, kToBf16));
   const Rounding e4m3{kE4m3, RoundingMode::nearest_even, true},
       scaled{kE4m3, RoundingMode::nearest_even, true, 8};
-  EXPECT_EQ(parse_plan("fp8"), with_sites(with_sites(with_sites(flash2, {Site::q, Site::k, Site::v}, e4m3),
-                                                     {Site::probs}, scaled),
-                                          {Site::grad_output}, kToBf16));
+  EXPECT_EQ(
+      parse_plan("fp8"),
+      with_sites(
+          with_sites(
+              with_sites(flash2, {Site::q, Site::k, Site::v, Site::q_bwd, Site::k_bwd, Site::v_bwd}, e4m3),
+              {Site::probs}, scaled),
+          {Site::grad_output, Site::grad_output_for_dprobs}, kToBf16));
+  // The systems of papers: every operand of a product is below 16 bits where the paper says so, nothing else is.
+  const auto eight_bits = [](const char* name) {
+    std::string sites;
+    const PrecisionPlan plan = parse_plan(name);
+    for (int s = 0; s < kSiteCount; ++s)
+      if (code_bits(plan.at(static_cast<Site>(s)).format) <= 8) sites += std::string(kSiteNames[s]) + " ";
+    return sites;
+  };
+  const std::string all =
+      "q k v grad_output probs probs_bwd dscores q_bwd k_bwd v_bwd grad_output_for_dprobs ";
+  for (const char* name : {"fp8_deepseek", "mxfp8", "hifloat8"}) EXPECT_EQ(eight_bits(name), all) << name;
+  EXPECT_EQ(eight_bits("sage_int8"), "q k v grad_output probs probs_bwd dscores q_bwd k_bwd ");
+  EXPECT_EQ(eight_bits("nvfp4"), "q k v probs probs_bwd q_bwd k_bwd v_bwd ");
+  for (const char* name : {"fp8_fa3", "turbo"})
+    EXPECT_EQ(eight_bits(name), "q k v probs q_bwd k_bwd v_bwd ") << name;
+  EXPECT_EQ(eight_bits("pasa_fp16"), "");
+  for (const char* name : {"sage_int8", "pasa_fp16"})
+    EXPECT_EQ(parse_plan(name).keys, KeyRule::centred) << name;
+  EXPECT_EQ(parse_plan("mxfp8").at(Site::dscores), parse_rounding("e4m3*block32@e8m0_up"));
+  EXPECT_EQ(parse_plan("nvfp4").at(Site::v), parse_rounding("e2m1*block16@e4m3*tensor"));
   for (std::string_view known : kPlanNames) EXPECT_EQ(to_string(parse_plan(known)), known);
 }
 
@@ -103,6 +127,28 @@ TEST(PrecisionPlan, OutputTakesTheOutputForDeltaAlongUnlessThatIsSetByItself) {
   EXPECT_EQ(parse_plan("output_for_delta=fp32,fp32,output=bf16").at(Site::output_for_delta), kToBf16);
 }
 
+TEST(PrecisionPlan, EverySecondReadingFollowsItsFirst) {
+  const PrecisionPlan plan = parse_plan("fp32,q=bf16,k=e4m3,k_bwd=fp16,grad_output=e5m2");
+  EXPECT_EQ(plan.at(Site::q_bwd), kToBf16);
+  EXPECT_EQ(plan.at(Site::k_bwd), Rounding{kFp16});
+  EXPECT_EQ(plan.at(Site::v_bwd), kToFp32);
+  EXPECT_EQ(plan.at(Site::grad_output_for_dprobs), Rounding{kE5m2});
+  EXPECT_EQ(to_string(plan), "fp32,q=bf16,k=e4m3,grad_output=e5m2,k_bwd=fp16");
+}
+
+TEST(PrecisionPlan, KeysAndAccumulation) {
+  EXPECT_EQ(to_string(parse_plan("flash2,keys=centred,stabiliser=zero_sum")),
+            "flash2,keys=centred,stabiliser=zero_sum");
+  EXPECT_EQ(to_string(parse_plan("sage_int8,keys=given")), "sage_int8,keys=given");
+  EXPECT_EQ(parse_plan("keys=centred,flash2").keys, KeyRule::centred);  // a name without a rule leaves it
+  for (const char* text : {"h200", "h200/4", "h200_mma", "a100/1"})
+    EXPECT_EQ(to_string(parse_plan("flash2,accumulate=" + std::string(text))),
+              "flash2,accumulate=" + std::string(text));
+  EXPECT_EQ(parse_plan("flash2,accumulate=tensor_core"), parse_plan("flash2,accumulate=h200"));
+  EXPECT_EQ(parse_plan("accumulate=h200/4").promote, 4);
+  EXPECT_EQ(parse_plan("accumulate=h200/4,accumulate=fp32_sequential"), PrecisionPlan{});
+}
+
 TEST(PrecisionPlan, ToStringIsShort) {
   EXPECT_EQ(to_string(parse_plan("bf16_all,row_sum=fp32")), "bf16_all,row_sum=fp32");
   EXPECT_EQ(to_string(parse_plan("flash2,stabiliser=zero_sum,keel=1e-3")),
@@ -128,14 +174,21 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
       Rounding r;
       r.format = below(2) ? kNamedFormats[below(std::size(kNamedFormats))].format
                           : Format{2 + below(7), 1 + below(23)};
-      if (r.format == Format{4, 3}) r.format = kE4m3;  // the name belongs to the OCP row
+      r.format = parse_format(to_string(r.format));  // a name may belong to an OCP row
       r.mode = static_cast<RoundingMode>(below(std::size(kRoundingModeNames)));
       r.saturate = below(2);
       r.scale_exponent = below(2) ? below(65) - 32 : 0;
       plan.at(static_cast<Site>(below(kSiteCount))) = r;
+      if (below(4) == 0)
+        plan.at(Site::dscores) = parse_rounding(below(2) ? "int8*tile/stochastic" : "e2m1*block16@e4m3*row");
     }
     plan.stabiliser = static_cast<Stabiliser>(below(kStabiliserNames.size()));
     plan.accumulate = static_cast<Accumulate>(below(kAccumulateNames.size()));
+    if (plan.accumulate == Accumulate::tensor_core && below(2)) {
+      plan.chip = kTensorCoreModels[below(std::size(kTensorCoreModels))].chip;
+      plan.promote = below(3);
+    }
+    plan.keys = static_cast<KeyRule>(below(2));
     if (below(2)) plan.keel = number(0, 1) * power_of_two(-below(40));
     if (below(2)) plan.beta = number(1, 1000);
     if (below(2)) plan.cap = number(0.01f, 80);
@@ -152,15 +205,18 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
 
 TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
   const std::string plans =
-      "expected one of fp32, flash2, bf16_all, fp8, or SITE=FORMAT, stabiliser=NAME, keel=Z";
+      "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_deepseek, mxfp8, nvfp4, sage_int8, turbo, "
+      "hifloat8, "
+      "pasa_fp16, or SITE=FORMAT, stabiliser=NAME, keel=Z";
   const std::string sites =
       "q, k, v, grad_output, scores, shifted, probs, row_sum, pv, output, output_for_delta, delta, "
       "probs_bwd, "
-      "dprobs, dscores, dq, dk, dv";
+      "dprobs, dscores, dq, dk, dv, q_bwd, k_bwd, v_bwd, grad_output_for_dprobs";
   const std::string stabilisers =
       "none, paper, paper_capped, dither, stochastic_output, centre_keys, wide_output, consistent, zero_sum";
   const std::string formats =
-      "expected fp32, tf32, bf16, fp16, e4m3, e5m2, or eXmY with exponent bits X in 2..8 and significand "
+      "expected fp32, tf32, bf16, fp16, e4m3, e5m2, e2m3, e3m2, e2m1, int8, int4, hif8, or eXmY with "
+      "exponent bits X in 2..8 and significand "
       "bits Y in "
       "1..23";
   const struct {
@@ -174,14 +230,34 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
       {"flash2,", "unknown plan '': " + plans},
       {"flash2,,keel=1", "unknown plan '': " + plans},
       {"flash2 keel=1", "unknown key 'flash2 keel' in 'flash2 keel=1': expected a site (" + sites +
-                            ") or stabiliser, accumulate, keel, beta, cap, tie_tolerance, seed"},
+                            ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
       {"flash2,rowsum=fp32", "unknown key 'rowsum' in 'rowsum=fp32': expected a site (" + sites +
-                                 ") or stabiliser, accumulate, keel, beta, cap, tie_tolerance, seed"},
+                                 ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
       {"=fp32", "unknown key '' in '=fp32': expected a site (" + sites +
-                    ") or stabiliser, accumulate, keel, beta, cap, tie_tolerance, seed"},
+                    ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
       {"stabiliser=magic", "unknown stabiliser 'magic': expected one of " + stabilisers},
       {"stabiliser=", "unknown stabiliser '': expected one of " + stabilisers},
-      {"accumulate=fp64", "unknown accumulate 'fp64': expected one of fp32_sequential, tensor_core"},
+      {"accumulate=fp64",
+       "unknown accumulate 'fp64': expected fp32_sequential, tensor_core or a chip of h200, h200_mma, h100, "
+       "b200, "
+       "a100, a2, ada, l40s, v100, as in h200 or h200/4"},
+      {"accumulate=h200/0",
+       "accumulate=0: expected a whole number of blocks from 1 to 1048576 after the chip, as in h200/4"},
+      {"keys=mean", "unknown rule for keys 'mean': expected one of given, centred"},
+      {"output=int8*row",
+       "output=int8*row: expected a format without a shared scale: only operands of products have one (q, k, "
+       "v, "
+       "grad_output, their second readings, probs, probs_bwd, dscores)"},
+      {"probs=int8*head",
+       "probs=int8*head: expected a scale that a block, a row or a tile shares: probs is made tile by tile"},
+      {"dscores=e2m1*block16@e4m3*tensor",
+       "dscores=e2m1*block16@e4m3*tensor: expected a scale that a block, a row or a tile shares: dscores is "
+       "made tile "
+       "by tile"},
+      {"q=e4m3*block17",
+       "unknown group 'block17' of a shared scale: expected block16, block32, block64, block128, row, tile, "
+       "head or "
+       "tensor"},
       {"probs=bf17", "unknown format 'bf17': " + formats},
       {"probs=", "unknown format '': " + formats},
       {"probs=e9m3", "unknown format 'e9m3': " + formats},
@@ -190,7 +266,8 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
        "unknown rounding mode 'half_up': expected nearest_even, nearest_away, toward_zero, up, down or "
        "stochastic"},
       {"probs=bf16/up/down",
-       "'down' does not fit in 'bf16/up/down': expected FORMAT[^SHIFT][/MODE][/saturate]"},
+       "'down' does not fit in 'bf16/up/down': expected FORMAT[^SHIFT][/MODE][/saturate] or "
+       "FORMAT*GROUP[@SCALE][*OUTER][/MODE]"},
       {"probs=e4m3^40",
        "bad scale '^40' in 'e4m3^40': expected a whole exponent of two in -32..32, as in e4m3^8"},
       {"keel=-1", "keel=-1: expected a number from 0 to 1e6"},

@@ -38,8 +38,7 @@ class Recorder : public SiteObserver {
     ++blocks_;
     Field& field = fields_[{block.site, block.batch, block.head}];
     if (field.exact.empty()) {
-      const bool by_key =
-          block.site == Site::k || block.site == Site::v || block.site == Site::dk || block.site == Site::dv;
+      const bool by_key = is_of_keys(block.site);
       field.rows = by_key ? shape_.N : shape_.T;
       field.columns = columns_of(block.site);
       field.exact.assign(size_of(field.rows * field.columns), kNan);

@@ -19,7 +19,7 @@ struct AttentionInputsOf {
 using AttentionInputs = AttentionInputsOf<float>;
 
 // What a probe sees: the values that met at a site, before and after the rounding, as a block of one head.
-// Rows are query rows (keys for the sites k, v, dk, dv), columns are keys or features; the value of
+// Rows are query rows (keys where is_of_keys), columns are keys or features; the value of
 // (row + i, column + j) is exact[i * row_stride + j * column_stride]. Masked scores and probabilities are
 // in the block, as -inf and 0.
 struct SiteBlock {
@@ -30,6 +30,11 @@ struct SiteBlock {
   int64_t row_stride, column_stride;
   const float *exact, *rounded;
 };
+
+constexpr bool is_of_keys(Site site) {
+  const Site first = first_reading(site);
+  return first == Site::k || first == Site::v || first == Site::dk || first == Site::dv;
+}
 
 // Called at every site, from several threads at once, but never for one (batch, head) row (or key) by two.
 // Sites that both passes touch (q, k, v, scores, shifted, probs) are shown in the forward pass only.

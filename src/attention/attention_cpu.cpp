@@ -139,7 +139,7 @@ void attention_forward(const AttentionProblem& asked, const AttentionInputs& in,
   check_finite_inputs(problem, in);
 
   const std::vector<HeadPlan> plans = resolve_plans(problem);
-  const Operands operands(problem, plans, in, observer);
+  const Operands operands(problem, plans, in, {}, Pass::forward, observer);
   const Call call{problem, plans, in, operands, observer};
   Tiles tiles(call);
   for_each_row_tile(
@@ -178,7 +178,7 @@ void attention_backward(const AttentionProblem& asked, const AttentionInputs& in
     check_finite("grad_output", grad_output, problem.B, [&](int64_t b) { return problem.rows(b); });
 
   const std::vector<HeadPlan> plans = resolve_plans(problem);
-  const Operands operands(problem, plans, in, nullptr);  // the observer saw k and v in the forward pass
+  const Operands operands(problem, plans, in, grad_output, Pass::backward, observer);
   const Call call{problem, plans, in, operands, observer};
   Tiles tiles(call);
   const int64_t group = problem.H / problem.G, step_rows = call.tile_rows(), step_keys = call.tile_keys();

@@ -26,8 +26,9 @@ void check_sizes(const AttentionProblem& p) {
 }
 
 bool rounds_nothing(const PrecisionPlan& plan) {
-  return plan.stabiliser == Stabiliser::none && std::all_of(plan.rounding.begin(), plan.rounding.end(),
-                                                            [](const Rounding& r) { return is_identity(r); });
+  return plan.stabiliser == Stabiliser::none && plan.keys == KeyRule::given &&
+         std::all_of(plan.rounding.begin(), plan.rounding.end(),
+                     [](const Rounding& r) { return is_identity(r); });
 }
 
 void check_plans(const AttentionProblem& p) {
@@ -37,10 +38,11 @@ void check_plans(const AttentionProblem& p) {
   for (int64_t h = 0; h < plans; ++h) {
     const PrecisionPlan& plan = p.plan(h);
     require(
-        !(p.softcap > 0 && rules_of(plan.stabiliser).keys == KeyRule::centred),
+        !(p.softcap > 0 &&
+          (rules_of(plan.stabiliser).keys == KeyRule::centred || plan.keys == KeyRule::centred)),
         "[attention] {} cannot go with softcap: a soft-capped softmax sees a constant added to a row; got "
         "softcap {} on head {}",
-        name(plan.stabiliser), p.softcap, h);
+        plan.keys == KeyRule::centred ? "keys=centred" : name(plan.stabiliser), p.softcap, h);
     require(p.type != TensorType::fp64 || rounds_nothing(plan),
             "[attention] expected a plan that rounds nothing with fp64 tensors, such as \"fp32\", got \"{}\"",
             to_string(plan));

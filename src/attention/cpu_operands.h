@@ -2,12 +2,14 @@
 // src/attention.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/attention_kernels.h"
 #include "attention/head_plan.h"
 #include "base/sizes.h"
+#include "numerics/round_block.h"
 #include "numerics/tensor_core.h"
 
 namespace evenkeel {
@@ -22,12 +24,21 @@ inline RandomKey stream_key(const AttentionProblem& problem, const PrecisionPlan
   return {plan.seed, problem.step, problem.layer * 64 + stream};
 }
 
-// k and v of every sequence and head: packed, keys centred where asked, rounded at their sites. Heads of one
+// Rounds rows of a head's operand, `columns` values each, every `stride` floats; rows start at a multiple of
+// kScaleTileRows where tiles share scales. largest: of what shares a scale beyond these rows (Operands::largest). Value j
+// of row i draws number first_element + i * columns + j.
+void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t columns, int64_t stride,
+                float largest, const RandomKey& key, uint64_t first_element);
+
+enum class Pass { forward, backward };
+
+// k and v of every sequence and head: packed, keys centred where asked, rounded at their sites of this pass. Heads of one
 // group share a copy unless their plans differ in it. Memory: O(B G N D).
 class Operands {
  public:
+  // grad_output: of the backward pass.
   Operands(const AttentionProblem& problem, const std::vector<HeadPlan>& plans, const AttentionInputs& in,
-           SiteObserver* observer);
+           View<const float> grad_output, Pass pass, SiteObserver* observer);
 
   int64_t stride() const { return stride_; }  // D padded to kColumnStep, with zeros
   const float* k(int64_t b, int64_t h, int64_t key) const {
@@ -40,16 +51,30 @@ class Operands {
   const float* mean_key(int64_t b, int64_t h) const {
     return mean_.data() + (b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * stride_;
   }
+  Pass pass() const { return pass_; }
+  // Of q and dO: the largest magnitude of the head, or of all heads of the sequence, where the rounding at the site has a
+  // scale that so many values share; else -1.
+  float largest(Site site, int64_t b, int64_t h) const {
+    const std::vector<float>& values = largest_[static_cast<size_t>(site)];
+    return values.empty() ? -1.0f
+                          : values[static_cast<size_t>(b) * copy_of_head_.size() + static_cast<size_t>(h)];
+  }
 
  private:
+  void choose_copies(const AttentionProblem& problem, const std::vector<HeadPlan>& plans);
+  void find_largest(const AttentionProblem& problem, const std::vector<HeadPlan>& plans, Site site,
+                    const View<const float>& x);
   int64_t offset(int64_t b, int64_t h, int64_t key) const {
     return ((b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * keys_ + key) * stride_;
   }
 
+  Pass pass_;
   int64_t keys_, stride_, copies_ = 0;
-  std::vector<int64_t> copy_of_head_;  // (H)
-  std::vector<float> k_, v_;           // (B, copies, N, stride)
-  std::vector<float> mean_;            // (B, copies, stride)
+  std::vector<int64_t> copy_of_head_;                   // (H)
+  std::vector<int64_t> owner_;                          // of each copy: the first head that reads it
+  std::array<std::vector<float>, kSiteCount> largest_;  // (B, H)
+  std::vector<float> k_, v_;                            // (B, copies, N, stride)
+  std::vector<float> mean_;                             // (B, copies, stride)
 };
 
 // What every tile of one call shares.
@@ -64,7 +89,11 @@ struct Call {
   // Whole vectors, and whole blocks of a tensor core, which adds over rows in dK and dV.
   static constexpr int64_t kRowStep = 32;
   static_assert(kRowStep % kColumnStep == 0 && kRowStep % kMaxBlockTerms == 0);
-  int64_t tile_rows() const { return round_up(std::min(problem.tile_rows, problem.T), kRowStep); }
+  // Whole tiles of shared scales and of promotions, too.
+  int64_t tile_rows() const {
+    return round_up(std::min(problem.tile_rows, problem.T), needs_whole_tiles() ? kScaleTileRows : kRowStep);
+  }
+  bool needs_whole_tiles() const;
   int64_t tile_keys() const {
     return problem.tile_keys == 0 ? problem.N : std::min(problem.tile_keys, problem.N);
   }

@@ -16,15 +16,15 @@ struct HeadPlan {
   PrecisionPlan plan;
   ShiftParameters shift;
   // SumRule::rounded_probs. The backward pass must find the forward's Pb again, to the bit. With a shift by powers of
-  // two it does: a later, larger m scales by a power of two, and rounding commutes with that. With any other shift, or
-  // where S - m is itself rounded (site shifted), it does not, and the row's maximum is found in a pass of its own
+  // two it does: a later, larger m scales by a power of two, and rounding commutes with that. With any other shift,
+  // where S - m is itself rounded (site shifted), or where rows share a scale, it does not, and the row's maximum is found in a pass of its own
   // instead (max_first).
   bool sums_rounded;
   bool max_first;
   bool wide_output;   // OutputRule::wide
   bool shadow;        // wide_output, and pv or row_sum is rounded: a second O-bar and l are kept, unrounded
   bool probs_delta;   // DeltaRule::probs
-  bool centres_keys;  // KeyRule::centred
+  bool centres_keys;  // KeyRule::centred, of the stabiliser or the plan
 
   bool power_shift() const { return shift.rule == ShiftRule::power_of_two; }
 };

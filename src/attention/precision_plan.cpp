@@ -1,5 +1,6 @@
 #include "attention/precision_plan.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <stdexcept>
@@ -52,48 +53,114 @@ std::string shortest(float value) {
   return {buffer, std::to_chars(buffer, buffer + sizeof buffer, value).ptr};
 }
 
-PrecisionPlan named_plan(std::string_view plan_name) {
-  PrecisionPlan plan;
-  const auto set = [&plan](std::initializer_list<Site> sites, const Rounding& rounding) {
-    for (Site site : sites) plan.at(site) = rounding;
-  };
-  const Rounding bf16{kBf16}, e4m3{kE4m3, RoundingMode::nearest_even, /*saturate=*/true};
-  const Rounding e4m3_probs{kE4m3, RoundingMode::nearest_even, /*saturate=*/true, /*scale_exponent=*/8};
-  if (plan_name == "fp32") return plan;
-  set({Site::probs, Site::output, Site::output_for_delta, Site::probs_bwd, Site::dscores, Site::dq, Site::dk,
-       Site::dv},
-      bf16);
-  if (plan_name == "bf16_all")
-    set({Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs}, bf16);
-  if (plan_name == "fp8") {
-    set({Site::q, Site::k, Site::v}, e4m3);
-    set({Site::probs}, e4m3_probs);
-    set({Site::grad_output}, bf16);
+void apply_changes(PrecisionPlan& plan, std::string_view text);
+
+const PrecisionPlan& named_plan(std::string_view plan_name) {
+  // A row may begin with a row before it: read in their order.
+  static std::array<PrecisionPlan, kPlanNames.size()> plans;
+  static const bool read = [] {
+    for (size_t n = 0; n < plans.size(); ++n) {
+      std::string_view text = kNamedPlans[n].text;
+      const size_t comma = text.find(',');
+      for (size_t before = 0; before < n; ++before)
+        if (text.substr(0, comma) == kPlanNames[before]) {
+          plans[n] = plans[before];
+          text = text.substr(comma + 1);
+          break;
+        }
+      if (!text.empty()) apply_changes(plans[n], text);
+    }
+    return true;
+  }();
+  for (size_t n = 0; read && n < plans.size(); ++n)
+    if (kPlanNames[n] == plan_name) return plans[n];
+  throw std::invalid_argument("unknown plan '" + std::string(plan_name) + "': expected one of " +
+                              list_of(kPlanNames) + ", or SITE=FORMAT, stabiliser=NAME, keel=Z");
+}
+
+// CHIP[/BLOCKS], fp32_sequential, or tensor_core for the default chip's.
+void set_accumulate(PrecisionPlan& plan, std::string_view text) {
+  plan.accumulate = Accumulate::tensor_core;
+  plan.chip = kDefaultChip;
+  plan.promote = 0;
+  if (text == name(Accumulate::tensor_core)) return;
+  if (text == name(Accumulate::fp32_sequential)) {
+    plan.accumulate = Accumulate::fp32_sequential;
+    return;
   }
-  return plan;
+  const size_t slash = text.find('/');
+  bool known = false;
+  for (const TensorCoreModel& model : kTensorCoreModels)
+    if (model.chip == text.substr(0, slash)) {
+      plan.chip = model.chip;
+      known = true;
+    }
+  if (!known)
+    throw std::invalid_argument("unknown accumulate '" + std::string(text) +
+                                "': expected fp32_sequential, tensor_core or a chip of " +
+                                tensor_core_chips() + ", as in h200 or h200/4");
+  if (slash != std::string_view::npos)
+    plan.promote =
+        parse_number<int>("accumulate", text.substr(slash + 1), 1, 1 << 20,
+                          "a whole number of blocks from 1 to 1048576 after the chip, as in h200/4");
+}
+
+std::string accumulate_text(const PrecisionPlan& plan) {
+  if (plan.accumulate == Accumulate::fp32_sequential) return std::string(name(plan.accumulate));
+  return std::string(plan.chip) + (plan.promote > 0 ? "/" + std::to_string(plan.promote) : "");
+}
+
+void check_shared_scale(Site site, const Rounding& r) {
+  if (r.shared == SharedScale{}) return;
+  if (!is_operand(site))
+    throw std::invalid_argument(
+        std::string(name(site)) + "=" + to_string(r) +
+        ": expected a format without a shared scale: only operands of products have one (q, k, "
+        "v, grad_output, their second readings, probs, probs_bwd, dscores)");
+  if (is_made_by_tile(site) && std::max(r.shared.group, r.shared.outer) > ScaleGroup::tile)
+    throw std::invalid_argument(std::string(name(site)) + "=" + to_string(r) +
+                                ": expected a scale that a block, a row or a tile shares: " +
+                                std::string(name(site)) + " is made tile by tile");
+}
+
+void set_site(PrecisionPlan& plan, std::string_view item, std::string_view key, std::string_view value,
+              std::array<bool, kSiteCount>& set_by_itself) {
+  Site site;
+  try {
+    site = parse_site(key);
+  } catch (const std::invalid_argument&) {
+    throw std::invalid_argument("unknown key '" + std::string(key) + "' in '" + std::string(item) +
+                                "': expected a site (" + list_of(kSiteNames) +
+                                ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed");
+  }
+  const Rounding rounding = parse_rounding(value);
+  check_shared_scale(site, rounding);
+  plan.at(site) = rounding;
+  set_by_itself[static_cast<size_t>(site)] = true;
+  for (const SecondReading& row : kSecondReadings)
+    if (row.first == site && !set_by_itself[static_cast<size_t>(row.site)]) plan.at(row.site) = rounding;
 }
 
 // Applies `text` (a comma-separated list as in parse_plan) to the plan.
 void apply_changes(PrecisionPlan& plan, std::string_view text) {
-  bool output_for_delta_set = false;
+  std::array<bool, kSiteCount> set_by_itself{};
   for (std::string_view item : split(text, ',')) {
     const size_t equals = item.find('=');
     if (equals == std::string_view::npos) {
-      bool known = false;
-      for (std::string_view plan_name : kPlanNames) known |= item == plan_name;
-      if (!known)
-        throw std::invalid_argument("unknown plan '" + std::string(item) + "': expected one of " +
-                                    list_of(kPlanNames) + ", or SITE=FORMAT, stabiliser=NAME, keel=Z");
-      // A name gives every site its format and leaves the other keys as they are.
-      plan.rounding = named_plan(item).rounding;
-      output_for_delta_set = false;
+      // A name gives every site its format, has its own rule for keys if any, and leaves the rest as it is.
+      const PrecisionPlan& named = named_plan(item);
+      plan.rounding = named.rounding;
+      if (named.keys != KeyRule::given) plan.keys = named.keys;
+      set_by_itself = {};
       continue;
     }
     const std::string_view key = trim(item.substr(0, equals)), value = trim(item.substr(equals + 1));
     if (key == "stabiliser") {
       plan.stabiliser = parse_stabiliser(value);
     } else if (key == "accumulate") {
-      plan.accumulate = parse_name<Accumulate>(value, kAccumulateNames, "accumulate");
+      set_accumulate(plan, value);
+    } else if (key == "keys") {
+      plan.keys = parse_name<KeyRule>(value, kKeyRuleNames, "rule for keys");
     } else if (key == "keel") {
       plan.keel = parse_number<float>(key, value, 0, 1e6f, "a number from 0 to 1e6");
     } else if (key == "beta") {
@@ -105,17 +172,7 @@ void apply_changes(PrecisionPlan& plan, std::string_view text) {
     } else if (key == "seed") {
       plan.seed = parse_number<uint64_t>(key, value, 0, UINT64_MAX, "a whole number from 0 to 2^64 - 1");
     } else {
-      Site site;
-      try {
-        site = parse_site(key);
-      } catch (const std::invalid_argument&) {
-        throw std::invalid_argument("unknown key '" + std::string(key) + "' in '" + std::string(item) +
-                                    "': expected a site (" + list_of(kSiteNames) +
-                                    ") or stabiliser, accumulate, keel, beta, cap, tie_tolerance, seed");
-      }
-      plan.at(site) = parse_rounding(value);
-      output_for_delta_set |= site == Site::output_for_delta;
-      if (site == Site::output && !output_for_delta_set) plan.at(Site::output_for_delta) = plan.at(site);
+      set_site(plan, item, key, value, set_by_itself);
     }
   }
 }
@@ -165,21 +222,24 @@ PrecisionPlan parse_plan(std::string_view text) {
 }
 
 std::string to_string(const PrecisionPlan& plan) {
-  // The named plan with the fewest sites to change.
+  // The named plan with the fewest changes.
   std::string best;
-  int best_changes = kSiteCount + 1;
+  int best_changes = kSiteCount + 2;
   for (std::string_view plan_name : kPlanNames) {
-    const PrecisionPlan base = named_plan(plan_name);
+    const PrecisionPlan& base = named_plan(plan_name);
     std::string text(plan_name);
     int changes = 0;
     for (int i = 0; i < kSiteCount; ++i) {
-      const Site site = static_cast<Site>(i);
-      // Setting output sets output_for_delta too: what it would be then decides whether it must be written.
-      const bool follows =
-          site == Site::output_for_delta && !(plan.at(Site::output) == base.at(Site::output));
-      if (plan.at(site) == (follows ? plan.at(Site::output) : base.at(site))) continue;
+      const Site site = static_cast<Site>(i), first = first_reading(site);
+      // Setting the first reading sets the second too: what it would be then decides whether it must be written.
+      const bool follows = first != site && !(plan.at(first) == base.at(first));
+      if (plan.at(site) == (follows ? plan.at(first) : base.at(site))) continue;
       ++changes;
       text += "," + std::string(name(site)) + "=" + to_string(plan.at(site));
+    }
+    if (plan.keys != base.keys) {
+      ++changes;
+      text += ",keys=" + std::string(name(plan.keys));
     }
     if (changes < best_changes) {
       best = text;
@@ -188,7 +248,7 @@ std::string to_string(const PrecisionPlan& plan) {
   }
   const PrecisionPlan fallback;
   if (plan.stabiliser != fallback.stabiliser) best += ",stabiliser=" + std::string(name(plan.stabiliser));
-  if (plan.accumulate != fallback.accumulate) best += ",accumulate=" + std::string(name(plan.accumulate));
+  if (plan.accumulate != fallback.accumulate) best += ",accumulate=" + accumulate_text(plan);
   if (plan.keel != fallback.keel) best += ",keel=" + shortest(plan.keel);
   if (plan.beta != fallback.beta) best += ",beta=" + shortest(plan.beta);
   if (plan.cap != fallback.cap) best += ",cap=" + shortest(plan.cap);

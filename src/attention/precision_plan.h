@@ -5,22 +5,24 @@
 
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "attention/stabiliser.h"
 #include "numerics/rounding.h"
+#include "numerics/tensor_core.h"
 
 namespace evenkeel {
 
 // Notation of one row: S scores, m shift, Pb = exp(S - m), l row sum, Ob = Pb V, O = Ob / l, L = m + log l;
 // dO the gradient of O, P = exp(S - L), dP = dO V^T, delta = dO . O, dS = a P (dP - delta).
 enum class Site {
-  q,  // the operands as the products read them: fp32 in every named plan but fp8
+  q,  // the operands as the products of the forward pass read them
   k,
   v,
-  grad_output,       // dO
+  grad_output,       // dO as operand of dV
   scores,            // S, scaled (and soft-capped)
   shifted,           // S - m
   probs,             // Pb as operand of Pb V
@@ -35,54 +37,150 @@ enum class Site {
   dq,
   dk,
   dv,
+  // Later sites stand at the end: a site's number names its random numbers.
+  q_bwd,  // q, k, v as the products of the backward pass read them
+  k_bwd,
+  v_bwd,
+  grad_output_for_dprobs,  // dO as operand of dP, and of delta
 };
-inline constexpr int kSiteCount = 18;
+inline constexpr int kSiteCount = 22;
 // clang-format off
 inline constexpr std::array<std::string_view, kSiteCount> kSiteNames = {
     "q", "k", "v", "grad_output", "scores", "shifted", "probs", "row_sum", "pv", "output", "output_for_delta",
-    "delta", "probs_bwd", "dprobs", "dscores", "dq", "dk", "dv"};
+    "delta", "probs_bwd", "dprobs", "dscores", "dq", "dk", "dv", "q_bwd", "k_bwd", "v_bwd", "grad_output_for_dprobs"};
 // clang-format on
 Site parse_site(std::string_view text);
 constexpr std::string_view name(Site site) { return kSiteNames[static_cast<size_t>(site)]; }
+
+// Sites that are a second reading of one value: they take the format of the first where a text sets that, unless they
+// are set by themselves, and draw its random numbers: rounded alike, they are the same numbers.
+struct SecondReading {
+  Site site, first;
+};
+inline constexpr SecondReading kSecondReadings[] = {{Site::output_for_delta, Site::output},
+                                                    {Site::q_bwd, Site::q},
+                                                    {Site::k_bwd, Site::k},
+                                                    {Site::v_bwd, Site::v},
+                                                    {Site::grad_output_for_dprobs, Site::grad_output}};
+constexpr Site first_reading(Site site) {
+  for (const SecondReading& row : kSecondReadings)
+    if (row.site == site) return row.first;
+  return site;
+}
+
+// Where scales may be shared (numerics/shared_scale.h): the operands of products. P and dS are made tile by tile, so that
+// no more than a tile can share.
+constexpr bool is_operand(Site site) {
+  return first_reading(site) <= Site::grad_output || site == Site::probs || site == Site::probs_bwd ||
+         site == Site::dscores;
+}
+constexpr bool is_made_by_tile(Site site) {
+  return site == Site::probs || site == Site::probs_bwd || site == Site::dscores;
+}
 
 Stabiliser parse_stabiliser(std::string_view text);  // the table: stabiliser.h
 
 // How the products add up.
 enum class Accumulate {
   fp32_sequential,  // one fused multiply-add after another, in the order of the summed index
-  tensor_core,      // blocks of products aligned and truncated as Hopper's tensor cores do:
-                    // numerics/tensor_core.h
+  tensor_core,  // blocks of products aligned and truncated as a chip's tensor cores do: numerics/tensor_core.h
 };
 inline constexpr std::array<std::string_view, 2> kAccumulateNames = {"fp32_sequential", "tensor_core"};
 constexpr std::string_view name(Accumulate a) { return kAccumulateNames[static_cast<size_t>(a)]; }
+
+inline constexpr std::array<std::string_view, 2> kKeyRuleNames = {"given", "centred"};
+constexpr std::string_view name(KeyRule rule) { return kKeyRuleNames[static_cast<size_t>(rule)]; }
 
 // Everything that decides the bits of one head's attention, besides its inputs and the tile sizes.
 struct PrecisionPlan {
   std::array<Rounding, kSiteCount> rounding{};  // fp32 at every site
   Stabiliser stabiliser = Stabiliser::none;
   Accumulate accumulate = Accumulate::fp32_sequential;
-  float keel = 0;               // z of the attention z-loss z L^2 per row; 0 is off
-  float beta = 2;               // paper, paper_capped: factor on a positive tied maximum
-  float cap = 8;                // paper_capped: largest shift, in nats
-  float tie_tolerance = 1e-3f;  // scores this close to the maximum tie with it
-  uint64_t seed = 0;            // of stochastic sites, dither and the capped shift
+  std::string_view chip = kDefaultChip;  // tensor_core: whose, of kTensorCoreModels
+  // tensor_core: after so many blocks the sum goes to an FP32 sum outside the tensor core and starts again from 0, as FP8
+  // kernels do against its 13 bits; 0: never. Sums over keys and rows do so at the end of every tile (of kScaleTileRows
+  // rows), too.
+  int promote = 0;
+  KeyRule keys = KeyRule::given;  // centred: K-smoothing, whatever the stabiliser
+  float keel = 0;                 // z of the attention z-loss z L^2 per row; 0 is off
+  float beta = 2;                 // paper, paper_capped: factor on a positive tied maximum
+  float cap = 8;                  // paper_capped: largest shift, in nats
+  float tie_tolerance = 1e-3f;    // scores this close to the maximum tie with it
+  uint64_t seed = 0;              // of stochastic sites, dither and the capped shift
 
   const Rounding& at(Site site) const { return rounding[static_cast<size_t>(site)]; }
   Rounding& at(Site site) { return rounding[static_cast<size_t>(site)]; }
   friend bool operator==(const PrecisionPlan&, const PrecisionPlan&) = default;
 };
 
-// Plans with names.
-//   fp32      nothing is rounded below FP32
-//   flash2    what FlashAttention-2 does: probs, output, probs_bwd, dscores, dq, dk, dv in bf16, the rest fp32
-//   bf16_all  the paper's published arithmetic: flash2, and scores, shifted, row_sum, pv, dprobs in bf16
-//   fp8       FlashAttention-3 style: e4m3 operands (probs scaled by 2^8), bf16 outputs and gradients
-inline constexpr std::array<std::string_view, 4> kPlanNames = {"fp32", "flash2", "bf16_all", "fp8"};
+// Plans with names, as changes of what stands before them in the table. The systems of papers: what a paper leaves open
+// or does not have is marked "ours". Their backward passes read what the forward pass read where nothing is said, and
+// everything that is not an operand is as in flash2: ours. Blocks run along the row at every site (a tensor core needs
+// them along the summed index, which for v, and for dS and dO in dK and dV, is the column): ours.
+struct NamedPlan {
+  std::string_view name, text;
+};
+inline constexpr NamedPlan kNamedPlans[] = {
+    // Nothing is rounded below FP32.
+    {"fp32", ""},
+    // What FlashAttention-2 does.
+    {"flash2", "probs=bf16,output=bf16,probs_bwd=bf16,dscores=bf16,dq=bf16,dk=bf16,dv=bf16"},
+    // The published arithmetic of arXiv 2510.04212.
+    {"bf16_all", "flash2,scores=bf16,shifted=bf16,row_sum=bf16,pv=bf16,dprobs=bf16"},
+    // FlashAttention-3 without its scales: E4M3 operands, probs times 2^8.
+    {"fp8", "flash2,q=e4m3/saturate,k=e4m3/saturate,v=e4m3/saturate,probs=e4m3^8/saturate,grad_output=bf16"},
+    // FlashAttention-3, arXiv 2407.08608: a scale for each block of q, k and v, exp times 2^8. Left out: the rotation by
+    // a random Hadamard matrix, which changes no score but for rounding. It has no FP8 backward: BF16 is ours. Its sums:
+    // add accumulate=h200.
+    {"fp8_fa3", "flash2,q=e4m3*tile,k=e4m3*tile,v=e4m3*tile,probs=e4m3^8/saturate,grad_output=bf16"},
+    // DeepSeek-V3, arXiv 2412.19437: E4M3 in all products, a scale in FP32 for 128 neighbours. The paper keeps attention
+    // in BF16: its rule for linear layers at attention's operands is ours. Its sums, every 128 products to FP32: add
+    // accumulate=h200/4.
+    {"fp8_deepseek",
+     "flash2,q=e4m3*block128,k=e4m3*block128,v=e4m3*block128,grad_output=e4m3*block128,probs=e4m3*block128,"
+     "probs_bwd=e4m3*block128,dscores=e4m3*block128"},
+    // OCP MX 1.0 with the scales rounded up and E4M3 for gradients too, as arXiv 2506.08027 trains. At attention's
+    // operands: ours.
+    {"mxfp8",
+     "flash2,q=e4m3*block32@e8m0_up,k=e4m3*block32@e8m0_up,v=e4m3*block32@e8m0_up,"
+     "grad_output=e4m3*block32@e8m0_up,probs=e4m3*block32@e8m0_up,probs_bwd=e4m3*block32@e8m0_up,"
+     "dscores=e4m3*block32@e8m0_up"},
+    // FP4 attention as SageAttention3 (arXiv 2505.11594) and Attn-QAT (arXiv 2603.00040) have it: NVFP4 q, k, v and P,
+    // whose blocks' scales share one for the row; the backward pass finds the same P again, and is BF16 otherwise.
+    {"nvfp4",
+     "flash2,q=e2m1*block16@e4m3*tensor,k=e2m1*block16@e4m3*tensor,v=e2m1*block16@e4m3*tensor,"
+     "probs=e2m1*block16@e4m3*row,probs_bwd=e2m1*block16@e4m3*row,grad_output=bf16"},
+    // SageBwd, arXiv 2603.02170: six of the seven products in INT8, a scale a block (P: a row), keys less their mean; dP
+    // in 16 bits. BF16 for the paper's FP16, which loses gradients this small: ours.
+    {"sage_int8",
+     "flash2,q=int8*tile,k=int8*tile,v=int8*tile,probs=int8*row,probs_bwd=int8*tile,dscores=int8*tile,"
+     "grad_output=int8*tile,v_bwd=bf16,grad_output_for_dprobs=bf16,keys=centred"},
+    // TurboAttention, arXiv 2412.08585: INT8 by blocks for q, k, v and P, exponents in FP16. Left out: the table of its
+    // exponential, and the KV cache below 8 bits. Scales by 127 (paper: 119) and a BF16 backward pass: ours.
+    {"turbo", "flash2,q=int8*tile,k=int8*tile,v=int8*tile,probs=int8*tile,shifted=fp16,grad_output=bf16"},
+    // HiFloat8, arXiv 2409.16626: every operand, ties away from zero. The paper scales the loss, adaptively; a power of
+    // two for dO and for each tile of dS is ours.
+    {"hifloat8",
+     "flash2,q=hif8/nearest_away,k=hif8/nearest_away,v=hif8/nearest_away,probs=hif8/nearest_away,"
+     "probs_bwd=hif8/nearest_away,grad_output=hif8*tensor@e8m0_up/nearest_away,"
+     "dscores=hif8*tile@e8m0_up/nearest_away"},
+    // PASA, arXiv 2503.01873: everything of the forward pass in FP16, keys less a mean. The mean of all keys (paper: of a
+    // block, 0.98 of it) and a BF16 backward pass: ours.
+    {"pasa_fp16",
+     "flash2,q=fp16,k=fp16,v=fp16,scores=fp16,shifted=fp16,probs=fp16,row_sum=fp16,pv=fp16,output=fp16,"
+     "grad_output=bf16,keys=centred"},
+};
+inline constexpr auto kPlanNames = [] {
+  std::array<std::string_view, std::size(kNamedPlans)> names{};
+  for (size_t n = 0; n < names.size(); ++n) names[n] = kNamedPlans[n].name;
+  return names;
+}();
 
 // A comma-separated list, read from the left: plan names and key=value. Keys: a site (value: parse_rounding),
-// stabiliser, accumulate, keel, beta, cap, tie_tolerance, seed. The first item may be a plan's name; setting
-// `output` sets output_for_delta too, unless that is set by itself.
-//   bf16_all,row_sum=fp32    flash2,stabiliser=zero_sum,keel=1e-3    fp32,row_sum=e5m2/stochastic
+// stabiliser, accumulate (fp32_sequential, or a chip of numerics/tensor_core.h, as h200 or, with a promotion to FP32
+// every 4 blocks, h200/4), keys (given, centred), keel, beta, cap, tie_tolerance, seed. A plan's name gives every site
+// its format, and keys where the plan has a rule for them; second readings follow the first (kSecondReadings).
+//   bf16_all,row_sum=fp32    flash2,q=e4m3*block32    flash2,stabiliser=zero_sum,keel=1e-3    fp32,row_sum=e5m2/stochastic
 // Throws std::invalid_argument naming what was found and what is known.
 PrecisionPlan parse_plan(std::string_view text);
 // The shortest text that parse_plan turns back into the plan.

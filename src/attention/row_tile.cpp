@@ -7,6 +7,23 @@
 #include "numerics/tensor_core.h"
 
 namespace evenkeel {
+namespace {
+
+// The model for operands of a site: of its format; what the chip has no row for is added as BF16 is, by the default chip if
+// need be. Under a shared scale the operands are the scaled numbers, so that the products align as the scaled ones do, and
+// the format's least exponent has no meaning.
+TensorCoreModel tensor_core_of(const PrecisionPlan& plan, Site operand) {
+  const Rounding& rounding = plan.at(operand);
+  const TensorCoreModel* found = nullptr;
+  for (const Format format : {rounding.format, kBf16})
+    for (const TensorCoreModel& model : kTensorCoreModels)
+      if (!found && model.chip == plan.chip && model.operand == format) found = &model;
+  TensorCoreModel model = found ? *found : find_tensor_core_model(kBf16);
+  if (rounding.shared != SharedScale{}) model.operand.exponent_bits = kFp32.exponent_bits;
+  return model;
+}
+
+}  // namespace
 
 RowTile::RowTile(const Call& call)
     : call_(call),
@@ -49,10 +66,9 @@ void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
   const Rounding& rounding = plan().at(site);
   if (!is_identity(rounding) || observer_) {
     if (observer_) exact_ = rows;
-    for (int64_t i = 0; i < rows_; ++i)
-      round_array(rounding, &rows[at(i * depth_)], &rows[at(i * depth_)], at(D_),
-                  stream_key(call_.problem, plan(), static_cast<uint32_t>(site)),
-                  static_cast<uint64_t>((random_head() * call_.problem.T + row_ + i) * D_));
+    round_rows(rounding, rows.data(), rows_, D_, depth_, call_.operands.largest(site, b_, h_),
+               stream_key(call_.problem, plan(), static_cast<uint32_t>(first_reading(site))),
+               static_cast<uint64_t>((random_head() * call_.problem.T + row_) * D_));
     if (observer_)
       observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
   }
@@ -93,17 +109,38 @@ void RowTile::round_lines(Site site, float* block, int64_t lines, int64_t first_
 void RowTile::round_only(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines) {
   const Rounding& rounding = plan().at(site);
   if (is_identity(rounding)) return;
+  if (rounding.shared != SharedScale{})
+    round_shared(site, block, lines, first_line, all_lines);
+  else
+    round_elements(rounding, site, block, lines, first_line, all_lines);
+}
+
+void RowTile::round_shared(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines) {
+  const Rounding& rounding = plan().at(site);
+  const SharedScale& shared = rounding.shared;
+  scales_.clear();
+  for (int64_t i = 0; i < rows_; i += kScaleTileRows) {
+    const ScaledMatrix m{block + i, std::min<int64_t>(kScaleTileRows, rows_ - i), lines, 1, width_};
+    const std::vector<float> scales = find_scales(rounding, m);
+    scales_.insert(scales_.end(), scales.begin(), scales.end());
+  }
+  const ScaledMatrix all{block, rows_, lines, 1, width_};
+  divide_by_scales(shared, all, scales_);
+  round_elements(element_rounding(rounding), site, block, lines, first_line, all_lines);
+  multiply_by_scales(shared, all, scales_);
+}
+
+void RowTile::round_elements(const Rounding& rounding, Site site, float* block, int64_t lines,
+                             int64_t first_line, int64_t all_lines) {
   if (columns_ == width_ && rounding.mode != RoundingMode::stochastic) {
     round_array(rounding, block, block, at(lines * width_));
     return;
   }
-  // T is padded to the random numbers' group, so that tiles of 64 rows start at a group. The O that delta uses draws
-  // as O does: rounded alike, they are the same numbers.
-  const Site stream = site == Site::output_for_delta ? Site::output : site;
+  // T is padded to the random numbers' group, so that tiles of 64 rows start at a group.
   const int64_t pitch = round_up(call_.problem.T, static_cast<int64_t>(kRandomGroup));
   for (int64_t line = 0; line < lines; ++line)
     round_array(rounding, block + line * width_, block + line * width_, at(columns_),
-                stream_key(call_.problem, plan(), static_cast<uint32_t>(stream)),
+                stream_key(call_.problem, plan(), static_cast<uint32_t>(first_reading(site))),
                 static_cast<uint64_t>((random_head() * all_lines + first_line + line) * pitch + row_));
 }
 
@@ -118,21 +155,20 @@ void RowTile::multiply(Site operand, int64_t rows, int64_t columns, int64_t dept
     kernels_.multiply(rows, columns, depth, a, a_row, a_column, b, b_stride, c, c_stride, accumulate, scale);
     return;
   }
-  // Of the operand's format; what no tensor core takes is added as BF16 is.
-  const Format format = plan().at(operand).format;
-  const bool known = format == kFp16 || format == kTf32 || format == kE4m3 || format == kE5m2;
-  const TensorCoreModel& model = find_tensor_core_model(known ? format : kBf16);
+  const TensorCoreModel model = tensor_core_of(plan(), operand);
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t n = 0; n < columns; ++n) {
       float& result = c[m * c_stride + n];
-      const float sum = tensor_core_dot(model, a + m * a_row, a_column, b + n, b_stride,
-                                        static_cast<size_t>(depth), accumulate ? result : 0.0f);
+      const float sum = tensor_core_dot_promoted(model, a + m * a_row, a_column, b + n, b_stride,
+                                                 static_cast<size_t>(depth), accumulate ? result : 0.0f,
+                                                 static_cast<size_t>(plan().promote));
       result = accumulate ? sum : sum * scale;
     }
 }
 
 void RowTile::score_tile(int64_t key, int64_t keys) {
-  multiply(Site::k, keys, columns_, D_, call_.operands.k(b_, h_, key), depth_, 1, qt_.data(), width_,
+  const Site operand = call_.operands.pass() == Pass::forward ? Site::k : Site::k_bwd;
+  multiply(operand, keys, columns_, D_, call_.operands.k(b_, h_, key), depth_, 1, qt_.data(), width_,
            tile_.data(), width_, /*accumulate=*/false, call_.problem.scale);
   if (const float cap = call_.problem.softcap; cap > 0)
     for (int64_t j = 0; j < keys; ++j)

@@ -50,6 +50,10 @@ class RowTile {
                    int64_t column);
   // The two halves of it. show: exact_ holds the block as it was before.
   void round_only(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines);
+  void round_elements(const Rounding& rounding, Site site, float* block, int64_t lines, int64_t first_line,
+                      int64_t all_lines);
+  // The same with shared scales, which stay in scales_: [row][block of lines].
+  void round_shared(Site site, float* block, int64_t lines, int64_t first_line, int64_t all_lines);
   void show(Site site, const float* block, int64_t lines, int64_t column);
   // As AttentionKernels::multiply, by the plan's model of accumulation for operands of this site.
   void multiply(Site operand, int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
@@ -74,10 +78,11 @@ class RowTile {
 
   // --- backward
   void load_row_values(const AttentionForward& saved);
+  void add_over_rows(Site operand, int64_t keys, const float* left, const float* right, float* sums) const;
   void recompute_tile(int64_t key, int64_t keys);  // tile_ = P, dp_ = dP
   void find_delta(const BackwardTask& task);
   void score_gradients(int64_t key, int64_t keys, bool facts);  // dp_ = dS
-  void measure_residual(int64_t keys, Format format);
+  void measure_residual(int64_t keys, const Rounding& rounding);
   void add_keel_of_mean_key(const AttentionForward& saved);
   void write_facts(const BackwardTask& task);
 
@@ -95,6 +100,7 @@ class RowTile {
   std::vector<float> tile_;                    // [key][row]: S, then P
   std::vector<float> exact_;                   // values before a rounding, for the observer
   std::vector<float> zeros_, unused_;          // [row]
+  std::vector<float> scales_;                  // of the last site with shared scales
   std::vector<RowShift> shifts_;               // [row]
   std::vector<float> units_;                   // [row]: the row's random number
   std::vector<float> tile_max_, m_,
@@ -103,7 +109,8 @@ class RowTile {
   std::vector<float> tile_sum_, sum_, wide_sum_;  // [row]: of the tile; l; l unrounded
   std::vector<float> o_, wide_o_, normalised_;    // [D][row]: O-bar, unrounded O-bar, O
 
-  std::vector<float> do_, dot_;                      // [row][depth], [D][row]: dO
+  std::vector<float> do_, dot_;                      // [row][depth], [D][row]: dO for dV; dO for dP and delta
+  std::vector<float> spare_;                         // [row][depth]
   std::vector<float> dp_, operand_, softcap_;        // [key][row]: dP then dS; P for dV; softcap's derivative
   std::vector<float> dqt_, delta_, lse_;             // [D][row], [row], [row]
   std::vector<double> residual_, floor_, prob_sum_;  // [row]

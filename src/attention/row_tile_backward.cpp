@@ -9,12 +9,12 @@ namespace evenkeel {
 
 void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTask& task) {
   start(b, h, first_row);
-  // The observer saw q in the forward pass; where rows are not written it sees this tile in the pass that
-  // does.
-  observer_ = nullptr;
-  pack(call_.in.q, Site::q, q_, qt_);
-  if (task.write_rows) observer_ = call_.observer;
+  // Where rows are not written the observer sees this tile in the pass that does.
+  observer_ = task.write_rows ? call_.observer : nullptr;
+  pack(call_.in.q, Site::q_bwd, q_, qt_);
   pack(task.grad_output, Site::grad_output, do_, dot_);
+  if (observer_ || plan().at(Site::grad_output_for_dprobs) != plan().at(Site::grad_output))
+    pack(task.grad_output, Site::grad_output_for_dprobs, spare_, dot_);
   const size_t tile_size = at(call_.tile_keys() * width_);
   dp_.resize(tile_size);
   operand_.resize(tile_size);
@@ -37,16 +37,15 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
         std::copy_n(tile_.begin(), keys * width_, operand_.begin());
         round_lines(Site::probs_bwd, operand_.data(), keys, key, call_.problem.N, key);
       }
-      multiply(Site::probs_bwd, keys, depth_, rows_, rounded ? operand_.data() : tile_.data(), width_, 1,
-               do_.data(), depth_, task.dv + (key - task.first_key) * depth_, depth_, true);
+      add_over_rows(Site::probs_bwd, keys, rounded ? operand_.data() : tile_.data(), do_.data(),
+                    task.dv + (key - task.first_key) * depth_);
     }
     score_gradients(key, keys, facts);
     if (task.write_rows)
       multiply(Site::dscores, D_, columns_, keys, call_.operands.k(b_, h_, key), 1, depth_, dp_.data(),
                width_, dqt_.data(), width_, true);
     if (task.dk)
-      multiply(Site::dscores, keys, depth_, rows_, dp_.data(), width_, 1, q_.data(), depth_,
-               task.dk + (key - task.first_key) * depth_, depth_, true);
+      add_over_rows(Site::dscores, keys, dp_.data(), q_.data(), task.dk + (key - task.first_key) * depth_);
   });
   if (!task.write_rows) return;
   if (head_->centres_keys && plan().keel != 0) add_keel_of_mean_key(task.saved);
@@ -54,6 +53,15 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
   unpack(task.out.dq, dqt_);
   if (task.out.delta.present()) unpack_row_values(task.out.delta, delta_);
   if (facts) write_facts(task);
+}
+
+// sums[key][d] += sum over the tile's rows, by groups of rows that no choice of tile_rows parts: a promotion ends with its
+// group.
+void RowTile::add_over_rows(Site operand, int64_t keys, const float* left, const float* right,
+                            float* sums) const {
+  for (int64_t i = 0; i < rows_; i += kScaleTileRows)
+    multiply(operand, keys, depth_, std::min<int64_t>(kScaleTileRows, rows_ - i), left + i, width_, 1,
+             right + i * depth_, depth_, sums, depth_, true);
 }
 
 // m_ and sum_ as the forward pass left them; lse_ as the exponent's shift; a row without keys gets 0 for
@@ -99,7 +107,7 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
     kernels_.exp_shifted(tile_.data(), keys, columns_, width_, lse_.data(), unused_.data());
   }
   observer_ = observer;
-  multiply(Site::v, keys, columns_, D_, call_.operands.v(b_, h_, key), depth_, 1, dot_.data(), width_,
+  multiply(Site::v_bwd, keys, columns_, D_, call_.operands.v(b_, h_, key), depth_, 1, dot_.data(), width_,
            dp_.data(), width_, /*accumulate=*/false);
   round_lines(Site::dprobs, dp_.data(), keys, key, call_.problem.N, key);
 }
@@ -154,17 +162,19 @@ void RowTile::score_gradients(int64_t key, int64_t keys, bool facts) {
   kernels_.score_gradient(tile_.data(), dp_.data(), keys, columns_, width_, delta_.data(),
                           call_.problem.scale);
   if (call_.problem.softcap > 0) {
-    if (facts) measure_residual(keys, kFp32);
+    if (facts) measure_residual(keys, Rounding{});
     for (int64_t n = 0; n < keys * width_; ++n) dp_[at(n)] *= softcap_[at(n)];
     facts = false;
   }
   round_lines(Site::dscores, dp_.data(), keys, key, call_.problem.N, key);
-  if (facts) measure_residual(keys, plan().at(Site::dscores).format);
+  if (facts) measure_residual(keys, plan().at(Site::dscores));
 }
 
-// Adds dp_ to the rows' residuals, and the variance of one rounding to the format to their floors, which takes most of
+// Adds dp_ to the rows' residuals, and the variance of one rounding to their floors, which takes most of
 // the time and is left out where nobody asks.
-void RowTile::measure_residual(int64_t keys, Format format) {
+void RowTile::measure_residual(int64_t keys, const Rounding& rounding) {
+  const bool shared = rounding.shared != SharedScale{};
+  const int64_t group = group_columns(rounding.shared, keys), per_row = scales_per_row(rounding.shared, keys);
   const double inverse_scale = 1.0 / call_.problem.scale;
   for (int64_t j = 0; j < keys; ++j)
     for (int64_t i = 0; i < rows_; ++i) {
@@ -173,7 +183,10 @@ void RowTile::measure_residual(int64_t keys, Format format) {
       prob_sum_[at(i)] += tile_[at(n)];
       residual_[at(i)] += dp_[at(n)] * inverse_scale;
       if (!floor_wanted_) continue;
-      const double gap = ulp(format, dp_[at(n)]) * inverse_scale;
+      const float scale = shared ? scales_[at(i * per_row + j / group)] : 1.0f;
+      if (scale == 0) continue;
+      const double gap =
+          static_cast<double>(ulp(rounding.format, dp_[at(n)] / scale)) * scale * inverse_scale;
       floor_[at(i)] += gap * gap / 12;  // of an error spread evenly over one gap
     }
 }

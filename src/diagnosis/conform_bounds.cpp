@@ -9,23 +9,85 @@ namespace {
 // Largest relative error of a rounding where the result is normal, and largest absolute one where it is not.
 double relative_error(const Rounding& r, double largest = 0) {
   if (is_identity(r)) return 0;
-  if (std::ldexp(largest, r.scale_exponent) > double{max_finite(r.format)}) return 1;  // saturates
+  const bool shared = r.shared != SharedScale{};
+  if (!shared && std::ldexp(largest, r.scale_exponent) > double{max_finite(r.format)}) return 1;  // saturates
   const bool nearest = r.mode == RoundingMode::nearest_even || r.mode == RoundingMode::nearest_away;
-  return std::ldexp(nearest ? 0.5 : 1.0, -r.format.significand_bits);
+  // Tapered: one bit is all that the largest and the smallest numbers have.
+  const double error = std::ldexp(nearest ? 0.5 : 1.0, r.format.tapered ? -1 : -r.format.significand_bits);
+  if (!shared) return error;
+  // The largest value saturates where its scale was rounded down: to a power of two, or to E4M3's three bits.
+  if (r.shared.rule == ScaleRule::e8m0)
+    return std::max(error,
+                    1 - std::ldexp(double{max_finite(r.format)}, -scale_target_exponent(r.format) - 1));
+  return r.shared.rule == ScaleRule::e4m3 ? std::max(error, 0x1p-4) : error;
 }
 // GPUs may flush what is below FP32's normal numbers.
 constexpr double kSmallestNormal = 0x1p-126;
-double absolute_error(const Rounding& r) {
+double absolute_error(const Rounding& r, double largest) {
   if (is_identity(r)) return kSmallestNormal;
+  // A shared scale is at most twice what makes the largest value the format's largest.
+  if (r.shared != SharedScale{})
+    return std::max(kSmallestNormal, 2 * largest / scale_target(r.format) * min_subnormal(r.format));
   return std::max(kSmallestNormal, std::ldexp(double{min_subnormal(r.format)}, -r.scale_exponent));
 }
+
+// The errors of a plan's sites; of both readings where a value is read twice.
+class SiteErrors {
+ public:
+  SiteErrors(const AttentionProblem& shape, const OutputScales& scales)
+      : plan_(shape.plans[0]),
+        largest_(scales.largest),
+        D_(static_cast<double>(std::max(shape.D, scales.o.shape()[3]))) {}
+
+  bool centred() const {
+    return plan_.stabiliser == Stabiliser::centre_keys || plan_.keys == KeyRule::centred;
+  }
+  double relative(Site site, double largest) const {
+    return of_both(site, [&](const Rounding& r) { return relative_error(r, largest); });
+  }
+  double absolute(Site site) const {
+    return of_both(site, [&](const Rounding& r) { return absolute_error(r, largest_at(site)); });
+  }
+
+ private:
+  template <class Error>
+  double of_both(Site site, Error error) const {
+    double most = error(plan_.at(site));
+    for (const SecondReading& row : kSecondReadings)
+      if (row.first == site && site != Site::output) most = std::max(most, error(plan_.at(row.site)));
+    return most;
+  }
+  // The largest magnitude that meets at a site, for scales that are shared. Probabilities are at most 1.
+  double largest_at(Site site) const {
+    const auto [q, k, v, d_o] = largest_;
+    switch (site) {
+      case Site::q:
+        return q;
+      case Site::k:
+        return (centred() ? 2 : 1) * k;
+      case Site::v:
+        return v;
+      case Site::grad_output:
+        return d_o;
+      case Site::dscores:
+        return 2 * D_ * d_o * v;
+      default:
+        return 1;
+    }
+  }
+
+  const PrecisionPlan& plan_;
+  decltype(OutputScales::largest) largest_;
+  double D_;
+};
 
 }  // namespace
 
 OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& scales, int64_t head) {
   const PrecisionPlan& plan = shape.plans[0];
-  const auto u = [&](Site site, double largest = 0) { return relative_error(plan.at(site), largest); };
-  const auto eta = [&](Site site) { return absolute_error(plan.at(site)); };
+  const SiteErrors errors(shape, scales);
+  const auto u = [&](Site site, double largest = 0) { return errors.relative(site, largest); };
+  const auto eta = [&](Site site) { return errors.absolute(site); };
   const auto both = [](double x, double y) { return x + y + x * y; };  // (1 + x)(1 + y) - 1
   const auto N = static_cast<double>(shape.N), T = static_cast<double>(shape.T * (shape.H / shape.G)),
              D = static_cast<double>(std::max(shape.D, scales.o.shape()[3]));
@@ -34,7 +96,7 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   // FP32 arithmetic: an ulp (tensor cores truncate) for each term of the longest chain of sums, exp, log and division.
   const double arithmetic = 0x1p-23 * (2 * D + 2 * N + T + 64);
   const double tiles = shape.tile_keys > 0 ? std::ceil(N / static_cast<double>(shape.tile_keys)) : 1;
-  const bool centred = plan.stabiliser == Stabiliser::centre_keys;
+  const bool centred = errors.centred();
   // The tanh of a soft cap: 11 bits in hardware, where kernels of 16 bits take it from there.
   const bool rounds = std::ranges::any_of(plan.rounding, [](const Rounding& r) { return !is_identity(r); });
   const double tanh_error = shape.softcap > 0 ? (rounds ? 0x1p-10 : 0x1p-20) : 0;

@@ -17,12 +17,28 @@ namespace evenkeel {
 namespace {
 
 // Most suspect first: what was found to derail (docs/experiments.md), then the way of a row from scores to gradients.
-constexpr std::array kSuspects = {Site::row_sum,     Site::pv,    Site::output_for_delta,
-                                  Site::output,      Site::delta, Site::shifted,
-                                  Site::scores,      Site::probs, Site::dprobs,
-                                  Site::dscores,     Site::q,     Site::k,
-                                  Site::v,           Site::dq,    Site::dk,
-                                  Site::grad_output, Site::dv,    Site::probs_bwd};
+constexpr std::array kSuspects = {Site::row_sum,
+                                  Site::pv,
+                                  Site::output_for_delta,
+                                  Site::output,
+                                  Site::delta,
+                                  Site::shifted,
+                                  Site::scores,
+                                  Site::probs,
+                                  Site::dprobs,
+                                  Site::dscores,
+                                  Site::q,
+                                  Site::k,
+                                  Site::v,
+                                  Site::dq,
+                                  Site::dk,
+                                  Site::grad_output,
+                                  Site::dv,
+                                  Site::probs_bwd,
+                                  Site::q_bwd,
+                                  Site::k_bwd,
+                                  Site::v_bwd,
+                                  Site::grad_output_for_dprobs};
 static_assert(kSuspects.size() == kSiteCount);
 constexpr size_t kWindowsTried = 3;
 constexpr double kDeviations = 5;
@@ -279,11 +295,19 @@ class Search {
   std::string same_for(const std::vector<int64_t>& heads, const std::string& change) const {
     return clauses_for(heads, [&](int64_t) { return change; });
   }
-  // The sites of a head's plan changed to what `rounding` makes of them. Setting `output` would take output_for_delta with
-  // it, unless that is set too.
+  // Setting a site takes its second reading along, unless that is set too.
+  template <class Value>
+  static std::string second_readings(const std::vector<Site>& sites, Value value) {
+    std::string text;
+    for (const SecondReading& row : kSecondReadings)
+      if (row.first == Site::output || std::find(sites.begin(), sites.end(), row.first) != sites.end())
+        text += fmt::format("{}{}={}", text.empty() ? "" : ",", name(row.site), to_string(value(row.site)));
+    return text;
+  }
+  // The sites of a head's plan changed to what `rounding` makes of them.
   template <class Change>
   std::string site_changes(const PrecisionPlan& plan, const std::vector<Site>& sites, Change rounding) const {
-    std::string text = fmt::format("output_for_delta={}", to_string(plan.at(Site::output_for_delta)));
+    std::string text = second_readings(sites, [&](Site site) { return plan.at(site); });
     for (const Site site : sites)
       text += fmt::format(",{}={}", name(site), to_string(rounding(plan.at(site))));
     return text;
@@ -409,8 +433,9 @@ class Search {
     e_.alone_guilty = &trial("the guilty sites alone rounded, all else FP32",
                              "fp32; " + clauses_for(e_.guilty, [&](int64_t head) {
                                const PrecisionPlan plan = plan_of(head);
-                               std::string text = "output_for_delta=fp32";
-                               for (const Site site : rounding_of(e_.sites))
+                               const std::vector<Site> sites = rounding_of(e_.sites);
+                               std::string text = second_readings(sites, [](Site) { return Rounding{}; });
+                               for (const Site site : sites)
                                  text += fmt::format(",{}={}", name(site), to_string(plan.at(site)));
                                return text;
                              }));
