@@ -114,12 +114,9 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
 // What no kernels of a GPU have is refused in words, never computed as something else.
 TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   const std::pair<const char*, const char*> cases[] = {
-      {"mxfp8", "q=e4m3*block32@e8m0_up (shared scales run on the CPU)"},
+      {"mxfp8", "probs=e4m3*block32@e8m0_up (scales that blocks of P or dS share run on the CPU)"},
       {"flash2,dscores=int8*tile", "dscores=int8*tile"},
-      {"flash2,q=int8", "q=int8 (formats without NaN and tapered ones run on the CPU)"},
-      {"flash2,probs=e2m1", "probs=e2m1"},
-      {"hifloat8", "q=hif8/nearest_away"},
-      {"flash2,v_bwd=bf16", "v_bwd=bf16 beside v=fp32"},
+      {"hifloat8", "dscores=hif8*tile@e8m0_up/nearest_away"},
       {"flash2,grad_output=bf16,grad_output_for_dprobs=fp32",
        "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
       {"flash2,accumulate=h200/4", "sums of another chip or with promotion"},
@@ -134,7 +131,9 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
     }
   }
   EXPECT_EQ(choose_kernel(problem("flash2,keys=centred"), kHopper).kernel, "any_plan");
-  EXPECT_EQ(choose_kernel(problem("pasa_fp16"), kHopper).kernel, "any_plan");
+  for (const char* plan :
+       {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
+    EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan") << plan;
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }
 

@@ -34,20 +34,16 @@ std::string hopper_device_not_taken(const CudaDevice& device) {
   return fmt::format("compute capability {}.{} (they are built for exactly 9.0)", device.major, device.minor);
 }
 
-// Of what a plan may ask and no kernels of a GPU have yet: they must not compute something else instead.
-std::string gpu_plan_not_taken(const PrecisionPlan& plan) {
-  for (int n = 0; n < kSiteCount; ++n) {
-    const auto site = static_cast<Site>(n);
-    const Rounding& r = plan.at(site);
-    if (r.shared != SharedScale{})
-      return fmt::format("{}={} (shared scales run on the CPU)", name(site), to_string(r));
-    if (is_whole(r.format) || r.format.tapered || !r.format.has_nan)
-      return fmt::format("{}={} (formats without NaN and tapered ones run on the CPU)", name(site),
-                         to_string(r));
-    if (const Site first = first_reading(site); first != Site::output && r != plan.at(first))
-      return fmt::format("{}={} beside {}={} (the CPU takes both)", name(site), to_string(r), name(first),
-                         to_string(plan.at(first)));
-  }
+// What a plan may ask and no kernels of a GPU have yet: they must not compute something else instead.
+std::string any_plan_plan_not_taken(const PrecisionPlan& plan) {
+  for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
+    if (plan.at(site).shared != SharedScale{})
+      return fmt::format("{}={} (scales that blocks of P or dS share run on the CPU)", name(site),
+                         to_string(plan.at(site)));
+  if (plan.at(Site::grad_output_for_dprobs) != plan.at(Site::grad_output))
+    return fmt::format("grad_output_for_dprobs={} beside grad_output={} (the CPU takes both)",
+                       to_string(plan.at(Site::grad_output_for_dprobs)),
+                       to_string(plan.at(Site::grad_output)));
   if (plan.accumulate == Accumulate::tensor_core && (plan.promote != 0 || plan.chip != kDefaultChip))
     return fmt::format("sums of another chip or with promotion, as in \"{}\" (they run on the CPU)",
                        to_string(plan));
@@ -55,7 +51,7 @@ std::string gpu_plan_not_taken(const PrecisionPlan& plan) {
 }
 
 std::string hopper_plan_not_taken(const PrecisionPlan& plan) {
-  if (std::string what = gpu_plan_not_taken(plan); !what.empty()) return what;
+  if (std::string what = any_plan_plan_not_taken(plan); !what.empty()) return what;
   if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
   const StabiliserRules& rules = rules_of(plan.stabiliser);
   // They sum rounded probabilities only with shifts by powers of two, and exact ones only with the others.
@@ -126,7 +122,7 @@ constexpr KernelFamily kFamilies[] = {
      {kEveryShape | features({Feature::packed, Feature::device_step}),
       types({TensorType::bf16, TensorType::fp32}), kLargestGpuHead, /*head_step=*/1, kGpuAlignment},
      any_plan_device_not_taken,
-     gpu_plan_not_taken,
+     any_plan_plan_not_taken,
      any_plan_reason,
      any_plan_prepare,
      any_plan_forward,

@@ -9,6 +9,7 @@
 #include "attention/head_plan.h"
 #include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
+#include "numerics/round_block.h"
 
 namespace evenkeel {
 namespace {
@@ -28,79 +29,109 @@ bool keeps_bf16(const Rounding& r) {
 }
 bool is_bf16_number(const Rounding& r) { return parts_of(r) == 1; }
 
+// bf16 parts of a prepared operand: under a scale that is no power of two a number may have all of FP32's bits.
+uint8_t operand_parts(const Rounding& r, bool wider_than_bf16) {
+  const SharedScale& shared = r.shared;
+  if (shared == SharedScale{}) return wider_than_bf16 ? parts_of(r) : 1;
+  const bool power = shared.rule == ScaleRule::e8m0 || shared.rule == ScaleRule::e8m0_up;
+  return power ? parts_of(r) : parts_of(Rounding{});
+}
+
+// What the backward pass reads, in the places of what the forward pass reads.
+PrecisionPlan backward_readings(PrecisionPlan plan) {
+  for (const SecondReading& row : kSecondReadings)
+    if (row.first <= Site::v) plan.at(row.first) = plan.at(row.site);
+  return plan;
+}
+
 struct Resolved : FamilyPlan {
   explicit Resolved(const AttentionProblem& problem) {
-    const bool fp32 = problem.type == TensorType::fp32;
     const auto heads = static_cast<int64_t>(problem.plans.size()), group = problem.H / problem.G;
     for (const PrecisionPlan& plan : problem.plans) {
-      const HeadPlan head(plan);
-      const auto at = [&](Site site) { return head.plan.at(site); };
-      DevicePlan d{};
-      for (int i = 0; i < kSiteCount; ++i)
-        d.site[i] = DeviceRounding::of(head.plan.rounding[static_cast<size_t>(i)]);
-      d.seed = plan.seed;
-      d.keel = plan.keel;
-      d.shift = head.shift;
-      d.sums_rounded = head.sums_rounded;
-      d.max_first = head.max_first;
-      d.wide_output = head.wide_output;
-      d.shadow = head.shadow;
-      d.probs_delta = head.probs_delta;
-      d.centres_keys = head.centres_keys;
-      // `o` holds what delta uses if it is the same rounding of the same numbers, and storing it rounds no
-      // more.
-      d.saves_output = head.wide_output || at(Site::output) != at(Site::output_for_delta) ||
-                       !(fp32 || is_bf16_number(at(Site::output)));
-      const bool centres = head.centres_keys;
-      d.parts_q = fp32 ? parts_of(at(Site::q)) : 1;
-      d.parts_k = fp32 || centres ? parts_of(at(Site::k)) : 1;
-      d.parts_v = fp32 ? parts_of(at(Site::v)) : 1;
-      d.parts_grad = fp32 ? parts_of(at(Site::grad_output)) : 1;
-      d.parts_probs = parts_of(at(Site::probs));
-      d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
-      d.parts_dscores = parts_of(at(Site::dscores));
-      const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
-      bool quick = !fp32 && problem.softcap == 0 && !problem.mask.visible.present();
-      for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
-        quick = quick && kind(site) != RoundKind::any;
-      for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
-        quick = quick && kind(site) == RoundKind::bf16;
-      // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
-      quick = quick && !centres;
-      const bool full = head.shadow || head.sums_rounded || problem.tile_keys == 0 ||
-                        counts_ties(head.shift.rule) || head.power_shift();
-      d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
-      d.backward = !quick ? Variant::any : head.sums_rounded ? Variant::full : Variant::quick;
-      centres_keys |= centres;
-      saves_output |= d.saves_output;
-      packs_q |= fp32 || !keeps_bf16(at(Site::q));
-      packs_k |= fp32 || centres || !keeps_bf16(at(Site::k));
-      packs_v |= fp32 || !keeps_bf16(at(Site::v));
-      packs_grad |= fp32 || !keeps_bf16(at(Site::grad_output));
-      rows.push_back(d);
-      plans.push_back(head);
+      plans.emplace_back(plan);
+      rows.push_back(row_of(problem, plan, plans.back(), plans.back().plan));
+      backward_rows.push_back(row_of(problem, plan, plans.back(), backward_readings(plans.back().plan)));
     }
-    for (int64_t h = 0; h < heads; ++h) {
-      const size_t first = static_cast<size_t>(heads == 1 ? 0 : h / group * group),
-                   own = static_cast<size_t>(h);
-      if (heads > 1)
+    for (std::vector<DevicePlan>* table : {&rows, &backward_rows})
+      for (int64_t h = 0; heads > 1 && h < heads; ++h)
         for (int64_t other = 0; other < group; ++other)
-          rows[own].backward =
-              std::max(rows[own].backward, rows[first + static_cast<size_t>(other)].backward);
-      reads_alike = reads_alike && read_keys_alike(plans[first], plans[own]);
+          (*table)[static_cast<size_t>(h)].backward =
+              std::max((*table)[static_cast<size_t>(h)].backward,
+                       (*table)[static_cast<size_t>(h / group * group + other)].backward);
+    for (int64_t h = 0; h < heads; ++h)
+      reads_alike =
+          reads_alike && read_keys_alike(plans[static_cast<size_t>(heads == 1 ? 0 : h / group * group)],
+                                         plans[static_cast<size_t>(h)]);
+  }
+
+  // One row of a pass's table: `reads` is the head's plan with what this pass reads.
+  DevicePlan row_of(const AttentionProblem& problem, const PrecisionPlan& plan, const HeadPlan& head,
+                    const PrecisionPlan& reads) {
+    const bool fp32 = problem.type == TensorType::fp32;
+    const auto at = [&](Site site) { return reads.at(site); };
+    DevicePlan d{};
+    for (int i = 0; i < kSiteCount; ++i) {
+      const Rounding& r = reads.rounding[static_cast<size_t>(i)];
+      d.site[i] = DeviceRounding::of(r.shared == SharedScale{} ? r : element_rounding(r));
     }
+    for (Site site : {Site::q, Site::k, Site::v, Site::grad_output}) {
+      d.shared[static_cast<int>(site)] = at(site).shared;
+      shares |= at(site).shared != SharedScale{};
+    }
+    d.seed = plan.seed;
+    d.keel = plan.keel;
+    d.shift = head.shift;
+    d.sums_rounded = head.sums_rounded;
+    d.max_first = head.max_first;
+    d.wide_output = head.wide_output;
+    d.shadow = head.shadow;
+    d.probs_delta = head.probs_delta;
+    d.centres_keys = head.centres_keys;
+    // `o` holds what delta uses if it is the same rounding of the same numbers, and storing it rounds no
+    // more.
+    d.saves_output = head.wide_output || at(Site::output) != at(Site::output_for_delta) ||
+                     !(fp32 || is_bf16_number(at(Site::output)));
+    const bool centres = head.centres_keys;
+    d.parts_q = operand_parts(at(Site::q), fp32);
+    d.parts_k = operand_parts(at(Site::k), fp32 || centres);
+    d.parts_v = operand_parts(at(Site::v), fp32);
+    d.parts_grad = operand_parts(at(Site::grad_output), fp32);
+    d.parts_probs = parts_of(at(Site::probs));
+    d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
+    d.parts_dscores = parts_of(at(Site::dscores));
+    const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
+    bool quick = !fp32 && problem.softcap == 0 && !problem.mask.visible.present();
+    for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
+      quick = quick && kind(site) != RoundKind::any;
+    for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
+      quick = quick && kind(site) == RoundKind::bf16;
+    // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
+    quick = quick && !centres && std::max({d.parts_q, d.parts_k, d.parts_v, d.parts_grad}) == 1;
+    const bool full = head.shadow || head.sums_rounded || problem.tile_keys == 0 ||
+                      counts_ties(head.shift.rule) || head.power_shift();
+    d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
+    d.backward = !quick ? Variant::any : head.sums_rounded ? Variant::full : Variant::quick;
+    centres_keys |= centres;
+    saves_output |= d.saves_output;
+    packs_q |= fp32 || !keeps_bf16(at(Site::q));
+    packs_k |= fp32 || centres || !keeps_bf16(at(Site::k));
+    packs_v |= fp32 || !keeps_bf16(at(Site::v));
+    packs_grad |= fp32 || !keeps_bf16(at(Site::grad_output));
+    return d;
   }
 
   int most(uint8_t DevicePlan::*parts) const {
     int most = 1;
-    for (const DevicePlan& d : rows) most = std::max<int>(most, d.*parts);
+    for (const auto* table : {&rows, &backward_rows})
+      for (const DevicePlan& d : *table) most = std::max<int>(most, d.*parts);
     return most;
   }
   bool any(auto condition) const { return std::any_of(rows.begin(), rows.end(), condition); }
 
-  std::vector<DevicePlan> rows;  // one, or one a head
+  std::vector<DevicePlan> rows, backward_rows;  // one, or one a head
   std::vector<HeadPlan> plans;
   bool centres_keys = false, saves_output = false, reads_alike = true;
+  bool shares = false;                                                         // scales, at some operand
   bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
 };
 
@@ -132,11 +163,18 @@ struct Workspace {
     if (resolved.packs_q) q = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_q));
     if (resolved.packs_k) k = carver.take<__nv_bfloat16>(keys * resolved.most(&DevicePlan::parts_k));
     if (resolved.packs_v) v = carver.take<__nv_bfloat16>(keys * resolved.most(&DevicePlan::parts_v));
+    if (resolved.shares) {
+      const int64_t most_rows = std::max(problem.H * problem.T, problem.G * problem.N);
+      largest_count = problem.B * (2 * most_rows + 2 * std::max(problem.H, problem.G) + 1);
+      largest = carver.take<uint32_t>(2 * largest_count);
+    }
     if (resolved.packs_grad) grad = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_grad));
     bytes = carver.used();
   }
   DevicePlan* plans;
   float *used_delta, *mean_key = nullptr;
+  uint32_t* largest = nullptr;  // two tables of the operand at hand
+  int64_t largest_count = 0;    // of one: rows, at most as many tiles, heads, sequences
   __nv_bfloat16 *q = nullptr, *k = nullptr, *v = nullptr, *grad = nullptr;
   int64_t padded_D, kv_copies;
   size_t bytes;
@@ -151,6 +189,7 @@ class Pass {
         problem_(problem),
         work_(problem, resolved_, memory),
         stream_(stream) {
+    if (grad_output) resolved_.rows = resolved_.backward_rows;
     const Saved saved(problem, resolved_, forward.saved);
     p.B = static_cast<int>(problem.B);
     p.H = static_cast<int>(problem.H);
@@ -247,6 +286,7 @@ class Pass {
     const int64_t copies = of_keys ? work_.kv_copies : problem_.H;
     Preparation task{};
     task.site = site;
+    task.operand = static_cast<OperandOf>(site);
     task.source = x.data;
     std::copy_n(x.stride.begin(), 4, task.stride);
     task.offsets = offsets;
@@ -262,6 +302,10 @@ class Pass {
       mean_keys<<<divide_up(count, kThreads), kThreads, 0, stream_>>>(p, task, work_.mean_key);
       check_launch("averaging keys");
     }
+    if (resolved_.any([&](const DevicePlan& d) {
+          return d.shared[static_cast<int>(task.operand)].group != ScaleGroup::none;
+        }))
+      find_largest_values(task);
     const int64_t blocks = std::min<int64_t>(divide_up(task.part_stride, kThreads), 1 << 16);
     prepare_operand<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
     check_launch("preparing an operand");
@@ -274,6 +318,27 @@ class Pass {
     result.head_divisor = static_cast<int>(problem_.H / copies);
     result.wide = true;
     return result;
+  }
+
+  void find_largest_values(Preparation& task) {
+    check_cuda(cudaMemsetAsync(work_.largest, 0,
+                               static_cast<size_t>(2 * work_.largest_count) * sizeof(uint32_t), stream_),
+               "clearing the table of largest values");
+    const auto table = [&](uint32_t* memory) {
+      const int64_t heads = int64_t{p.B} * task.heads, of_rows = heads * task.rows,
+                    tiles = heads * divide_up(task.rows, kScaleTileRows);
+      return LargestTable{memory, memory + of_rows, memory + of_rows + tiles,
+                          memory + of_rows + tiles + heads};
+    };
+    task.plain = table(work_.largest);
+    task.centred = table(work_.largest + work_.largest_count);
+    constexpr int kThreads = 128;
+    const int64_t rows = int64_t{p.B} * task.heads * task.rows;
+    for (const bool centred : {false, true}) {
+      if (centred && !(task.site == Site::k && resolved_.centres_keys)) continue;
+      any_plan::find_largest<<<grid(divide_up(rows, kThreads)), kThreads, 0, stream_>>>(p, task, centred);
+      check_launch("finding the largest values of an operand");
+    }
   }
 
   Resolved resolved_;  // a copy: tensors that are not wide change its variants

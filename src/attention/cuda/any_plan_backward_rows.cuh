@@ -266,7 +266,7 @@ struct BackwardRows {
   EK_DEVICE void finish_score_gradients(const Scores& s, Scores& dp, const float (&slope)[kStepFragments][4],
                                         const Elements& elements) {
     if (p.softcap > 0) {
-      if (tells_facts) measure(s, dp, kFp32.significand_bits, kFp32MinExponent);
+      if (tells_facts) measure(s, dp, RoundKind::any, kFp32.significand_bits, kFp32MinExponent);
 #pragma unroll
       for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
@@ -274,7 +274,8 @@ struct BackwardRows {
     }
     round_fragments<kAny>(dp, sites.dscores, stream_key(p, plan, Site::dscores), elements);
     if (tells_facts && !(p.softcap > 0))
-      measure(s, dp, sites.dscores.rounding->significand_bits, sites.dscores.rounding->min_exponent);
+      measure(s, dp, sites.dscores.kind, sites.dscores.rounding->significand_bits,
+              sites.dscores.rounding->min_exponent);
   }
 
   // --- Facts
@@ -300,14 +301,15 @@ struct BackwardRows {
       }
   }
   // The residual and its floor, of a dS in this format.
-  EK_DEVICE void measure(const Scores& s, const Scores& dp, int significand_bits, int min_exponent) {
+  EK_DEVICE void measure(const Scores& s, const Scores& dp, RoundKind kind, int significand_bits,
+                         int min_exponent) {
 #pragma unroll
     for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (s[n][e] == 0) continue;
         residual[e / 2] += dp[n][e];
-        const double gap = device_ulp(significand_bits, min_exponent, dp[n][e]);
+        const double gap = device_ulp(kind, significand_bits, min_exponent, dp[n][e]);
         floor[e / 2] = fma(gap, gap, floor[e / 2]);
       }
   }

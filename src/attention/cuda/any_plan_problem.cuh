@@ -34,8 +34,13 @@ enum class Variant : uint8_t {
   any,    // and any format, element type, mask and alignment
 };
 
+// Of the operands that are prepared before the tiles.
+enum class OperandOf : uint8_t { q, k, v, grad };
+
+// In the table of the backward pass q, k and v have the roundings of its own readings (Site::q_bwd, ...).
 struct DevicePlan {
   DeviceRounding site[kSiteCount];
+  SharedScale shared[4];  // by OperandOf
   uint64_t seed;
   float keel;
   ShiftParameters shift;

@@ -16,7 +16,7 @@ namespace evenkeel::any_plan {
 using namespace gpu;
 
 // How a site is rounded: decided once a block, not once an element.
-enum class RoundKind : uint8_t { identity, bf16, any };
+enum class RoundKind : uint8_t { identity, bf16, any, tapered };
 
 struct DeviceRounding {
   RoundKind kind;
@@ -29,7 +29,10 @@ struct DeviceRounding {
 
   static DeviceRounding of(const Rounding& r) {
     DeviceRounding d{};
-    d.kind = is_identity(r) ? RoundKind::identity : r == Rounding{kBf16} ? RoundKind::bf16 : RoundKind::any;
+    d.kind = is_identity(r)         ? RoundKind::identity
+             : r == Rounding{kBf16} ? RoundKind::bf16
+             : r.format.tapered     ? RoundKind::tapered
+                                    : RoundKind::any;
     d.mode = static_cast<uint8_t>(r.mode);
     d.scale_exponent = static_cast<int8_t>(r.scale_exponent);
     d.significand_bits = static_cast<uint8_t>(r.format.significand_bits);
@@ -37,7 +40,7 @@ struct DeviceRounding {
     d.max_exponent = static_cast<int16_t>(evenkeel::max_exponent(r.format));
     d.largest = evenkeel::split(max_finite(r.format)).significand;
     d.limit = std::ldexp(max_finite(r.format), -r.scale_exponent);
-    d.overflow = r.saturate              ? d.limit
+    d.overflow = saturates(r)            ? d.limit
                  : r.format.has_infinity ? std::numeric_limits<float>::infinity()
                                          : std::numeric_limits<float>::quiet_NaN();
     return d;
@@ -76,6 +79,15 @@ __device__ __forceinline__ float power_of_two_normal(int exponent) {
   return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
+// Exponent of the gap between neighbours, as gap_exponent of numerics/format.h.
+__device__ __forceinline__ int device_gap(RoundKind kind, int significand_bits, int min_exponent,
+                                          int leading) {
+  if (kind != RoundKind::tapered) return max(leading, min_exponent) - significand_bits;
+  const int exponent = max(leading, kTaperedLeast), size = exponent < 0 ? -exponent : exponent;
+  return exponent - (size <= 3 ? 3 : size <= 7 ? 2 : size <= 15 || exponent > 0 ? 1 : 0);
+}
+static_assert(kTapers[2].largest_exponent == 3 && kTapers[3].largest_exponent == 7);
+
 // round_to of numerics/rounding.cpp on 32 bits.
 __device__ inline float round_any(const DeviceRounding& r, float x, uint32_t random) {
   const uint32_t bits = __float_as_uint(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
@@ -86,7 +98,7 @@ __device__ inline float round_any(const DeviceRounding& r, float x, uint32_t ran
   const uint32_t significand = biased == 0 ? magnitude : (magnitude & 0x7fffffu) | 0x800000u;
   const int exponent = (biased == 0 ? -149 : static_cast<int>(biased) - 150) + r.scale_exponent;
   const int leading = 31 - __clz(static_cast<int>(significand)) + exponent;
-  const int gap = max(leading, static_cast<int>(r.min_exponent)) - r.significand_bits;
+  const int gap = device_gap(r.kind, r.significand_bits, r.min_exponent, leading);
   const int shift = min(gap - exponent, 62);
   const auto mode = static_cast<RoundingMode>(r.mode);
   uint32_t kept = significand;
@@ -202,15 +214,14 @@ __device__ __forceinline__ float round_one(float x, const SiteRounding& site, co
 }
 
 // One step of a rounding's format at x, as evenkeel::ulp.
-__device__ inline float device_ulp(int significand_bits, int min_exponent, float x) {
+__device__ inline float device_ulp(RoundKind kind, int significand_bits, int min_exponent, float x) {
   const uint32_t magnitude = __float_as_uint(x) & 0x7fffffffu;
   if (magnitude >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-  int leading = min_exponent;
-  if (magnitude != 0) {
-    const int biased = static_cast<int>(magnitude >> 23);
-    leading = max(leading, biased != 0 ? biased - 127 : 31 - __clz(static_cast<int>(magnitude)) - 149);
-  }
-  const int gap = leading - significand_bits;
+  const int biased = static_cast<int>(magnitude >> 23);
+  const int leading = magnitude == 0 ? -149
+                      : biased != 0  ? biased - 127
+                                     : 31 - __clz(static_cast<int>(magnitude)) - 149;
+  const int gap = device_gap(kind, significand_bits, min_exponent, leading);
   return gap >= -126 ? power_of_two_normal(gap) : __uint_as_float(1u << (gap + 149));
 }
 
