@@ -335,6 +335,25 @@ TEST(Conform, RoundingStaysWithinItsWorstCase) {
   EXPECT_GT(nearest, 0.1);
 }
 
+// The systems of papers, with and without the sum kept: every output within what their roundings explain.
+TEST(Conform, NamedPlansStayWithinTheirWorstCase) {
+  std::vector<ConformPlan> plans;
+  for (std::string_view name : kPlanNames)
+    for (const char* stabiliser : {"", ",stabiliser=zero_sum", ",stabiliser=consistent"}) {
+      const std::string text = std::string(name) + stabiliser;
+      plans.push_back({text, parse_plan(text), {}});
+    }
+  conform(plans, conform_cases(), 64, 5, conform_cpu_kernel, {});
+  for (const ConformPlan& plan : plans) {
+    EXPECT_FALSE(plan.results.empty());
+    for (const ConformResult& r : plan.results) {
+      EXPECT_GT(r.rows, 0);
+      EXPECT_EQ(r.unwritten, 0) << plan.name << " on " << r.case_name;
+      EXPECT_FALSE(r.wrong()) << plan.name << " on " << r.case_name << ": " << r.what_to_fix();
+    }
+  }
+}
+
 TEST(Conform, InputsRepeat) {
   for (const ConformCase& c : conform_cases()) {
     const ConformInputs first(c, 2, 5), second(c, 2, 5), other(c, 2, 6);

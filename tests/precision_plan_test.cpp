@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -136,6 +138,15 @@ TEST(PrecisionPlan, EverySecondReadingFollowsItsFirst) {
   EXPECT_EQ(to_string(plan), "fp32,q=bf16,k=e4m3,grad_output=e5m2,k_bwd=fp16");
 }
 
+TEST(PrecisionPlan, ThePageListsEveryNamedPlan) {
+  std::ifstream file(std::string(EVENKEEL_SOURCE_DIR) + "/docs/study_a_format.md");
+  const std::string page{std::istreambuf_iterator<char>(file), {}};
+  for (const NamedPlan& row : kNamedPlans)
+    EXPECT_NE(page.find("\n| `" + std::string(row.name) + "` | `" + std::string(row.text) + "` |\n"),
+              std::string::npos)
+        << "expected a row | `" << row.name << "` | `" << row.text << "` |";
+}
+
 TEST(PrecisionPlan, KeysAndAccumulation) {
   EXPECT_EQ(to_string(parse_plan("flash2,keys=centred,stabiliser=zero_sum")),
             "flash2,keys=centred,stabiliser=zero_sum");
@@ -243,21 +254,6 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
        "a100, a2, ada, l40s, v100, as in h200 or h200/4"},
       {"accumulate=h200/0",
        "accumulate=0: expected a whole number of blocks from 1 to 1048576 after the chip, as in h200/4"},
-      {"keys=mean", "unknown rule for keys 'mean': expected one of given, centred"},
-      {"output=int8*row",
-       "output=int8*row: expected a format without a shared scale: only operands of products have one (q, k, "
-       "v, "
-       "grad_output, their second readings, probs, probs_bwd, dscores)"},
-      {"probs=int8*head",
-       "probs=int8*head: expected a scale that a block, a row or a tile shares: probs is made tile by tile"},
-      {"dscores=e2m1*block16@e4m3*tensor",
-       "dscores=e2m1*block16@e4m3*tensor: expected a scale that a block, a row or a tile shares: dscores is "
-       "made tile "
-       "by tile"},
-      {"q=e4m3*block17",
-       "unknown group 'block17' of a shared scale: expected block16, block32, block64, block128, row, tile, "
-       "head or "
-       "tensor"},
       {"probs=bf17", "unknown format 'bf17': " + formats},
       {"probs=", "unknown format '': " + formats},
       {"probs=e9m3", "unknown format 'e9m3': " + formats},
@@ -293,6 +289,30 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
   EXPECT_EQ(message_of([] { parse_site("rowsum"); }), "unknown site 'rowsum': expected one of " + sites);
   EXPECT_EQ(message_of([] { parse_stabiliser("zero-sum"); }),
             "unknown stabiliser 'zero-sum': expected one of " + stabilisers);
+}
+
+TEST(PrecisionPlan, EveryMistakeInAScaleSaysWhatGoes) {
+  const struct {
+    const char* text;
+    std::string message;
+  } bad[] = {
+      {"keys=mean", "unknown rule for keys 'mean': expected one of given, centred"},
+      {"output=int8*row",
+       "output=int8*row: expected a format without a shared scale: only operands of products have one (q, k, "
+       "v, "
+       "grad_output, their second readings, probs, probs_bwd, dscores)"},
+      {"probs=int8*head",
+       "probs=int8*head: expected a scale that a block, a row or a tile shares: probs is made tile by tile"},
+      {"dscores=e2m1*block16@e4m3*tensor",
+       "dscores=e2m1*block16@e4m3*tensor: expected a scale that a block, a row or a tile shares: dscores is "
+       "made tile "
+       "by tile"},
+      {"q=e4m3*block17",
+       "unknown group 'block17' of a shared scale: expected block16, block32, block64, block128, row, tile, "
+       "head or "
+       "tensor"},
+  };
+  for (const auto& b : bad) EXPECT_EQ(message_of([&] { parse_plan(b.text); }), b.message);
 }
 
 // --- Scopes --------------------------------------------------------------------------------------
