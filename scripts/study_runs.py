@@ -397,6 +397,47 @@ def claims():
     return found
 
 
+NAMED_SYSTEMS = ("fp8_fa3", "fp8_deepseek", "mxfp8", "nvfp4", "sage_int8", "turbo", "hifloat8", "pasa_fp16")
+
+
+def formats():
+    """Formats below BF16, on the CPU (shared scales have no GPU kernels yet): the systems of papers with and without the sum
+    kept, and what their papers blame, site by site."""
+    found = []
+    for system in NAMED_SYSTEMS:
+        found += micro("formats", system, system, (1, 2, 3))
+        found += micro("formats", system + "_zero_sum", system + ZERO, (1, 2, 3))
+        found += micro("formats", system + "_consistent", system + CONSISTENT, (1,))
+    # Which operands may have 8, 6 and 4 bits: all of them in one format, and each alone in 4 bits.
+    operands = ("q", "k", "v", "grad_output", "probs", "probs_bwd", "dscores")
+    for name, text in (("mxfp6", "e2m3*block32@e8m0_up"), ("mxfp4", "e2m1*block32@e8m0_up"), ("int4_row", "int4*row")):
+        plan = "flash2," + ",".join(f"{site}={text}" for site in operands)
+        found += micro("formats", name, plan) + micro("formats", name + "_zero_sum", plan + ZERO)
+    for site in operands:
+        found += micro("formats", f"{site}_mxfp4", f"flash2,{site}=e2m1*block32@e8m0_up")
+        found += micro("formats", f"{site}_mxfp4_zero_sum", f"flash2,{site}=e2m1*block32@e8m0_up" + ZERO)
+    # SageBwd: is the mean key essential, is dS guilty, is the normalisation of q and k needed?
+    for name, plan, more in (
+        ("sage_given_keys", "sage_int8,keys=given", ()),
+        ("sage_dscores_bf16", "sage_int8,dscores=bf16", ()),
+        ("sage_dscores_alone", "flash2,dscores=int8*tile", ()),
+        ("sage_qk_norm", "sage_int8", setting("model.qk_norm = true")),
+        ("sage_large_batch", "sage_int8", ["--sequences", "64"]),
+        ("sage_large_batch_zero_sum", "sage_int8" + ZERO, ["--sequences", "64"]),
+        # Attn-QAT: the backward pass reads other operands than the forward pass read; delta from a wide O.
+        ("nvfp4_unmatched", "nvfp4,q_bwd=bf16,k_bwd=bf16,probs_bwd=bf16", ()),
+        ("nvfp4_wide_output", "nvfp4" + WIDE, ()),
+        # PASA: FP16 with the keys as they are.
+        ("pasa_given_keys", "pasa_fp16,keys=given", ()),
+        # The tensor cores' 13 bits, and DeepSeek's promotion.
+        ("fa3_h200", "fp8_fa3,accumulate=h200", ()),
+        ("deepseek_h200", "fp8_deepseek,accumulate=h200", ()),
+        ("deepseek_h200_promoted", "fp8_deepseek,accumulate=h200/4", ()),
+    ):
+        found += micro("formats", name, plan, more=more)
+    return found
+
+
 def law():
     """Runs at micro with what the law of drift needs: bits, learning rate and batch around one failing run."""
     found = micro("law", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES, steps=1_500)
@@ -418,7 +459,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads)
+PARTS = (cure, size, matrix, hostile, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
 
 
 def runs(only):

@@ -108,6 +108,24 @@ TEST(AttentionBits, PlansByHeadEqualRunsOfThosePlans) {
   }
 }
 
+// Scales of one head's plan are its own, whatever the others share; `tensor` looks at all heads, alike in both runs.
+TEST(AttentionBits, SharedScalesByHeadEqualRunsOfThosePlans) {
+  const Problem p = make_problem({{2, 4, 4, 70, 70, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
+  std::vector<PrecisionPlan> plans;
+  for (const char* text : {"q=int8*head,k=int8*tensor", "q=int8*tile,k=int8*tile",
+                           "q=int8*tensor,v=int4*head", "q=int4*row,grad_output=int8*tile"})
+    plans.push_back(parse_plan(text));
+  const AttentionBuffers mixed = run(p.with(plans), p);
+  for (int64_t h = 0; h < 4; ++h) {
+    const AttentionBuffers alone = run(p.with(plans[size_of(h)]), p);
+    for (size_t n = 0; n < tensors_of(mixed).size(); ++n)
+      for (int64_t b = 0; b < 2; ++b)
+        EXPECT_TRUE(same_bits(part_of(*tensors_of(mixed)[n].tensor, b, h, 70),
+                              part_of(*tensors_of(alone)[n].tensor, b, h, 70)))
+            << tensors_of(mixed)[n].name << " of head " << h;
+  }
+}
+
 // The same values in another layout, inputs and outputs both.
 TEST(AttentionBits, StridesNeverChangeOne) {
   for (const char* plan : {"fp32", "bf16_all", "flash2,stabiliser=consistent,row_sum=bf16/stochastic"}) {

@@ -78,6 +78,7 @@ void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t column
   const SharedScale& shared = rounding.shared;
   const bool scaled = shared != SharedScale{};
   const Rounding element = scaled ? element_rounding(rounding) : rounding;
+  if (!spans_more_than_rows(shared)) largest = -1;  // another head's plan asked for it
   const int64_t step = by_tile(shared) ? kScaleTileRows : std::max<int64_t>(rows, 1);
   for (int64_t first = 0; first < rows; first += step) {
     const ScaledMatrix m{x + first * stride, std::min(step, rows - first), columns, stride, 1};

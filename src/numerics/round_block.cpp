@@ -95,7 +95,7 @@ std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, float l
   const bool wide = spans_rows(shared.group) || spans_rows(shared.outer);
   if (wide && largest_of_all < 0) largest_of_all = largest_finite(m);
   if (spans_rows(shared.group)) {
-    std::fill(scales.begin(), scales.end(), block_scale(r, largest_of_all, outer_scale(r, largest_of_all)));
+    std::fill(scales.begin(), scales.end(), block_scale(r, largest_of_all));
     return scales;
   }
   for (int64_t i = 0; i < m.rows; ++i) {

@@ -41,10 +41,10 @@ SharedScale parse_shared_scale(std::string_view text) {
   if (star == std::string_view::npos) return shared;
   uint8_t block = 0;
   shared.outer = parse_group(text.substr(star + 1), block);
-  if (shared.rule != ScaleRule::e4m3 || shared.outer <= shared.group)
+  if (shared.rule != ScaleRule::e4m3 || shared.group > ScaleGroup::row || shared.outer <= shared.group)
     throw std::invalid_argument(
         "bad scales '" + std::string(text) +
-        "': a second scale goes with scales in e4m3 and spans more than they do, as in "
+        "': a second scale goes with scales in e4m3 of blocks or rows and spans more than they do, as in "
         "block16@e4m3*tensor");
   return shared;
 }
