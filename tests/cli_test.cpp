@@ -7,12 +7,14 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "base/json_text.h"
 #include "base/text.h"
 #include "run_program.h"
 
 namespace {
 
 using evenkeel::nearest_name;
+using evenkeel::parse_json;
 
 struct Outcome {
   int code;
@@ -35,7 +37,7 @@ using Json = nlohmann::json;
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // Every command and every part of one, with its options.
-Json all_commands() { return Json::parse(run("help --json", " 2>/dev/null").text)["commands"]; }
+Json all_commands() { return parse_json(run("help --json", " 2>/dev/null").text)["commands"]; }
 
 TEST(Cli, HelpOfEveryCommandHasAnExample) {
   EXPECT_EQ(run("--help").code, 0);
@@ -117,7 +119,7 @@ TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
     EXPECT_TRUE(found) << command;
     const Outcome refused = run(command + " --json --frobnicate", " 2>/dev/null");
     EXPECT_EQ(refused.code, 2) << command;
-    const Json error = Json::parse(refused.text)["error"];
+    const Json error = parse_json(refused.text)["error"];
     EXPECT_EQ(error["kind"], "usage") << command;
     EXPECT_TRUE(has(error["message"], "'--frobnicate'")) << command;
   }
@@ -125,9 +127,9 @@ TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
                                 "sample /nowhere --json", "demo --text /nowhere --json"}) {
     const Outcome refused = run(arguments, " 2>/dev/null");
     EXPECT_EQ(refused.code, 3) << arguments;
-    EXPECT_EQ(Json::parse(refused.text)["error"]["kind"], "data") << arguments;
+    EXPECT_EQ(parse_json(refused.text)["error"]["kind"], "data") << arguments;
   }
-  EXPECT_EQ(Json::parse(run("frobnicate --json", " 2>/dev/null").text)["error"]["kind"], "usage");
+  EXPECT_EQ(parse_json(run("frobnicate --json", " 2>/dev/null").text)["error"]["kind"], "usage");
 }
 
 // The README's list of commands is the program's own.
@@ -199,12 +201,12 @@ TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {
   const Outcome good =
       run("conform --plan flash2 --stabiliser zero_sum --case random --rows 64 --json", " 2>/dev/null");
   EXPECT_EQ(good.code, 0) << good.text;
-  const auto json = nlohmann::json::parse(good.text);
+  const auto json = parse_json(good.text);
   EXPECT_TRUE(json["plans"][0]["passes"]);
   EXPECT_EQ(json["plans"][0]["cases"][0]["case"], "random");
   const Outcome bad = run("conform --plan bf16_all --case sink --rows 64 --json", " 2>/dev/null");
   EXPECT_EQ(bad.code, 1);
-  EXPECT_EQ(nlohmann::json::parse(bad.text)["plans"][0]["cases"][0]["verdict"], "NOISY");
+  EXPECT_EQ(parse_json(bad.text)["plans"][0]["cases"][0]["verdict"], "NOISY");
 }
 
 TEST(Cli, ConformJudgesTheKernelOfALibrary) {
@@ -250,7 +252,7 @@ TEST(Cli, AFullDiskIsAnError) {
 }
 
 TEST(Cli, InfoNamesTheKernels) {
-  const auto json = nlohmann::json::parse(run("info --json", " 2>/dev/null").text);
+  const auto json = parse_json(run("info --json", " 2>/dev/null").text);
   EXPECT_TRUE(json.contains("version"));
   EXPECT_TRUE(json["kernels"] == "avx512" || json["kernels"] == "avx2" || json["kernels"] == "baseline");
   // The GPU's kernels, or why there is none; in words too.

@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/json_text.h"
 #include "run_program.h"
 #include "training/synth.h"
 #include "training/token_file.h"
@@ -115,7 +116,7 @@ TEST_F(DataCommand, TheSameTextGivesTheSameFiles) {
   for (const char* file : {"train.bin", "val.bin", "tokenizer.json", "meta.json"})
     EXPECT_EQ(read(std::string("one/") + file), read(std::string("two/") + file)) << file;
 
-  const Json json = Json::parse(first.out);
+  const Json json = parse_json(first.out);
   EXPECT_EQ(json["vocabulary"], 600);
   EXPECT_EQ(json["train"]["tokens"].get<int64_t>(),
             static_cast<int64_t>(fs::file_size(at("one/train.bin")) / 2));
@@ -168,7 +169,7 @@ TEST_F(DataCommand, Synth) {
   ASSERT_EQ(run("synth --bytes 1500000 --seed 7 --out a.txt").code, 0);
   EXPECT_EQ(read("a.txt"), synthetic_text(7, 1500000));
   const Output json = run("synth --bytes 100 --out b.txt --json");
-  EXPECT_EQ(Json::parse(json.out)["bytes"], 100);
+  EXPECT_EQ(parse_json(json.out)["bytes"], 100);
   EXPECT_EQ(read("b.txt"), synthetic_text(0, 100));
 }
 
@@ -179,7 +180,7 @@ TEST_F(DataCommand, Inspect) {
   EXPECT_EQ(words.code, 0) << words.err;
   for (const char* expected : {"nanoGPT", "tokens     20\n", "vocabulary 257", "\"to be \"", "\" \""})
     EXPECT_NE(words.out.find(expected), std::string::npos) << expected << "\n" << words.out;
-  const Json json = Json::parse(run("inspect out --json --head 2").out);
+  const Json json = parse_json(run("inspect out --json --head 2").out);
   EXPECT_EQ(json["tokens"], 20);
   EXPECT_EQ(json["largest_token"], 256);
   EXPECT_EQ(json["frequent"][0], (Json{{"token", 32}, {"count", 5}, {"text", " "}}));
@@ -188,7 +189,7 @@ TEST_F(DataCommand, Inspect) {
   write("escape.txt", "\033[31mred\x9B\xC2\x9B\r\n");
   const Output escaped = run("inspect escape.txt");
   EXPECT_NE(escaped.out.find("\\x1B[31mred\\x9B\\xC2\\x9B\\x0D\\n"), std::string::npos) << escaped.out;
-  EXPECT_EQ(Json::parse(run("inspect escape.txt --json").out)["kind"], "text (bytes)");
+  EXPECT_EQ(parse_json(run("inspect escape.txt --json").out)["kind"], "text (bytes)");
   // Without a tokenizer, numbers.
   write("plain/t.bin", std::string("\x05\0\x06\0", 4));
   EXPECT_NE(run("inspect plain").out.find("begins     5 6\n"), std::string::npos);

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/mma_files.h"
 #include "numerics/tensor_core.h"
 #include "run_program.h"
@@ -74,7 +75,7 @@ TEST_F(ExplainCommand, ThePapersExample) {
 TEST_F(ExplainCommand, Json) {
   const Output output = run("0xC01A0E2E + 0xC0130000 --to bf16 --json");
   EXPECT_EQ(output.code, 0);
-  const Json json = Json::parse(output.out);
+  const Json json = parse_json(output.out);
   EXPECT_EQ(json["error"], -0.014759540557861328);
   EXPECT_EQ(json["result"]["code"], "0xC097");
 }
@@ -83,7 +84,7 @@ TEST_F(ExplainCommand, OperationsFormatsAndModes) {
   const auto value = [&](const std::string& arguments) {
     const Output output = run(arguments + " --json");
     EXPECT_EQ(output.code, 0) << arguments << output.err;
-    return Json::parse(output.out)["value"];
+    return parse_json(output.out)["value"];
   };
   EXPECT_EQ(value("3 x 0.5"), 1.5);
   EXPECT_EQ(value("3 '*' 0.5"), 1.5);
@@ -186,15 +187,15 @@ TEST_F(ExplainCommand, MultipliesFiles) {
   EXPECT_EQ(without.out, "40c00000\n3f800000\n");
   EXPECT_EQ(with.out, "40e00000\nbf800000\n");
   EXPECT_EQ(run(files + " --chip a100").out, without.out);
-  const Json json = Json::parse(run(files + " --json").out);
-  EXPECT_EQ(json["results"], Json::parse(R"(["40c00000", "3f800000"])"));
+  const Json json = parse_json(run(files + " --json").out);
+  EXPECT_EQ(json["results"], parse_json(R"(["40c00000", "3f800000"])"));
   EXPECT_EQ(json["chip"], "h200");
 
   const Output row = run(files + " --row 2");
   EXPECT_EQ(row.code, 0);
   EXPECT_NE(row.out.find("3 x 1"), std::string::npos) << row.out;
   EXPECT_NE(row.out.find("0x3F800000 = 1"), std::string::npos) << row.out;
-  EXPECT_EQ(Json::parse(run(files + " --row 2 --json").out)["code"], "0x3F800000");
+  EXPECT_EQ(parse_json(run(files + " --row 2 --json").out)["code"], "0x3F800000");
   expect_refused(files + " --row 3", 2, "--row 3: expected 1 to 2");
   expect_refused(files + " --row 0", 2, "--row 0");
 }

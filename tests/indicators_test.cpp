@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/json_lines.h"
+#include "base/json_text.h"
 #include "base/whole_file.h"
 #include "diagnosis/replays.h"
 #include "diagnosis/verdict.h"
@@ -459,7 +460,7 @@ TEST_F(Records, DamageIsToldAndPassedOver) {
     if (number == 100) line = "{\"step\": 100, \"loss\": \n";
     if (number == 150) line += line;
     if (number == 160) {
-      Json json = Json::parse(line);
+      Json json = parse_json(line);
       json["tied_rows"] = Json::array({{1.0}});
       line = json.dump() + "\n";
     }
@@ -521,7 +522,7 @@ TEST_F(Records, TheCommandPrintsTablesAndJson) {
       << table.out;
   const Output json = run_shell(program + "--derailing c --json --healthy a b");
   ASSERT_EQ(json.code, 0);
-  const Json all = Json::parse(json.out);
+  const Json all = parse_json(json.out);
   EXPECT_EQ(all["derailing"][0]["twins"], Json({"a", "b"}));
   bool found = false;
   for (const Json& row : all["indicators"])

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/json_text.h"
 #include "isolation_cases.h"
 #include "numerics/random.h"
 #include "run_program.h"
@@ -133,8 +134,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_NE(told.out.find("row_sum"), std::string::npos) << told.out;
   EXPECT_NE(told.out.find("next: " + found.verdict.next_command), std::string::npos) << told.out;
   // The report has it from here.
-  const nlohmann::json kept =
-      nlohmann::json::parse(read_whole_file(planted.run() / "verdict.json", 1 << 20), nullptr, false);
+  const nlohmann::json kept = try_parse_json(read_whole_file(planted.run() / "verdict.json", 1 << 20));
   ASSERT_TRUE(kept.is_object());
   EXPECT_EQ(kept["cause"], "common_mode_drift");
   EXPECT_EQ(kept["sites"], nlohmann::json{"row_sum"});

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/whole_file.h"
 #include "diagnosis/probes.h"
 #include "run_program.h"
@@ -40,7 +41,7 @@ class ProbeCliTest : public ::testing::Test {
   static Json run_json(const std::string& words) {
     const Output output = run(words + " --json");
     EXPECT_EQ(output.code, 0) << output.out;
-    return Json::parse(output.out);
+    return parse_json(output.out);
   }
   static fs::path folder;
 };

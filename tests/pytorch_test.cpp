@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/json_lines.h"
+#include "base/json_text.h"
 #include "base/safetensors.h"
 #include "base/whole_file.h"
 #include "model/model_folder.h"
@@ -145,7 +146,7 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
   if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch";
   EXPECT_EQ(code, 1);  // of the wrong ones
   const auto faults = [](const fs::path& of) {
-    return Json::parse(read_whole_file(of / "faults.json", kLargest)).get<std::vector<std::string>>();
+    return parse_json(read_whole_file(of / "faults.json", kLargest)).get<std::vector<std::string>>();
   };
   for (size_t n = 0; n < right.size(); ++n) {
     EXPECT_EQ(faults(right[n]), std::vector<std::string>{});
@@ -220,7 +221,7 @@ TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
   config.bias = config.norm_bias = true;
   const auto model = make_model_cpu(config, 1);
   load_weights(folder / "model.safetensors", *model);
-  const Json kept = Json::parse(read_whole_file(folder / "logits.json", kLargest));
+  const Json kept = parse_json(read_whole_file(folder / "logits.json", kLargest));
   const auto tokens = kept.at("tokens").get<std::vector<int32_t>>();
   for (size_t length = 1; length <= tokens.size(); ++length) {
     const auto expected = kept.at("logits").at(length - 1).get<std::vector<float>>();

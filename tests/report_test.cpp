@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/whole_file.h"
 #include "records/run_records.h"
 #include "report/chart.h"
@@ -644,7 +645,7 @@ TEST_F(ReportTest, the_command_on_a_real_run) {
   ASSERT_EQ(out.code, 0) << out.out;
   out = run("report run -o page.html --json");
   ASSERT_EQ(out.code, 0) << out.out;
-  const Json told = Json::parse(out.out);
+  const Json told = parse_json(out.out);
   const std::string html = read_whole_file(folder_ / "page.html", 1 << 24);
   EXPECT_EQ(told["bytes"], html.size());
   expect_sound(html);

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "run_folder.h"
 #include "run_program.h"
 #include "training/trainer.h"
@@ -90,11 +91,11 @@ TEST_F(SampleTest, options_and_json) {
   EXPECT_EQ(cold.out, top.out);
   const Output json = run("run --prompt '' --tokens 5 --json");
   ASSERT_EQ(json.code, 0) << json.out;
-  const auto parsed = nlohmann::json::parse(json.out);
+  const auto parsed = parse_json(json.out);
   EXPECT_EQ(parsed["tokens"].size(), 5u);
   EXPECT_EQ(parsed["step"], 40);
   // Longer than the context of 12: the window moves on.
-  EXPECT_EQ(nlohmann::json::parse(run("run --tokens 40 --json").out)["tokens"].size(), 40u);
+  EXPECT_EQ(parse_json(run("run --tokens 40 --json").out)["tokens"].size(), 40u);
   const struct {
     const char *words, *part;
     int code;

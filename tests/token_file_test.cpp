@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "training/row_reader.h"
 
 namespace evenkeel {
 namespace {
@@ -174,6 +175,35 @@ TEST_F(TokenFiles, TextIsItsBytes) {
   const TokenSource in_place = TokenSource::open(write("large.txt", large + "y"));
   EXPECT_EQ(in_place.size(), 200002);
   EXPECT_EQ(read_all(in_place).back(), 'y');
+}
+
+TEST_F(TokenFiles, rows_read_ahead_are_those_read_at_once) {
+  std::string bytes;
+  for (int n = 0; n < 4000; ++n) bytes += static_cast<char>(n * 7 % 251);
+  const std::string path = write("text.txt", bytes);
+  const TokenSource source = TokenSource::open(path);
+  RowReader reader(source, 15);
+  const std::vector<int64_t> first = {0, 3984, 17}, second = {5, 5, 900};
+  const auto expect_rows = [&](const std::vector<int64_t>& offsets) {
+    const Batch batch = reader.take(offsets);
+    ASSERT_EQ(batch.B, 3);
+    ASSERT_EQ(batch.T, 15);
+    for (int64_t row = 0; row < 3; ++row)
+      for (int64_t t = 0; t < 15; ++t) {
+        const int64_t at = offsets[static_cast<size_t>(row)] + t;
+        EXPECT_EQ(batch.tokens[static_cast<size_t>(row * 15 + t)], at * 7 % 251);
+        EXPECT_EQ(batch.targets[static_cast<size_t>(row * 15 + t)], (at + 1) * 7 % 251);
+      }
+  };
+  expect_rows(first);  // none read ahead
+  reader.read_ahead(second);
+  expect_rows(second);
+  reader.read_ahead(second);
+  expect_rows(first);  // others than those read ahead
+  // A row outside of the source: said when it is asked for, and the reader goes on.
+  reader.read_ahead({0, 0, 3985});
+  EXPECT_THROW(reader.take(std::vector<int64_t>{0, 0, 3985}), std::invalid_argument);
+  expect_rows(second);
 }
 
 TEST_F(TokenFiles, AFileThatIsShortenedOrReplacedIsRefusedInWords) {

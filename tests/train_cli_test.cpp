@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "base/json_text.h"
 #include "base/whole_file.h"
 #include "run_folder.h"
 #include "run_program.h"
@@ -211,16 +212,16 @@ TEST_F(TrainCliTest, says_which_checkpoints_will_be_missing) {
 TEST_F(TrainCliTest, the_outcome_as_json) {
   const Output done = train("--steps 2 --out run --json");
   ASSERT_EQ(done.code, 0) << done.out;
-  const Json json = Json::parse(done.out);
+  const Json json = parse_json(done.out);
   EXPECT_EQ(json["outcome"], "done");
   EXPECT_EQ(json["steps"], 2);
   EXPECT_EQ(json["finding"], nullptr);
   const Output found = train("--steps 9 --lr 1e38 --out broken --json");
   EXPECT_EQ(found.code, 1) << found.out;
-  EXPECT_EQ(Json::parse(found.out)["finding"]["kind"], "not_finite");
+  EXPECT_EQ(parse_json(found.out)["finding"]["kind"], "not_finite");
   const Output refused = train("--lr x --out other --json");
   EXPECT_EQ(refused.code, 2);
-  EXPECT_EQ(Json::parse(refused.out)["error"]["kind"], "usage");
+  EXPECT_EQ(parse_json(refused.out)["error"]["kind"], "usage");
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 
 #include "attention/kernel_families.h"
 #include "base/error.h"
+#include "base/json_text.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
 #include "gpu/device_memory.h"
@@ -208,7 +209,7 @@ Answer ask_python(const std::vector<Group>& groups, int64_t rounds, const std::s
   if (code == kNoPackage) return {{}, "no PyTorch with a GPU"};
   if (code == kNoPython) return {{}, "no python3"};
   require_data(code == 0, "{} failed with exit code {}", script.string(), code);
-  return {Json::parse(text), ""};
+  return {parse_json(text), ""};
 }
 
 Timings timings_of(const Json& answer) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "base/json_text.h"
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/demo.h"
@@ -183,7 +184,7 @@ void print_story_json(const std::vector<std::string>& plans) {
   for (const DriftRun& run : drift_runs(plans, DriftSettings()))
     drift.push_back({{"plan", run.plan.text}, {"offsets", run.offsets()}, {"loss", run.points.back().loss}});
   Json out = {{"schema", 1},
-              {"addition", Json::parse(evenkeel::to_json(addition()))},
+              {"addition", parse_json(evenkeel::to_json(addition()))},
               {"sums", to_json(judged_on_cpu())},
               {"drift", drift},
               {"gpu", nullptr}};

@@ -1,4 +1,5 @@
 #include "cli/probe_output.h"
+#include "base/json_text.h"
 
 #include <fmt/format.h>
 
@@ -19,8 +20,7 @@ using Json = nlohmann::ordered_json;
 Json to_json(const SumTrace& t) {
   Json guilty = Json::array();
   for (const SumTrace::Guilty& g : t.guilty)
-    guilty.push_back(
-        {{"key", g.key}, {"jump", g.jump}, {"explanation", Json::parse(to_json(g.explanation))}});
+    guilty.push_back({{"key", g.key}, {"jump", g.jump}, {"explanation", parse_json(to_json(g.explanation))}});
   return {{"site", name(t.site)}, {"rounding", to_string(t.rounding)},
           {"feature", t.feature}, {"probability", t.probability},
           {"factor", t.factor},   {"sum", t.sum},

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/json_text.h"
 
 namespace evenkeel::cli {
 
@@ -42,7 +43,7 @@ PythonScript::Start PythonScript::start(const std::string& name, const std::vect
     std::unique_ptr<PythonScript> running(new PythonScript(python, script.string(), arguments));
     if (running->process_ < 0) continue;
     if (const auto line = running->read_line()) {
-      Json greeting = Json::parse(*line, nullptr, /*allow_exceptions=*/false);
+      Json greeting = try_parse_json(*line);
       require_data(greeting.is_object(), "{}: expected a JSON object, found '{}'", running->words_, *line);
       return {std::move(running), std::move(greeting), ""};
     }
@@ -107,7 +108,7 @@ Json PythonScript::ask(const Json& question) {
   std::fflush(to_);
   const auto line = read_line();
   if (!line) throw DataError(fmt::format("{} ended with exit code {} instead of an answer", words_, wait()));
-  Json answer = Json::parse(*line, nullptr, /*allow_exceptions=*/false);
+  Json answer = try_parse_json(*line);
   require_data(answer.is_object(), "{}: expected a JSON object, found '{}'", words_, *line);
   require_data(!answer.contains("error"), "{}: {}", words_, answer.value("error", ""));
   return answer;

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/json_lines.h"
+#include "base/json_text.h"
 #include "diagnosis/bad_sequences.h"
 #include "diagnosis/head_analysis.h"
 #include "records/record_json.h"
@@ -601,7 +602,7 @@ nlohmann::json to_json(const Isolation& found, const Replays& replays) {
                           {"formats", formats},
                           {"sites_alone", alone},
                           {"parts", parts},
-                          {"bits", found.bits ? Json::parse(to_json(*found.bits)) : Json(nullptr)},
+                          {"bits", found.bits ? parse_json(to_json(*found.bits)) : Json(nullptr)},
                           {"replays", replays.trials().size()},
                           {"trials", trials}});
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/json_text.h"
 #include "report/html.h"
 #include "report/panels.h"
 
@@ -181,8 +182,7 @@ std::string bits_panel(const PageData& data) {
            fmt::format("the addition of key {} moves the error by {}", g.key, figure(g.jump))});
     if (!lane.marks.empty()) c.lanes.push_back(std::move(lane));
     content += draw(c);
-    if (!trace.guilty.empty())
-      explanation = nlohmann::json::parse(to_json(trace.guilty[0].explanation), nullptr, false);
+    if (!trace.guilty.empty()) explanation = try_parse_json(to_json(trace.guilty[0].explanation));
     aside = fmt::format("<p>Site <code>{}</code>, kept in <code>{}</code>{}; row {}.</p>",
                         escape(name(trace.site)), escape(to_string(trace.rounding)),
                         trace.feature >= 0 ? fmt::format(", feature {}", trace.feature) : "",

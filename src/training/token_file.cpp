@@ -11,6 +11,7 @@
 
 #include "base/digest.h"
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/threads.h"
 #include "numerics/random.h"
 #include "records/schema.h"
@@ -205,7 +206,7 @@ TokenMeta parse_token_meta(std::string_view text, std::string_view file) {
   using Json = nlohmann::json;
   constexpr int64_t kLargestVocabulary = int64_t{1} << 16;
   try {
-    const Json root = Json::parse(text);
+    const Json root = parse_json(text);
     TokenMeta meta;
     const Json& vocabulary = root.at("vocabulary");
     require_data(vocabulary.is_number_integer(), "{}: expected a whole number as vocabulary", file);
@@ -340,15 +341,18 @@ void TokenSource::read(int64_t offset, int64_t count, int32_t* out) const {
   require(offset >= 0 && count >= 0 && offset <= size_ && count <= size_ - offset,
           "[tokens] expected a range within {} tokens, got {} from {} on", size_, count, offset);
   if (count == 0) return;
-  std::vector<std::byte> bytes(static_cast<size_t>(count * token_bytes()));
-  read_bytes(static_cast<uint64_t>(offset * token_bytes()), bytes.size(), bytes.data());
+  // The bytes go to the end of `out`, where they are spread from the front on: a token is written at or before the
+  // place that its bytes were read from.
+  const size_t bytes = static_cast<size_t>(count * token_bytes());
+  std::byte* const from = reinterpret_cast<std::byte*>(out + count) - bytes;
+  read_bytes(static_cast<uint64_t>(offset * token_bytes()), bytes, from);
   if (kind_ == TokenKind::text) {
-    for (int64_t i = 0; i < count; ++i) out[i] = std::to_integer<uint8_t>(bytes[static_cast<size_t>(i)]);
+    for (int64_t i = 0; i < count; ++i) out[i] = std::to_integer<uint8_t>(from[i]);
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
     uint16_t token;
-    std::memcpy(&token, bytes.data() + i * kTokenBytes, sizeof token);
+    std::memcpy(&token, from + i * kTokenBytes, sizeof token);
     out[i] = token;
     require_data(out[i] < vocabulary_, "{}: expected tokens below {}, the vocabulary of meta.json, found {}",
                  segment_at(offset + i)->path, vocabulary_, out[i]);

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/text.h"
 #include "base/whole_file.h"
 #include "training/tokenizer.h"
@@ -233,7 +234,7 @@ Tokenizer Tokenizer::load(const std::string& path) {
 Tokenizer Tokenizer::from_json(std::string_view text, std::string_view file) {
   Json root;
   try {
-    root = Json::parse(text);
+    root = parse_json(text);
   } catch (const Json::exception& error) {
     throw DataError(fmt::format("{}: expected a tokenizer.json, or a vocab.bpe that begins with {}: {}", file,
                                 kMergesMark, error.what()));

@@ -147,6 +147,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
       optimizer_(make_optimizer(config.backend, config.optimizer, model_->table(),
                                 config.shard_optimizer ? ranks_.get() : nullptr)),
       tokens_(TokenSource::open(config.data)),
+      reader_(tokens_, config.model.context),
       validation_(config.validation.empty() ? TokenSource::open_validation(config.data)
                                             : std::optional(TokenSource::open(config.validation))),
       watch_(config.divergence),
@@ -319,27 +320,23 @@ std::vector<int64_t> Trainer::offsets_of(int64_t step) const {
 
 namespace {
 
-// Tokens and targets of some sequences: (rows, T) each.
-struct Rows {
-  Rows(const TokenSource& source, std::span<const int64_t> offsets, int64_t T)
-      : tokens(offsets.size() * static_cast<size_t>(T)), targets(tokens.size()) {
-    std::vector<int32_t> row(static_cast<size_t>(T + 1));
-    for (size_t n = 0; n < offsets.size(); ++n) {
-      source.read(offsets[n], T + 1, row.data());
-      std::copy_n(row.begin(), T, tokens.begin() + static_cast<std::ptrdiff_t>(n) * T);
-      std::copy_n(row.begin() + 1, T, targets.begin() + static_cast<std::ptrdiff_t>(n) * T);
-    }
-    batch = {static_cast<int64_t>(offsets.size()), T, tokens, targets};
-  }
-  std::vector<int32_t> tokens, targets;
-  Batch batch{};
-};
-
 bool asks_for_facts(const StepContext& context) {
   return context.score_facts || context.tie_facts || context.residual_facts;
 }
 
 }  // namespace
+
+// Reads in the background what this rank computes next: part `part` of the step with these offsets or, where that is no
+// longer this rank's, its first part of the next step.
+void Trainer::read_ahead(const std::vector<int64_t>& offsets, int64_t part) {
+  const int64_t share = config_.accumulate / ranks_->size(), rows = config_.sequences / config_.accumulate;
+  const int64_t first = ranks_->rank() * share;
+  const bool same_step = part < first + share;
+  if (!same_step && next_step_ + 1 >= config_.schedule.steps) return;
+  const std::vector<int64_t> of_step = same_step ? offsets : offsets_of(next_step_ + 1);
+  const auto begin = of_step.begin() + (same_step ? part : first) * rows;
+  reader_.read_ahead({begin, begin + rows});
+}
 
 // The gradients of parts [first, first + count), added by halves, in the model's buffer. told: what each part has to
 // say, appended in order: its loss and, where asked for, the facts of every head.
@@ -347,14 +344,13 @@ void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& 
                         int64_t count, std::vector<double>& told) {
   if (count == 1) {
     const auto rows = static_cast<size_t>(config_.sequences / config_.accumulate);
-    const Rows some(tokens_, std::span(offsets).subspan(static_cast<size_t>(first) * rows, rows),
-                    config_.model.context);
+    const Batch batch = reader_.take(std::span(offsets).subspan(static_cast<size_t>(first) * rows, rows));
+    read_ahead(offsets, first + 1);
     StepContext of_part = context;
     of_part.first_sequence = first * static_cast<int64_t>(rows);
     if (first > 0) of_part.capture_sequences = 0;  // captures are of the first part
     model_->zero_gradients();
-    told.push_back(
-        model_->forward_backward(some.batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
+    told.push_back(model_->forward_backward(batch, 1.0f / static_cast<float>(config_.accumulate), of_part));
     if (asks_for_facts(context))
       for (const HeadFacts& facts : model_->facts()) append_numbers(facts, told);
     return;
@@ -410,11 +406,12 @@ double Trainer::validation_loss() {
   // Dealt out one by one, added in their order.
   const int64_t size = ranks_->size(), share = (config_.validation_batches + size - 1) / size;
   std::vector<double> losses(static_cast<size_t>(share));
+  Rows rows;
   for (int64_t batch = ranks_->rank(); batch < config_.validation_batches; batch += size) {
     batch_offsets(kValidationSeed, batch, static_cast<int64_t>(offsets.size()), config_.model.context + 1,
                   validation_->size(), offsets.data());
-    losses[static_cast<size_t>(batch / size)] =
-        model_->loss(Rows(*validation_, offsets, config_.model.context).batch);
+    rows.read(*validation_, offsets, config_.model.context);
+    losses[static_cast<size_t>(batch / size)] = model_->loss(rows.batch());
   }
   losses = ranks_->gather(losses);  // (size, share)
   double loss = 0;

@@ -26,6 +26,7 @@
 #include "training/batch_record.h"
 #include "training/checkpoint.h"
 #include "training/ranks.h"
+#include "training/row_reader.h"
 #include "training/run_config.h"
 #include "training/token_file.h"
 
@@ -123,6 +124,7 @@ class Trainer {
   void compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context, StepReport& report);
   void add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
                  int64_t count, std::vector<double>& told);
+  void read_ahead(const std::vector<int64_t>& offsets, int64_t part);
   double validation_loss();
   // line: what the watcher had to say; facts: empty where scores were not asked for.
   void record(const StepReport& report, const std::vector<HeadFacts>& facts, nlohmann::json line);
@@ -136,6 +138,7 @@ class Trainer {
   std::unique_ptr<Model> model_;
   std::unique_ptr<Optimizer> optimizer_;
   TokenSource tokens_;
+  RowReader reader_;  // of tokens_
   std::optional<TokenSource> validation_;
   std::optional<BatchRecord> given_batches_;
   DivergenceWatch watch_;
