@@ -69,9 +69,9 @@ TEST_F(ProbeCliTest, a_step_of_a_run_names_the_planted_head_and_has_the_history)
 
   const Output text = run("probe run@6 --threads 1");
   EXPECT_EQ(text.code, 0);
-  for (const char* part :
-       {"layer 2, step 6 of run", "* head 2: the rows of dS", "nothing leaks",
-        "layer 1 head 2: the paper's analyses", "bit by bit", "3 probes, steps 0 to 8", "layer 2 |W_Q|"})
+  for (const char* part : {"layer 2, step 6 of run", "* head 2: the rows of dS", "nothing leaks",
+                           "layer 1 head 2: the paper's analyses", "bit by bit", "3 probes, steps 0 to 8",
+                           "layer 2 |W_Q|", "next: evenkeel isolate run\n"})
     EXPECT_TRUE(has(text.out, part)) << part << "\n" << text.out;
 }
 

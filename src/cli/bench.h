@@ -30,19 +30,6 @@ int bench_attention_gpu(const GpuBenchOptions& options);
 
 // --- What benches of whole runs share
 
-// A folder that is gone when this is.
-class TemporaryFolder {
- public:
-  TemporaryFolder();
-  ~TemporaryFolder();
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  std::filesystem::path path() const { return path_; }
-
- private:
-  std::string path_ = (std::filesystem::temp_directory_path() / "evenkeel-bench-XXXXXX").string();
-};
-
 // A run without an end, checkpoints and facts. Its data is not set.
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences);
 // Random tokens, as headerless uint16.

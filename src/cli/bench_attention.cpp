@@ -1,7 +1,6 @@
 // `evenkeel bench attention`: the CPU's attention against the machine's own peak and against the same
 // attention unfused over OpenBLAS. Ratios from one run: the contestants take turns, and each ratio is of
 // medians.
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <sys/resource.h>
 
@@ -17,6 +16,7 @@
 #include "base/progress.h"
 #include "base/threads.h"
 #include "cli/bench.h"
+#include "gpu/shared_library.h"
 #include "numerics/cpu.h"
 #include "numerics/round_array.h"
 #include "training/backend.h"
@@ -36,12 +36,11 @@ double seconds_of(const std::function<void()>& work) {
 class OpenBlas {
  public:
   OpenBlas() {
-    for (const char* name : {"libopenblas.so.0", "libopenblas.so"})
-      if (!library_) library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (!library_) return;
-    sgemm_ = reinterpret_cast<Sgemm*>(dlsym(library_, "cblas_sgemm"));
-    if (auto* set_threads = reinterpret_cast<void (*)(int)>(dlsym(library_, "openblas_set_num_threads")))
-      set_threads(thread_count());
+    SharedLibrary library({"libopenblas.so.0", "libopenblas.so"});
+    library.find(sgemm_, "cblas_sgemm");
+    void (*set_threads)(int) = nullptr;
+    library.find(set_threads, "openblas_set_num_threads");
+    if (set_threads) set_threads(thread_count());
   }
   bool present() const { return sgemm_ != nullptr; }
   // C = alpha op(A) op(B) + beta C, row-major.
@@ -56,7 +55,6 @@ class OpenBlas {
  private:
   using Sgemm = void(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*,
                      int);
-  void* library_ = nullptr;
   Sgemm* sgemm_ = nullptr;
 };
 

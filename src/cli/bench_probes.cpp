@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/progress.h"
 #include "base/threads.h"
+#include "base/whole_file.h"
 #include "cli/bench.h"
 #include "diagnosis/probe_recorder.h"
 #include "gpu/device.h"
@@ -142,7 +143,7 @@ int bench_probes_gpu(bool check, bool json) {
                                   device.name, kGpuRounds, kEvery);
   Progress progress("bench probes", std::size(plans) * (kGpuRounds + 1));
   for (const char* const plan : plans) {
-    const TemporaryFolder folder;
+    const ScratchFolder folder("evenkeel-bench-");
     RunConfig config = bench_run("nano", Backend::cuda, 32);
     config.plan = plan;
     config.data = (folder.path() / "tokens.bin").string();

@@ -1,7 +1,6 @@
 // `evenkeel bench train`: whole training steps, as `evenkeel train` does them, next to the same model in PyTorch
 // (python/bench_train.py). Contestants take turns in one run; ratios are of medians.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,6 +12,7 @@
 #include "base/error.h"
 #include "base/progress.h"
 #include "base/threads.h"
+#include "base/whole_file.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
 #include "gpu/device.h"
@@ -87,7 +87,7 @@ Group make_group(const std::string& preset, Backend backend, int64_t sequences, 
 
 // Every round in another order.
 void measure(Group& group, PythonScript* script, Progress& progress) {
-  const TemporaryFolder folder;
+  const ScratchFolder folder("evenkeel-bench-");
   RunConfig config = group.config;
   config.data = (folder.path() / "tokens.bin").string();
   write_bench_tokens(config.data, config.model.vocabulary);
@@ -228,15 +228,6 @@ PythonScript::Start add_rivals(Group& group, Report& report) {
 }
 
 }  // namespace
-
-TemporaryFolder::TemporaryFolder() {
-  require_data(mkdtemp(path_.data()) != nullptr, "cannot make a folder {}", path_);
-}
-
-TemporaryFolder::~TemporaryFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
 
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences) {
   RunConfig c;

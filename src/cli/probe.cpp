@@ -11,6 +11,7 @@
 #include "cli/probe_output.h"
 #include "cli/replay_progress.h"
 #include "diagnosis/capture_run.h"
+#include "diagnosis/next_command.h"
 #include "records/run_records.h"
 
 namespace evenkeel::cli {
@@ -59,6 +60,14 @@ void read_target(const ProbeCommand& command, const std::string& target, Probed&
   ProbeHistory history = read_probe_history(at->run);
   if (history.steps.size() > 1)
     probed.histories.emplace_back(at->run.filename().string(), std::move(history));
+}
+
+// What says which site it is; a capture alone cannot be replayed.
+std::string command_after(const std::vector<std::string>& targets) {
+  for (const std::string& target : targets)
+    if (const auto at = parse_run_step(target); at && !fs::is_regular_file(target))
+      return isolate_command(at->run);
+  return "";
 }
 
 // The worst head of all captures, or the worst of those with the number that is asked for; and its analysis.
@@ -139,6 +148,7 @@ int run_probe(int argc, char** argv) {
   for (const Capture& capture : probed.captures) probed.probes.push_back(probe(capture));
   choose_head(command, probed);
   probed.pairs = compare_directions(probed.captures);
+  probed.next_command = command_after(command.targets);
   if (command.json)
     print_json(probed);
   else

@@ -288,6 +288,7 @@ void print_json(const Probed& probed) {
   out["histories"] = Json::array();
   for (const auto& [run, history] : probed.histories)
     out["histories"].push_back({{"run", run}, {"history", to_json(history)}});
+  if (!probed.next_command.empty()) out["next"] = probed.next_command;
   fmt::print("{}\n", out.dump(2));
 }
 
@@ -314,6 +315,7 @@ void print_text(const Probed& probed, bool colour) {
                  probed.captures[p.a].step, probed.captures[p.b].step, p.cosine);
   }
   for (const auto& [run, history] : probed.histories) print_history(history, colour);
+  if (!probed.next_command.empty()) fmt::print("\nnext: {}\n", probed.next_command);
 }
 
 }  // namespace evenkeel::cli

@@ -25,6 +25,7 @@ struct Probed {
   int64_t head = 0;                                             // its place among the capture's heads
   HeadAnalysis analysis;                                        // of that head
   std::vector<DirectionPair> pairs;
+  std::string next_command;
 };
 
 void print_json(const Probed& probed);
