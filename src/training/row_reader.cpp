@@ -20,8 +20,13 @@ void Rows::read(const TokenSource& source, std::span<const int64_t> from, int64_
 }
 
 Batch RowReader::take(std::span<const int64_t> offsets) {
-  reading_.wait();
-  if (std::equal(offsets.begin(), offsets.end(), ahead_.offsets.begin(), ahead_.offsets.end()))
+  const bool expected = std::ranges::equal(offsets, asked_);
+  try {
+    reading_.wait();
+  } catch (...) {
+    if (expected) throw;  // other rows: nobody needs them any more
+  }
+  if (expected && std::ranges::equal(offsets, ahead_.offsets))
     std::swap(taken_, ahead_);
   else
     taken_.read(source_, offsets, T_);
@@ -29,6 +34,7 @@ Batch RowReader::take(std::span<const int64_t> offsets) {
 }
 
 void RowReader::read_ahead(std::vector<int64_t> offsets) {
+  asked_ = offsets;
   reading_.start([this, offsets = std::move(offsets)] { ahead_.read(source_, offsets, T_); });
 }
 

@@ -37,7 +37,8 @@ class RowReader {
   const TokenSource& source_;
   int64_t T_;
   Rows taken_, ahead_;
-  Background reading_;  // into ahead_
+  std::vector<int64_t> asked_;  // to be read ahead
+  Background reading_;          // into ahead_
 };
 
 }  // namespace evenkeel
