@@ -224,7 +224,7 @@ TEST(Cli, ConformJudgesTheKernelOfALibrary) {
   const Outcome bad =
       run(wide + " --json --failing " + folder + "/failing --junit " + folder + "/junit.xml", " 2>/dev/null");
   EXPECT_EQ(bad.code, 1) << bad.text;
-  const auto json = nlohmann::json::parse(bad.text);
+  const auto json = parse_json(bad.text);
   EXPECT_EQ(json["forms"]["named"][0]["fault"], "the window is one key too wide (left)");
   EXPECT_TRUE(std::filesystem::exists(folder + "/junit.xml"));
   EXPECT_EQ(run(wide + " --replay " + folder + "/failing", " 2>/dev/null").code, 1);

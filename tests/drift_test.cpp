@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "base/json_text.h"
 #include "base/threads.h"
 #include "base/whole_file.h"
 #include "diagnosis/forecast.h"
@@ -203,7 +204,7 @@ TEST_F(ForecastCommand, SaysWhichHeadAndWhen) {
   EXPECT_EQ(found.code, 1) << found.out;
   EXPECT_NE(found.out.find("layer 1 head 0"), std::string::npos) << found.out;
   EXPECT_NE(found.out.find("failure near step"), std::string::npos) << found.out;
-  const auto json = nlohmann::json::parse(run("--json").out);
+  const auto json = parse_json(run("--json").out);
   ASSERT_EQ(json.size(), 1u);
   EXPECT_TRUE(json[0]["fails"]);
   EXPECT_EQ(json[0]["at_risk"], nlohmann::json({{1, 0}}));

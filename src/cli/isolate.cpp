@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/json_lines.h"
+#include "base/json_text.h"
 #include "base/text.h"
 #include "base/threads.h"
 #include "cli/options.h"
@@ -78,7 +79,7 @@ std::vector<TrialStep> ask_for_replay(const TrialSetup& setup, const Window& win
   for (std::string line;;) {
     require_data(static_cast<bool>(std::getline(std::cin, line)),
                  "expected the steps of a replay on standard input, found its end");
-    const auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto object = try_parse_json(line);
     require_data(object.is_object(), "expected a JSON object a line on standard input, found '{}'",
                  shown(line, 80));
     if (object.contains("done")) break;

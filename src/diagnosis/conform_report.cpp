@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/json_text.h"
 #include "base/safetensors.h"
 
 namespace evenkeel {
@@ -330,7 +331,7 @@ ConformForm read_form(const std::filesystem::path& file) {
   const auto found = stored.metadata().find("form");
   require_data(found != stored.metadata().end(),
                "{}: expected a failing form of conform (metadata \"form\"), found none", file.string());
-  const Json json = Json::parse(found->second, nullptr, /*allow_exceptions=*/false);
+  const Json json = try_parse_json(found->second);
   require_data(!json.is_discarded(), "{}: the form in its metadata is not JSON", file.string());
   return form_from_json(json);
 }
