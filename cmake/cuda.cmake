@@ -62,11 +62,15 @@ endif()
 
 # The table of kernel families: a row is a name, the machines its code is made for, its files. Files of src/*/cuda that
 # no row names are for all machines. Another family (sm_80 alone, say) is another row.
-set(cuda_families hopper)
+set(cuda_families hopper ampere)
 # Only so: -arch=sm_90a also makes a compute_90 pass, which knows neither wgmma nor setmaxnreg.
 set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
 set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_delta.cu)
+
+# One machine code for all of 8.x; PTX for what comes after.
+set(cuda_machines_ampere -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80)
+set(cuda_files_ampere src/attention/cuda/ampere_forward.cu src/attention/cuda/ampere_backward.cu)
 
 set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
                       -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after

@@ -27,8 +27,8 @@ PrecisionPlan plan_with_keel(float z) {
   return plan;
 }
 
-// sum(dO * O) + sum over rows of z L^2, rows that see no key left out.
-double loss(const AttentionProblem& config, const Problem& p) {
+// sum(dO * O) + sum over rows of z L^2 and of dL L, rows that see no key left out.
+double loss(const AttentionProblem& config, const Problem& p, const View<const float>& grad_lse) {
   const AttentionReference out = attention_reference(config, p.in);
   double sum = 0;
   for (int64_t b = 0; b < p.shape.B; ++b)
@@ -37,6 +37,7 @@ double loss(const AttentionProblem& config, const Problem& p) {
         const double L = *out.lse.view().at(b, h, i);
         if (L == kMinusInfinity) continue;
         sum += config.plans[config.plans.size() == 1 ? 0 : h].keel * L * L;
+        if (grad_lse.present()) sum += double{*grad_lse.at(b, h, i)} * L;
         for (int64_t d = 0; d < p.shape.D; ++d)
           sum += double{*p.grad_output.at(b, h, i, d)} * *out.o.view().at(b, h, i, d);
       }
@@ -46,17 +47,19 @@ double loss(const AttentionProblem& config, const Problem& p) {
 // Every coordinate of every gradient against a central difference, extrapolated once (Richardson): with h =
 // 2^-9 the truncation error is about h^4 = 2^-36 of the fifth derivative, and rounding about 2^-53 / h =
 // 2^-44.
-void expect_gradients_by_differences(const AttentionProblem& config, Problem& p) {
-  const AttentionReference out = attention_reference(config, p.in, p.grad_output);
+void expect_gradients_by_differences(const AttentionProblem& config, Problem& p,
+                                     const View<const float>& grad_lse = {},
+                                     std::vector<float>* sinks = nullptr) {
+  const AttentionReference out = attention_reference(config, p.in, p.grad_output, grad_lse);
   const auto check = [&](const char* tensor, View<float> x, const Tensor<double>& gradient) {
     double largest = 0;
     for (double g : gradient.values()) largest = std::max(largest, std::fabs(g));
     const auto central = [&](float& value, float h) {
       const float at = value;
       value = at + h;
-      const double up = loss(config, p), high = value;
+      const double up = loss(config, p, grad_lse), high = value;
       value = at - h;
-      const double down = loss(config, p), low = value;
+      const double down = loss(config, p, grad_lse), low = value;
       value = at;
       return (up - down) / (high - low);
     };
@@ -73,6 +76,39 @@ void expect_gradients_by_differences(const AttentionProblem& config, Problem& p)
   check("dq", p.q(), out.dq);
   check("dk", p.k(), out.dk);
   check("dv", p.v(), out.dv);
+  if (sinks)
+    check("dsinks", contiguous_view(sinks->data(), {1, static_cast<int64_t>(sinks->size()), 1, 1}),
+          out.dsinks);
+}
+
+TEST(AttentionReference, GradientsWithSlopesSinksAndAGradientOfL) {
+  for (bool causal : {false, true}) {
+    Problem p = make_problem({{2, 2, 1, 4, 5, 3}, {.causal = causal}, "forms"});
+    std::vector<float> slopes = {0.5f, 0.125f}, sinks = {0.25f, -1};
+    Tensor<float> grad_lse({2, 2, 4, 1});
+    for (size_t n = 0; n < grad_lse.values().size(); ++n)
+      grad_lse.values()[n] = 0.25f * static_cast<float>(n % 5) - 0.5f;
+    AttentionProblem config = p.with(plan_with_keel(0.01f));
+    config.slopes = slopes;
+    expect_gradients_by_differences(config, p);
+    config.sinks = sinks;
+    expect_gradients_by_differences(config, p, grad_lse.view(), &sinks);
+  }
+}
+
+// By hand: one row, two keys, no scores from q and k.
+TEST(AttentionReference, SlopesAndSinksByHand) {
+  Problem p = make_problem({{1, 1, 1, 1, 3, 1}, {}, "by_hand"});
+  for (int64_t j = 0; j < 3; ++j)
+    *p.k().at(0, 0, j, 0) = 0, *p.v().at(0, 0, j, 0) = static_cast<float>(1 << j);
+  const std::vector<float> slopes = {2}, sinks = {-1};
+  AttentionProblem config = p.with(PrecisionPlan{});
+  config.slopes = slopes, config.sinks = sinks;
+  const AttentionReference out = attention_reference(config, p.in);
+  // The row stands at key 2: scores -4, -2, 0, and the sink's -1.
+  const double l = std::exp(-4) + std::exp(-2) + 1 + std::exp(-1);
+  EXPECT_NEAR(out.lse.values()[0], std::log(l), 1e-14);
+  EXPECT_NEAR(out.o.values()[0], (std::exp(-4) + 2 * std::exp(-2) + 4) / l, 1e-14);
 }
 
 TEST(AttentionReference, GradientsAreThoseOfFiniteDifferences) {

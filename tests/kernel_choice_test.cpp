@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
 
 #include "attention/kernel_families.h"
 #include "base/error.h"
@@ -29,6 +32,17 @@ AttentionProblem problem(const char* plan = "flash2,stabiliser=consistent") {
   p.type = TensorType::bf16;
   p.plans = {parse_plan(plan)};
   return p;
+}
+
+// What is refused, and the word for it.
+template <class Body>
+void expect_refused(const char* word, Body body) {
+  try {
+    body();
+    ADD_FAILURE() << "not refused: " << word;
+  } catch (const std::invalid_argument& error) {
+    EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+  }
 }
 
 TEST(KernelChoice, hopper_takes_flash2_with_the_fast_stabilisers) {
@@ -76,9 +90,8 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
     EXPECT_EQ(choice.kernel, "any_plan") << word;
     EXPECT_NE(choice.why.find(word), std::string::npos) << choice.why;
   };
-  expect(problem(), "8.0", device(8, 0));
-  expect(problem(), "8.9", device(8, 9));
   expect(problem(), "10.0", device(10, 0));
+  expect(problem("fp32"), "Ampere-class kernels do not take probs=fp32", device(8, 0));
   expect(problem("fp32"), "probs=fp32");
   expect(problem("bf16_all"), "scores=bf16");
   expect(problem("flash2,row_sum=bf16"), "row_sum=bf16");
@@ -137,6 +150,55 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }
 
+constexpr const char* kFlash2InFp16 =
+    "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
+
+// Where they have no faster rival that was tried: not on Hopper, and not on what they were never compiled for.
+TEST(KernelChoice, ampere_class_kernels_run_on_their_machines_and_take_every_form) {
+  for (const CudaDevice& on : {device(8, 0), device(8, 6), device(8, 9), device(12, 0)}) {
+    const auto expect = [&](auto change) {
+      AttentionProblem p = problem();
+      change(p);
+      const KernelChoice choice = choose_kernel(p, on);
+      EXPECT_EQ(choice.kernel, "ampere") << choice.why;
+    };
+    expect([](auto&) {});
+    expect([](auto& p) { p.mask.window_left = 5; });
+    expect([](auto& p) { p.softcap = 30; });
+    static const float numbers[4] = {1, 2, 3, 4};
+    expect([](auto& p) { p.slopes = p.sinks = numbers; });
+    expect([](auto& p) { p.mask.visible = {reinterpret_cast<const uint8_t*>(&p), {2, 4, 128, 128}, {}}; });
+    expect([](auto& p) {
+      p.plans.resize(4, p.plans[0]);
+      p.plans[1] = parse_plan("flash2,stabiliser=zero_sum,keel=1e-3");
+    });
+    expect([](auto& p) {
+      p.type = TensorType::fp16;
+      p.plans = {parse_plan(kFlash2InFp16)};
+      p.plans[0].stabiliser = Stabiliser::wide_output;
+    });
+    AttentionProblem facts = problem();
+    facts.with_facts = true;
+    EXPECT_EQ(choose_kernel(facts, on).kernel, "any_plan");
+  }
+  AttentionProblem window = problem();
+  window.mask.window_left = 5;
+  EXPECT_EQ(choose_kernel(window, kHopper).kernel, "any_plan");
+  EXPECT_EQ(not_taken(kernel_family("ampere"), window, kHopper), "");  // there it runs where it is asked for
+  EXPECT_EQ(choose_kernel(problem(), device(8, 7)).kernel, "any_plan");
+  setenv("EVENKEEL_KERNELS", "ampere", 1);
+  EXPECT_EQ(choose_kernel(window, kHopper).kernel, "ampere");
+  expect_refused("the Ampere-class kernels do not take probs=fp32",
+                 [] { choose_kernel(problem("fp32"), kHopper); });
+  setenv("EVENKEEL_KERNELS", "volta", 1);
+  expect_refused("volta", [] { choose_kernel(problem(), kHopper); });
+  unsetenv("EVENKEEL_KERNELS");
+  // A plan's formats are those of the tensors.
+  AttentionProblem mixed = problem();
+  mixed.type = TensorType::fp16;
+  EXPECT_NE(not_taken(kernel_family("ampere"), mixed, kHopper).find("probs=bf16"), std::string::npos);
+}
+
 TEST(KernelChoice, alignment) {
   const std::array<int64_t, 4> sizes = {2, 4, 128, 64};
   const auto at = [](uintptr_t address, std::array<int64_t, 4> stride) {
@@ -151,17 +213,6 @@ TEST(KernelChoice, alignment) {
   EXPECT_FALSE(is_aligned(at(256, {32768, 0, 64, 1}), sizes));     // broadcast heads
   EXPECT_FALSE(is_aligned(at(256, {32768, -8192, 64, 1}), sizes));
   EXPECT_TRUE(is_aligned(at(256, {1, 1, 64, 1}), {1, 1, 128, 64}));  // one batch, one head: strides not used
-}
-
-// What is refused, and the word for it.
-template <class Body>
-void expect_refused(const char* word, Body body) {
-  try {
-    body();
-    ADD_FAILURE() << "not refused: " << word;
-  } catch (const std::invalid_argument& error) {
-    EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
-  }
 }
 
 // What no family of the device takes.
@@ -207,11 +258,15 @@ TEST(KernelFamilies, limits_are_kept) {
     AttentionProblem p = problem("fp32");
     if (family.plan_not_taken) p = problem("flash2");
     p.D = family.limits.head_step;
+    const std::vector<PrecisionPlan> plans = p.plans;
     for (size_t n = 0; n < kTensorTypeNames.size(); ++n) {
       p.type = static_cast<TensorType>(n);
+      if (family.plan_not_taken)
+        p.plans = p.type == TensorType::fp16 ? std::vector{parse_plan(kFlash2InFp16)} : plans;
       EXPECT_EQ(not_taken(family, p, kHopper).empty(), family.limits.has(p.type)) << family.name << n;
     }
     p.type = family.on_gpu ? TensorType::bf16 : TensorType::fp32;
+    p.plans = plans;
     for (int64_t D = 1; D <= 300; ++D) {
       p.D = D;
       const bool taken = D % family.limits.head_step == 0 &&
@@ -220,6 +275,36 @@ TEST(KernelFamilies, limits_are_kept) {
     }
   }
   EXPECT_THROW(kernel_family("no such"), std::invalid_argument);
+}
+
+// docs/kernels.md says what the table says.
+TEST(KernelFamilies, the_table_in_the_docs_is_true) {
+  std::ifstream file(EVENKEEL_SOURCE_DIR "/docs/kernels.md");
+  const std::string page(std::istreambuf_iterator<char>(file), {});
+  const auto expect_line = [&](const std::string& form, auto cell) {
+    std::string line = "| " + form + " |";
+    for (const KernelFamily& family : kernel_families()) line += " " + cell(family) + " |";
+    EXPECT_NE(page.find("\n" + line + "\n"), std::string::npos) << "docs/kernels.md lacks the line\n" << line;
+  };
+  expect_line("form", [](const KernelFamily& family) { return std::string(family.name); });
+  expect_line("tensors", [](const KernelFamily& family) { return types_taken(family.limits); });
+  expect_line("largest head size", [](const KernelFamily& family) {
+    return family.limits.largest_head == 0 ? "any" : std::to_string(family.limits.largest_head);
+  });
+  const std::pair<const char*, Feature> forms[] = {{"plans that differ by head", Feature::plans_by_head},
+                                                   {"soft cap", Feature::softcap},
+                                                   {"sliding windows", Feature::windows},
+                                                   {"a mask of its own", Feature::visible},
+                                                   {"packed sequences", Feature::packed},
+                                                   {"slopes by distance (ALiBi)", Feature::slopes},
+                                                   {"sinks", Feature::sinks},
+                                                   {"gradient of the log-sum-exp", Feature::grad_lse},
+                                                   {"facts (ties, delta, residual)", Feature::facts},
+                                                   {"unaligned tensors", Feature::unaligned}};
+  for (const auto& [form, feature] : forms)
+    expect_line(form, [f = feature](const KernelFamily& family) {
+      return std::string(family.limits.has(f) ? "yes" : "\u2013");
+    });
 }
 
 TEST(AttentionCall, on_the_cpu_is_resolved_and_says_why) {

@@ -58,7 +58,7 @@ if(TARGET rounding_test)
 endif()
 
 # Kernels compiled for the CPU: the emulator's instructions stand before the device's. nvcc's pragmas mean nothing there.
-foreach(test cuda_emulator_test any_plan_prepare_test)
+foreach(test cuda_emulator_test any_plan_prepare_test ampere_test)
   if(TARGET ${test})
     target_include_directories(${test} BEFORE PRIVATE tests/cuda_emulator)
     target_compile_options(${test} PRIVATE -Wno-unknown-pragmas -Wno-unused-function -Wno-sign-compare)
@@ -124,6 +124,10 @@ if(EVENKEEL_GPU_TESTS AND EVENKEEL_HAS_CUDA)
     endif()
     set_tests_properties(${gpu_tests} PROPERTIES LABELS gpu RESOURCE_LOCK gpu SKIP_RETURN_CODE 77)
   endforeach()
+  # The same demands on the Ampere-class kernels, which other machines than Hopper choose.
+  add_test(NAME hopper_test_ampere COMMAND hopper_test)
+  set_tests_properties(hopper_test_ampere PROPERTIES ENVIRONMENT EVENKEEL_KERNELS=ampere LABELS gpu RESOURCE_LOCK gpu
+                       SKIP_RETURN_CODE 77)
   # Asks the chip how it adds; a longer run with more batches is a command of its own.
   add_executable(tensor_core_chip tools/tensor_core_chip.cu)
   target_include_directories(tensor_core_chip PRIVATE tools)

@@ -63,6 +63,9 @@ struct AttentionBackward {
   // before softcap's derivative), summed in FP64, keel's own part 2 z L sum P taken out; and the root of the
   // variance that rounding dS at its site must cause: sqrt(sum ulp(dS_ij)^2 / 12) / a.
   View<double> residual, residual_floor;
+  // Optional: the gradient of L, (B, H, T, 1), which is read; that of the sinks, (1, H, 1, 1), which needs delta.
+  View<const float> grad_lse = {};
+  View<float> dsinks = {};
 };
 
 // REQUIRES: shapes as above; anything else throws std::invalid_argument. Thread count never changes a bit.
@@ -75,13 +78,15 @@ void attention_backward(const AttentionProblem& problem, const AttentionInputs& 
 
 // The definition: FP64, whole rows, no rounding. Ignores plans but for keel.
 struct AttentionReference {
-  Tensor<double> o, lse;             // (B, H, T, D), (B, H, T, 1)
-  Tensor<double> dq, dk, dv, delta;  // empty where no grad_output was given; delta without keel's part
+  Tensor<double> o, lse;  // (B, H, T, D), (B, H, T, 1)
+  Tensor<double> dq, dk, dv,
+      delta;              // empty where no grad_output was given; delta without keel's part and that of dL
+  Tensor<double> dsinks;  // (1, H, 1, 1)
 };
 AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputs& in,
-                                       View<const float> grad_output = {});
+                                       View<const float> grad_output = {}, View<const float> grad_lse = {});
 AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputsOf<double>& in,
-                                       View<const double> grad_output = {});
+                                       View<const double> grad_output = {}, View<const double> grad_lse = {});
 
 // Owns everything that a forward and backward write.
 struct AttentionBuffers {

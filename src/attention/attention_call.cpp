@@ -1,5 +1,7 @@
 #include "attention/attention_call.h"
 
+#include <cstdlib>
+
 #include "attention/kernel_families.h"
 #include "base/error.h"
 
@@ -11,11 +13,20 @@ struct Chosen {
   std::string why;
 };
 
+// For tests and benches: this family of the GPU and no other, whatever the table would choose.
+constexpr const char* kFamilyVariable = "EVENKEEL_KERNELS";
+
+bool is_candidate(const KernelFamily& family, const CudaDevice& device) {
+  const char* const asked = family.on_gpu ? std::getenv(kFamilyVariable) : nullptr;
+  if (asked && *asked) return &kernel_family(asked) == &family;
+  return !family.chosen_on || family.chosen_on(device);
+}
+
 // The first family of the device that takes the problem. REQUIRES: the problem is complete.
 Chosen choose(const AttentionProblem& problem, bool on_gpu, const CudaDevice& device) {
   std::string refused;
   for (const KernelFamily& family : kernel_families()) {
-    if (family.on_gpu != on_gpu) continue;
+    if (family.on_gpu != on_gpu || !is_candidate(family, device)) continue;
     const std::string what = not_taken(family, problem, device);
     if (what.empty()) return {&family, refused.empty() ? family.reason(problem) : refused};
     refused += fmt::format("{}{} do not take {}", refused.empty() ? "" : "; ", family.words, what);

@@ -42,6 +42,9 @@ struct BackwardPass {
   float* delta = nullptr;  // (B, H, T), optional: as used, keel included
   // Optional, (B, H, T): as in AttentionBackward, and delta_lp - delta_hp, where delta_hp = sum P dP / sum P.
   float *residual = nullptr, *residual_floor = nullptr, *delta_error = nullptr;
+  // Optional: the gradient of L, (B, H, T), which is read; that of the problem's sinks, (H).
+  const float* grad_lse = nullptr;
+  float* dsinks = nullptr;
 };
 
 struct PassSizes {

@@ -123,6 +123,40 @@ void write_key_gradient(const Call& call, Site site, const View<float>& to, int6
     call.observer->observe({site, b, g * group, key, 0, keys, D, stride, 1, exact.data(), sums});
 }
 
+// P of the sink times (0 - delta), over all rows of a head.
+void write_dsinks(const AttentionProblem& problem, const AttentionForward& saved,
+                  const AttentionBackward& out) {
+  for (int64_t h = 0; h < problem.H; ++h) {
+    double sum = 0;
+    for (int64_t b = 0; b < problem.B; ++b)
+      for (int64_t i = 0; i < problem.rows(b); ++i)
+        sum -= std::exp(double{problem.sinks[static_cast<size_t>(h)]} - double{*saved.lse.at(b, h, i)}) *
+               double{*out.delta.at(b, h, i)};
+    *out.dsinks.at(0, h, 0) = static_cast<float>(sum);
+  }
+}
+
+void check_backward_views(const AttentionProblem& problem, const View<const float>& grad_output,
+                          const AttentionForward& saved, const AttentionBackward& out) {
+  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
+      per_row{problem.B, problem.H, problem.T, 1}, per_key{problem.B, problem.G, problem.N, problem.D};
+  check_view("grad_output", grad_output, whole);
+  check_view("o_for_delta", saved.o_for_delta, whole);
+  check_view("lse", saved.lse, per_row);
+  check_view("row_max", saved.row_max, per_row);
+  check_view("row_sum", saved.row_sum, per_row);
+  check_view("dq", out.dq, whole);
+  check_view("dk", out.dk, per_key);
+  check_view("dv", out.dv, per_key);
+  check_view("delta", out.delta, per_row, true);
+  check_view("grad_lse", out.grad_lse, per_row, true);
+  check_view("dsinks", out.dsinks, {1, problem.H, 1, 1}, true);
+  require(!out.dsinks.present() || (out.delta.present() && !problem.sinks.empty()),
+          "[attention] expected sinks and a tensor for delta where dsinks is asked for");
+  check_view("residual", out.residual, per_row, true);
+  check_view("residual_floor", out.residual_floor, per_row, true);
+}
+
 }  // namespace
 
 void attention_forward(const AttentionProblem& asked, const AttentionInputs& in, const AttentionForward& out,
@@ -160,19 +194,7 @@ void attention_backward(const AttentionProblem& asked, const AttentionInputs& in
                         View<const float> grad_output, const AttentionForward& saved,
                         const AttentionBackward& out, SiteObserver* observer) {
   const AttentionProblem problem = problem_of(asked, in);
-  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
-      per_row{problem.B, problem.H, problem.T, 1}, per_key{problem.B, problem.G, problem.N, problem.D};
-  check_view("grad_output", grad_output, whole);
-  check_view("o_for_delta", saved.o_for_delta, whole);
-  check_view("lse", saved.lse, per_row);
-  check_view("row_max", saved.row_max, per_row);
-  check_view("row_sum", saved.row_sum, per_row);
-  check_view("dq", out.dq, whole);
-  check_view("dk", out.dk, per_key);
-  check_view("dv", out.dv, per_key);
-  check_view("delta", out.delta, per_row, true);
-  check_view("residual", out.residual, per_row, true);
-  check_view("residual_floor", out.residual_floor, per_row, true);
+  check_backward_views(problem, grad_output, saved, out);
   check_finite_inputs(problem, in);
   if (!problem.allow_nonfinite)
     check_finite("grad_output", grad_output, problem.B, [&](int64_t b) { return problem.rows(b); });
@@ -234,6 +256,7 @@ void attention_backward(const AttentionProblem& asked, const AttentionInputs& in
       fill_rows(out.dv, b, g, keys, 0.0f);
     }
   }
+  if (out.dsinks.present()) write_dsinks(problem, saved, out);
 }
 
 }  // namespace evenkeel

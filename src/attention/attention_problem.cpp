@@ -49,6 +49,20 @@ void check_plans(const AttentionProblem& p) {
   }
 }
 
+void check_by_head(const AttentionProblem& p) {
+  for (auto [what, numbers] : {std::pair{"slopes", p.slopes}, {"sinks", p.sinks}})
+    require(numbers.empty() || static_cast<int64_t>(numbers.size()) == p.H,
+            "[attention] expected {} with one number for each of {} query heads, got {}", what, p.H,
+            numbers.size());
+  require(p.slopes.empty() || p.softcap == 0, "[attention] expected no slopes with softcap, got softcap {}",
+          p.softcap);
+  for (const PrecisionPlan& plan : p.plans)
+    require(p.sinks.empty() ||
+                (rules_of(plan.stabiliser).keys != KeyRule::centred && plan.keys != KeyRule::centred),
+            "[attention] {} cannot go with sinks: a row's sink would have to move with its keys",
+            plan.keys == KeyRule::centred ? "keys=centred" : name(plan.stabiliser));
+}
+
 void check_counts(const char* what, std::span<const int32_t> numbers, int64_t B) {
   const auto count = static_cast<int64_t>(numbers.size());
   require(count == 0 || count == B,
@@ -84,6 +98,7 @@ void check(const AttentionProblem& p) {
   require(std::isfinite(p.softcap) && p.softcap >= 0,
           "[attention] expected a finite softcap of 0 (off) or more, got {}", p.softcap);
   check_plans(p);
+  check_by_head(p);
   check_mask(p);
   require(p.tile_rows >= 1, "[attention] expected tile_rows of 1 or more, got {}", p.tile_rows);
   require(p.tile_keys >= 0, "[attention] expected tile_keys of 0 (all keys) or more, got {}", p.tile_keys);

@@ -21,11 +21,11 @@
 
 namespace evenkeel {
 
-enum class TensorType : uint8_t { bf16, fp32, fp64 };
-inline constexpr std::array<std::string_view, 3> kTensorTypeNames = {"bf16", "fp32", "fp64"};
+enum class TensorType : uint8_t { bf16, fp32, fp64, fp16 };
+inline constexpr std::array<std::string_view, 4> kTensorTypeNames = {"bf16", "fp32", "fp64", "fp16"};
 constexpr std::string_view name(TensorType type) { return kTensorTypeNames[static_cast<size_t>(type)]; }
 constexpr size_t element_bytes(TensorType type) {
-  return type == TensorType::bf16 ? 2 : type == TensorType::fp32 ? 4 : 8;
+  return type == TensorType::fp32 ? 4 : type == TensorType::fp64 ? 8 : 2;
 }
 
 // What is attended to. Lengths, offsets and `visible` lie in the memory of the device that runs the problem.
@@ -55,6 +55,10 @@ struct AttentionProblem {
   std::vector<PrecisionPlan> plans;  // one for all heads, or one per query head
   float scale = 0;                   // a; 0 means 1 / sqrt(D)
   float softcap = 0;                 // c tanh(S / c); 0 is off
+  // Of each head, (H) or empty, in the memory of the device that runs the problem. slopes (ALiBi): the score of a row with
+  // a key falls by slope |distance|, the row's own position being where `mask` has it; not with softcap. sinks: one more
+  // score that every row sees, without a value: it takes its share of the probability, and L knows it.
+  std::span<const float> slopes, sinks;
   AttentionMask mask;
   int64_t tile_keys = 64;  // keys a tile; 0: all keys in one. Decides where pv and row_sum are rounded
   uint32_t step = 0;       // of the random numbers: a training step
@@ -82,6 +86,8 @@ struct AttentionProblem {
   int64_t keys(int64_t b) const {
     return mask.key_lengths.empty() ? N : mask.key_lengths[static_cast<size_t>(b)];
   }
+  // The key that row i of sequence b stands at: its last row at its last key. Negative where rows outnumber keys.
+  int64_t position(int64_t b, int64_t i) const { return i + keys(b) - rows(b); }
   // Keys [first, last) that row i of sequence b may see by causal and window alone.
   std::pair<int64_t, int64_t> key_range(int64_t b, int64_t i) const;
 };

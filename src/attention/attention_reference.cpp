@@ -15,6 +15,7 @@ struct Task {
   AttentionProblem problem;  // complete
   const AttentionInputsOf<Real>& in;
   View<const Real> grad_output;  // (B, H, T, D), or none
+  View<const Real> grad_lse;     // (B, H, T, 1), or none
 };
 
 template <class Real>
@@ -33,7 +34,7 @@ double dot(int64_t D, View<const Real> x, int64_t x_head, int64_t x_row, View<co
   return sum;
 }
 
-// One row of one head. Adds to dk and dv.
+// One row of one head. Adds to dk, dv and dsinks.
 template <class Real>
 void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, AttentionReference& out) {
   const View<const Real>& grad_output = task.grad_output;
@@ -41,8 +42,10 @@ void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, Atte
   const int64_t N = p.N, D = p.D, g = h / (p.H / p.G);
   const double a = p.scale, c = p.softcap;
 
-  double m = -std::numeric_limits<double>::infinity();
-  std::vector<double> S(N, m), slope(N, 1.0);  // slope: of the soft cap at S
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  const double sink = p.sinks.empty() ? kNone : double{p.sinks[static_cast<size_t>(h)]};
+  double m = sink;
+  std::vector<double> S(N, kNone), slope(N, 1.0);  // slope: of the soft cap at S
   for (int64_t j = 0; j < N; ++j) {
     if (!is_visible(task, b, h, i, j)) continue;
     S[j] = a * dot(D, task.in.q, h, i, task.in.k, g, j, b);
@@ -51,12 +54,14 @@ void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, Atte
       S[j] = c * t;
       slope[j] = 1 - t * t;
     }
+    if (!p.slopes.empty())
+      S[j] -= double{p.slopes[static_cast<size_t>(h)]} * static_cast<double>(std::abs(p.position(b, i) - j));
     m = std::max(m, S[j]);
   }
   *out.lse.view().at(b, h, i) = m;
-  if (m == -std::numeric_limits<double>::infinity()) return;  // sees no key: O = 0, L = -inf, no gradient
+  if (m == kNone) return;  // sees neither key nor sink: O = 0, L = -inf, no gradient
 
-  double l = 0;
+  double l = std::exp(sink - m);
   for (double s : S) l += std::exp(s - m);
   const double L = m + std::log(l);
   *out.lse.view().at(b, h, i) = L;
@@ -72,10 +77,12 @@ void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, Atte
   for (int64_t d = 0; d < D; ++d) delta += double{*grad_output.at(b, h, i, d)} * O[d];
   *out.delta.view().at(b, h, i) = delta;
   const double z = p.plan(h).keel;
+  const double dL = task.grad_lse.present() ? double{*task.grad_lse.at(b, h, i)} : 0.0;
+  if (sink != kNone) *out.dsinks.view().at(0, h, 0) += std::exp(sink - L) * (2 * z * L + dL - delta);
   for (int64_t j = 0; j < N; ++j) {
     if (P[j] == 0) continue;
     const double dP = dot(D, grad_output, h, i, task.in.v, g, j, b);
-    const double dS = a * slope[j] * (P[j] * (dP - delta) + 2 * z * L * P[j]);
+    const double dS = a * slope[j] * P[j] * (dP - delta + 2 * z * L + dL);
     for (int64_t d = 0; d < D; ++d) {
       *out.dv.view().at(b, g, j, d) += P[j] * double{*grad_output.at(b, h, i, d)};
       *out.dq.view().at(b, h, i, d) += dS * double{*task.in.k.at(b, g, j, d)};
@@ -86,8 +93,8 @@ void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, Atte
 
 template <class Real>
 AttentionReference reference(const AttentionProblem& asked, const AttentionInputsOf<Real>& in,
-                             View<const Real> grad_output) {
-  const Task<Real> task{problem_of(asked, in), in, grad_output};
+                             View<const Real> grad_output, View<const Real> grad_lse) {
+  const Task<Real> task{problem_of(asked, in), in, grad_output, grad_lse};
   const AttentionProblem& p = task.problem;
   const std::array<int64_t, 4> per_feature{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D},
       per_row{p.B, p.H, p.T, 1};
@@ -103,12 +110,18 @@ AttentionReference reference(const AttentionProblem& asked, const AttentionInput
     out.dq = Tensor<double>(per_feature);
     out.dk = out.dv = Tensor<double>(per_key);
     out.delta = Tensor<double>(per_row);
+    out.dsinks = Tensor<double>({1, p.H, 1, 1});
+    require(!grad_lse.present() || grad_lse.shape == per_row,
+            "[attention] expected grad_lse of shape ({}, {}, {}, 1)", p.B, p.H, p.T);
   }
-  // One key/value head with its query heads is one item: no two items add to the same dk and dv.
-  parallel_for(p.B * p.G, [&](int64_t item, int) {
-    const int64_t b = item / p.G, g = item % p.G, group = p.H / p.G;
-    for (int64_t h = g * group; h < (g + 1) * group; ++h)
-      for (int64_t i = 0; i < p.rows(b); ++i) reference_row(task, b, h, i, out);
+  // One key/value head with its query heads is one item: no two items add to the same dk and dv. All sequences add to the
+  // same dsinks.
+  const bool by_sequence = p.sinks.empty();
+  parallel_for(by_sequence ? p.B * p.G : p.G, [&](int64_t item, int) {
+    const int64_t g = item % p.G, group = p.H / p.G;
+    for (int64_t b = by_sequence ? item / p.G : 0; b < (by_sequence ? item / p.G + 1 : p.B); ++b)
+      for (int64_t h = g * group; h < (g + 1) * group; ++h)
+        for (int64_t i = 0; i < p.rows(b); ++i) reference_row(task, b, h, i, out);
   });
   return out;
 }
@@ -116,12 +129,12 @@ AttentionReference reference(const AttentionProblem& asked, const AttentionInput
 }  // namespace
 
 AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputs& in,
-                                       View<const float> grad_output) {
-  return reference(problem, in, grad_output);
+                                       View<const float> grad_output, View<const float> grad_lse) {
+  return reference(problem, in, grad_output, grad_lse);
 }
 AttentionReference attention_reference(const AttentionProblem& problem, const AttentionInputsOf<double>& in,
-                                       View<const double> grad_output) {
-  return reference(problem, in, grad_output);
+                                       View<const double> grad_output, View<const double> grad_lse) {
+  return reference(problem, in, grad_output, grad_lse);
 }
 
 }  // namespace evenkeel

@@ -68,12 +68,15 @@ void backward_definition(const AttentionProblem& p, const PassInputs& in, const 
                          const BackwardPass& out) {
   require(!out.residual && !out.residual_floor,
           "[attention] expected no residual and no residual_floor with fp64 tensors, which round nothing");
+  const std::vector<double> grad_lse(out.grad_lse, out.grad_lse ? out.grad_lse + row_count(p) : nullptr);
   const AttentionReference exact =
-      attention_reference(p, inputs<double>(p, in), query<const double>(p, grad_output));
+      attention_reference(p, inputs<double>(p, in), query<const double>(p, grad_output),
+                          grad_lse.empty() ? View<const double>{} : rows<const double>(p, grad_lse.data()));
   copy(exact.dq, query<double>(p, out.dq));
   copy(exact.dk, key<double>(p, out.dk));
   copy(exact.dv, key<double>(p, out.dv));
   if (out.delta) narrow(exact.delta.values(), out.delta);
+  if (out.dsinks) narrow(exact.dsinks.values(), out.dsinks);
 }
 
 }  // namespace
@@ -100,7 +103,11 @@ void cpu_backward(const AttentionProblem& p, const FamilyPlan&, const PassInputs
   out.dq = query<float>(p, pass.dq);
   out.dk = key<float>(p, pass.dk);
   out.dv = key<float>(p, pass.dv);
-  out.delta = rows(p, pass.delta);
+  // dsinks is a sum over delta.
+  std::vector<float> delta(pass.dsinks && !pass.delta ? row_count(p) : 0);
+  out.delta = rows(p, delta.empty() ? pass.delta : delta.data());
+  out.grad_lse = rows(p, pass.grad_lse);
+  if (pass.dsinks) out.dsinks = contiguous_view(pass.dsinks, {1, p.H, 1, 1});
   // The CPU's residuals are FP64.
   std::vector<double> residual(pass.residual ? row_count(p) : 0),
       floor(pass.residual_floor ? row_count(p) : 0);

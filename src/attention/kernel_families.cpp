@@ -35,7 +35,7 @@ std::string hopper_device_not_taken(const CudaDevice& device) {
 }
 
 // What a plan may ask and no kernels of a GPU have yet: they must not compute something else instead.
-std::string any_plan_plan_not_taken(const PrecisionPlan& plan) {
+std::string any_plan_plan_not_taken(const PrecisionPlan& plan, TensorType) {
   for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
     if (plan.at(site).shared != SharedScale{})
       return fmt::format("{}={} (scales that blocks of P or dS share run on the CPU)", name(site),
@@ -50,8 +50,18 @@ std::string any_plan_plan_not_taken(const PrecisionPlan& plan) {
   return "";
 }
 
-std::string hopper_plan_not_taken(const PrecisionPlan& plan) {
-  if (std::string what = any_plan_plan_not_taken(plan); !what.empty()) return what;
+// flash2 in the format of the tensors.
+PrecisionPlan fused_plan(TensorType type) {
+  PrecisionPlan plan = parse_plan("flash2");
+  if (type == TensorType::fp16)
+    for (Rounding& rounding : plan.rounding)
+      if (!is_identity(rounding)) rounding.format = kFp16;
+  return plan;
+}
+
+// What the fast kernels compute: flash2's sites with one of the fast stabilisers.
+std::string fused_plan_not_taken(const PrecisionPlan& plan, TensorType type) {
+  if (std::string what = any_plan_plan_not_taken(plan, type); !what.empty()) return what;
   if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
   const StabiliserRules& rules = rules_of(plan.stabiliser);
   // They sum rounded probabilities only with shifts by powers of two, and exact ones only with the others.
@@ -61,14 +71,16 @@ std::string hopper_plan_not_taken(const PrecisionPlan& plan) {
                          : rules.shift != ShiftRule::power_of_two && rules.shift != ShiftRule::paper;
   if (!known || rules.output == OutputRule::stochastic || rules.keys != KeyRule::given)
     return fmt::format("the stabiliser {}", rules.name);
-  static const PrecisionPlan flash2 = parse_plan("flash2");
+  const PrecisionPlan flash2 = fused_plan(type);
+  const int wide_bits = flash2.at(Site::output).format.significand_bits + 8;
   for (int n = 0; n < kSiteCount; ++n) {
     const auto site = static_cast<Site>(n);
     if (plan.at(site) == flash2.at(site)) continue;
-    // The O of delta is kept with 16 significand bits, rounded without bias: what is asked for, or nearly.
+    // The O of delta is kept with 8 significand bits more, rounded without bias: what is asked for, or nearly.
+    const Rounding wide{Format{flash2.at(Site::output).format.exponent_bits, wide_bits}};
     if (site == Site::output_for_delta && rules.output == OutputRule::wide &&
-        (is_identity(plan.at(site)) || plan.at(site) == Rounding{Format{8, 15}} ||
-         plan.at(site) == Rounding{Format{8, 15}, RoundingMode::stochastic}))
+        (is_identity(plan.at(site)) || plan.at(site) == wide ||
+         plan.at(site) == Rounding{wide.format, RoundingMode::stochastic}))
       continue;
     return fmt::format("{}={} (flash2 has {})", name(site), to_string(plan.at(site)),
                        to_string(flash2.at(site)));
@@ -82,6 +94,16 @@ std::string hopper_reason(const AttentionProblem& p) {
       "bf16, head size {}, flash2 with stabiliser {} on compute capability 9.0{}", p.D, rules.name,
       rules.output == OutputRule::wide ? "; the O of delta has 16 significand bits, rounded stochastically"
                                        : "");
+}
+
+std::string ampere_reason(const AttentionProblem& p) {
+  return fmt::format("{}, head size {}, flash2's sites on compute capability 8.0 or newer", name(p.type),
+                     p.D);
+}
+
+// By their own machine code, and on 12.0 by PTX. On Hopper its own kernels are faster, and elsewhere nobody has tried.
+bool ampere_chosen_on(const CudaDevice& device) {
+  return (device.major == 8 && device.minor != 7) || (device.major == 12 && device.minor == 0);
 }
 
 std::string any_plan_device_not_taken(const CudaDevice& device) {
@@ -110,11 +132,26 @@ constexpr KernelFamily kFamilies[] = {
      {features({Feature::packed, Feature::device_step}), types({TensorType::bf16}), kLargestGpuHead,
       /*head_step=*/8, kGpuAlignment},
      hopper_device_not_taken,
-     hopper_plan_not_taken,
+     fused_plan_not_taken,
+     /*chosen_on=*/nullptr,
      hopper_reason,
      hopper_prepare,
      hopper_forward,
      hopper_backward},
+    // The same plans by mma.sync, with every form of mask, and plans that differ by head.
+    {"ampere",
+     "the Ampere-class kernels",
+     /*on_gpu=*/true,
+     {features({Feature::plans_by_head, Feature::softcap, Feature::windows, Feature::visible, Feature::packed,
+                Feature::device_step, Feature::slopes, Feature::sinks, Feature::grad_lse}),
+      types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8, kGpuAlignment},
+     any_plan_device_not_taken,
+     fused_plan_not_taken,
+     ampere_chosen_on,
+     ampere_reason,
+     ampere_prepare,
+     ampere_forward,
+     ampere_backward},
     // Any plan, any stabiliser (mma.sync on bf16).
     {"any_plan",
      "the any-plan kernels",
@@ -123,6 +160,7 @@ constexpr KernelFamily kFamilies[] = {
       types({TensorType::bf16, TensorType::fp32}), kLargestGpuHead, /*head_step=*/1, kGpuAlignment},
      any_plan_device_not_taken,
      any_plan_plan_not_taken,
+     nullptr,
      any_plan_reason,
      any_plan_prepare,
      any_plan_forward,
@@ -131,8 +169,10 @@ constexpr KernelFamily kFamilies[] = {
     {"cpu",
      "the CPU kernels",
      /*on_gpu=*/false,
-     {kEveryShape | features({Feature::first_sequence, Feature::any_tile_keys}),
+     {kEveryShape | features({Feature::first_sequence, Feature::any_tile_keys, Feature::slopes,
+                              Feature::sinks, Feature::grad_lse}),
       types({TensorType::fp32, TensorType::fp64}), /*largest_head=*/0, /*head_step=*/1, alignof(float)},
+     nullptr,
      nullptr,
      nullptr,
      cpu_reason,
@@ -167,6 +207,8 @@ constexpr FeatureAsked kFeatures[] = {
      "a first sequence other than 0 of the random numbers"},
     {Feature::any_tile_keys, [](P p) { return p.tile_keys != 0 && p.tile_keys != 64; },
      "tile_keys other than 64, or 0 for all keys in one tile"},
+    {Feature::slopes, [](P p) { return !p.slopes.empty(); }, "slopes by distance (ALiBi)"},
+    {Feature::sinks, [](P p) { return !p.sinks.empty(); }, "sinks"},
 };
 
 }  // namespace
@@ -200,7 +242,7 @@ std::string not_taken(const KernelFamily& family, const AttentionProblem& p, con
                        limits.largest_head);
   if (family.plan_not_taken)
     for (const PrecisionPlan& plan : p.plans)
-      if (std::string what = family.plan_not_taken(plan); !what.empty()) return what;
+      if (std::string what = family.plan_not_taken(plan, p.type); !what.empty()) return what;
   for (const FeatureAsked& f : kFeatures)
     if (f.asked(p) && !limits.has(f.feature)) return f.words;
   return "";

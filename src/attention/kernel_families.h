@@ -24,6 +24,9 @@ enum class Feature : uint16_t {
   device_step = 1 << 8,
   first_sequence = 1 << 9,
   any_tile_keys = 1 << 10,  // others than 64 and 0
+  slopes = 1 << 11,
+  sinks = 1 << 12,
+  grad_lse = 1 << 13,  // of a pass, not of a problem: pass_check.cpp
 };
 
 struct FamilyLimits {
@@ -50,7 +53,9 @@ struct KernelFamily {
   FamilyLimits limits;
   // What the family does not take besides: of a device, of a plan; "" where it takes it. Null: takes any.
   std::string (*device_not_taken)(const CudaDevice& device);
-  std::string (*plan_not_taken)(const PrecisionPlan& plan);
+  std::string (*plan_not_taken)(const PrecisionPlan& plan, TensorType type);
+  // Is the family the one to choose on a device that it takes? Else it runs where it is asked for by name. Null: yes.
+  bool (*chosen_on)(const CudaDevice& device);
   std::string (*reason)(const AttentionProblem& problem);  // why it runs, where no faster one was refused
   // Problems are complete here and the family takes them; tensors and buffers are checked.
   std::shared_ptr<const FamilyPlan> (*prepare)(const AttentionProblem& problem);

@@ -130,6 +130,12 @@ void check_backward(const AttentionProblem& problem, const KernelFamily& family,
     check.key("dv", out.dv, true);
   }
   check.lse(saved.lse);
+  check.rows("grad_lse", out.grad_lse);
+  require(!out.grad_lse || family.limits.has(Feature::grad_lse),
+          "[attention] {} do not take a gradient of the log-sum-exp (grad_lse)", family.words);
+  check.rows("dsinks", out.dsinks);
+  require(!out.dsinks || !problem.sinks.empty(),
+          "[attention] expected sinks where dsinks is asked for, got none");
   check.fact("delta", out.delta);
   check.fact("residual", out.residual);
   check.fact("residual_floor", out.residual_floor);

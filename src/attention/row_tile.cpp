@@ -176,6 +176,13 @@ void RowTile::score_tile(int64_t key, int64_t keys) {
         float& s = tile_[at(j * width_ + i)];
         s = cap * std::tanh(s / cap);
       }
+  if (!call_.problem.slopes.empty()) {
+    const float slope = call_.problem.slopes[at(h_)];
+    for (int64_t j = 0; j < keys; ++j)
+      for (int64_t i = 0; i < rows_; ++i)
+        tile_[at(j * width_ + i)] -=
+            slope * static_cast<float>(std::abs(call_.problem.position(b_, row_ + i) - key - j));
+  }
   if (observer_) exact_.assign(tile_.begin(), tile_.begin() + keys * width_);
   round_only(Site::scores, tile_.data(), keys, key, call_.problem.N);
   mask_tile(tile_.data(), key, keys);

@@ -73,6 +73,7 @@ class RowTile {
   void shift_rows(int64_t keys);
   void probabilities(int64_t keys);
   void round_shifted(int64_t keys);
+  void add_sink(float sink);
   void write_forward(const AttentionForward& out);
   void write_ties(const View<int32_t>& ties);
 

@@ -130,6 +130,9 @@ void RowTile::find_delta(const BackwardTask& task) {
       kernels_.column_sum(tile_.data(), keys, columns_, width_, factor_.data());
     });
     observer_ = observer;
+    if (!call_.problem.sinks.empty())
+      for (int64_t i = 0; i < rows_; ++i)
+        factor_[at(i)] += std::exp(call_.problem.sinks[at(h_)] - *task.saved.lse.at(b_, h_, row_ + i));
     for (int64_t i = 0; i < columns_; ++i)
       delta_[at(i)] = factor_[at(i)] == 0 ? 0.0f : delta_[at(i)] / factor_[at(i)];
   } else {
@@ -141,6 +144,10 @@ void RowTile::find_delta(const BackwardTask& task) {
       const float lse = *task.saved.lse.at(b_, h_, row_ + i);
       if (lse != RowShift::kNone) delta_[at(i)] -= 2 * plan().keel * lse;
     }
+  if (task.out.grad_lse.present())
+    for (int64_t i = 0; i < rows_; ++i)
+      if (*task.saved.lse.at(b_, h_, row_ + i) != RowShift::kNone)
+        delta_[at(i)] -= *task.out.grad_lse.at(b_, h_, row_ + i);
   round_lines(Site::delta, delta_.data(), 1, 0, 1, 0);
   if (shared) std::copy_n(delta_.begin(), rows_, shared);
 }
@@ -194,8 +201,9 @@ void RowTile::measure_residual(int64_t keys, const Rounding& rounding) {
 void RowTile::write_facts(const BackwardTask& task) {
   for (int64_t i = 0; i < rows_; ++i) {
     const float lse = *task.saved.lse.at(b_, h_, row_ + i);
-    // keel leaves 2 z L sum P in the row on purpose.
-    const double meant = lse == RowShift::kNone ? 0 : 2.0 * plan().keel * lse * prob_sum_[at(i)];
+    // keel leaves 2 z L sum P in the row on purpose, and a gradient of L its own part.
+    const double dL = task.out.grad_lse.present() ? double{*task.out.grad_lse.at(b_, h_, row_ + i)} : 0.0;
+    const double meant = lse == RowShift::kNone ? 0 : (2.0 * plan().keel * lse + dL) * prob_sum_[at(i)];
     if (task.out.residual.present()) *task.out.residual.at(b_, h_, row_ + i) = residual_[at(i)] - meant;
     if (task.out.residual_floor.present())
       *task.out.residual_floor.at(b_, h_, row_ + i) = std::sqrt(floor_[at(i)]);

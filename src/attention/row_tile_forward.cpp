@@ -126,9 +126,22 @@ void RowTile::round_shifted(int64_t keys) {
   if (observer_) show(Site::shifted, tile_.data(), keys, key_);
 }
 
+// The sink's share of l, where a row sees keys. A sink that leaves them nothing makes l infinite: O = 0, and so is P.
+void RowTile::add_sink(float sink) {
+  for (int64_t i = 0; i < rows_; ++i) {
+    if (shifts_[at(i)].max == RowShift::kNone) continue;
+    const float share =
+        std::exp(sink - (head_->power_shift() ? static_cast<float>(m_[at(i)] * kLog2) : m_[at(i)]));
+    sum_[at(i)] += share;
+    wide_sum_[at(i)] += share;
+  }
+}
+
 void RowTile::write_forward(const AttentionForward& out) {
   // A row that sees no key: O = 0, L = -inf. (l = 0 with a key in sight is an underflow, and 0 / 0 shows it.)
   const auto no_key = [&](int64_t i) { return shifts_[at(i)].max == RowShift::kNone && sum_[at(i)] == 0; };
+  const float* const sink = call_.problem.sinks.empty() ? nullptr : &call_.problem.sinks[at(h_)];
+  if (sink) add_sink(*sink);
   const auto divide = [&](const std::vector<float>& o, const std::vector<float>& sum) {
     for (int64_t i = 0; i < columns_; ++i) factor_[at(i)] = no_key(i) ? 1.0f : sum[at(i)];
     normalised_.resize(at(D_ * width_));
@@ -145,7 +158,7 @@ void RowTile::write_forward(const AttentionForward& out) {
 
   const float* mean_key = call_.operands.mean_key(b_, h_);
   for (int64_t i = 0; i < rows_; ++i) {
-    float lse = RowShift::kNone;
+    float lse = sink ? *sink : RowShift::kNone;
     if (!no_key(i)) {
       const float l = head_->sums_rounded ? wide_sum_[at(i)] : sum_[at(i)];
       lse = head_->power_shift() ? static_cast<float>(m_[at(i)] * kLog2 + std::log(static_cast<double>(l)))
@@ -157,6 +170,7 @@ void RowTile::write_forward(const AttentionForward& out) {
         lse += static_cast<float>(call_.problem.scale * dot);
       }
     }
+    if (sink && std::isinf(lse)) lse = *sink;  // beside which the keys count for nothing
     *out.lse.at(b_, h_, row_ + i) = lse;
     *out.row_max.at(b_, h_, row_ + i) = shifts_[at(i)].m;
     *out.row_sum.at(b_, h_, row_ + i) = head_->sums_rounded ? wide_sum_[at(i)] : sum_[at(i)];

@@ -130,7 +130,7 @@ std::vector<Group> groups_for(const GpuBenchOptions& options) {
     // Those that the fastest family takes.
     for (std::string_view stabiliser : kStabiliserNames)
       if (const std::string plan = fmt::format("flash2,stabiliser={}", stabiliser);
-          kernel_families().front().plan_not_taken(parse_plan(plan)).empty())
+          kernel_families().front().plan_not_taken(parse_plan(plan), TensorType::bf16).empty())
         group.contestants.push_back({std::string(stabiliser), plan});
     groups.push_back(std::move(group));
   }

@@ -1,6 +1,7 @@
 // The GPU at hand. Plain C++, in every build: one without CUDA says so.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace evenkeel {
@@ -12,6 +13,7 @@ struct CudaDevice {
   std::string name;  // "NVIDIA H200"
   int major = 0, minor = 0;
   int multiprocessors = 0;
+  size_t shared_bytes = 0;  // of shared memory that a block can have
 };
 CudaDevice cuda_device();  // the calling thread's current device; asks once per device
 

@@ -26,6 +26,7 @@ CudaDevice ask(int ordinal) {
   device.major = properties.major;
   device.minor = properties.minor;
   device.multiprocessors = properties.multiProcessorCount;
+  device.shared_bytes = properties.sharedMemPerBlockOptin;
   return device;
 }
 

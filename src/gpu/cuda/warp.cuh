@@ -32,4 +32,20 @@ EK_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+// A 4 x 4 transposition of words between the four lanes of a quad: words of four 8-column blocks of an accumulator's row
+// become four consecutive words of one block.
+EK_DEVICE void quad_transpose(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t received = __shfl_xor_sync(~0u, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = received;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + 2], 2);
+    (upper ? x[i] : x[i + 2]) = received;
+  }
+}
+
 }  // namespace evenkeel::gpu

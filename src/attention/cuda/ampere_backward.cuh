@@ -1,0 +1,411 @@
+// The backward pass of the Ampere class: one kernel for dQ, dK and dV with five products a tile, after a pass that finds
+// delta (ampere_rows.cuh).
+//
+// A block owns a key tile of one kv head: K and V stay in shared memory, dK and dV in registers, and the query rows that
+// see these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that
+// P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K. dQ's parts from
+// different key tiles are added in device memory in FP32, in one order, the last key tile first: the same bits every time.
+// Items are taken in that order from a counter, so a block only ever waits for blocks that run. A warp's part of dQ is 32
+// rows x 32 features; whoever comes last adds its own, scales, rounds and writes.
+#pragma once
+
+#include "attention/cuda/ampere_problem.cuh"
+
+namespace evenkeel::ampere {
+
+// Registers: dK and dV take 128 of a thread, scores and dP of kSub rows 64. kSmall: for multiprocessors with 100 KB of shared
+// memory (sm_86, 89, 120).
+template <int kHead, bool kSmall>
+struct BackwardTiles {
+  static_assert(kHead == 64 || kHead == 128);
+  static constexpr int kWarps = kHead == 64 || kSmall ? 4 : 8;
+  static constexpr int kKeyBlocks = kHead == 64 ? 2 : 1;  // of 16 keys, a warp's
+  static constexpr int kKeys = kWarps * kKeyBlocks * 16;
+  static constexpr int kRows = kHead == 128 && kSmall ? 32 : 64;
+  static constexpr int kSub = kHead == 64 || kSmall ? 32 : 64;
+};
+inline constexpr size_t kSmallSharedBytes = 99 << 10;
+
+template <class Pairs, int kHead, bool kSmall>
+struct Backward {
+  using Tiles = BackwardTiles<kHead, kSmall>;
+  static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads;
+  static constexpr int kKeyBlocks = Tiles::kKeyBlocks, kKeys = Tiles::kKeys, kRows = Tiles::kRows,
+                       kSub = Tiles::kSub;
+  static constexpr int kBlocksAtOnce = kHead == 64 ? 2 : 1;
+  static constexpr int kRowParts = kRows / 32;  // of dQ: its warps' parts beside each other are kHead / 32
+  static_assert(kRowParts * (kHead / 32) == kWarps);
+  static constexpr int kPart = 32 * 32;  // numbers of a warp's part of dQ
+  using Scores = float[kKeyBlocks][kSub / 8][4];
+  using Gradient = float[kKeyBlocks][kHead / 8][4];
+  using Operand = uint32_t[kKeyBlocks][kSub / 16][4];  // Scores, packed
+  using Part = float[2][4][4];
+
+  // The work of this block; in shared memory, as registers are short.
+  struct Item {
+    int b, g, key;  // key: the tile's first
+    int first_row_tile, end_row_tile;
+    Span span;
+  };
+  struct Shared {
+    uint16_t k[kKeys * kHead], v[kKeys * kHead];
+    uint16_t q[2][kRows * kHead], grad_output[2][kRows * kHead];
+    uint16_t dscores[kKeys * kRows];  // dS^T
+    float shift[2][kRows], inverse[2][kRows], delta[2][kRows];
+    Item item;
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared);
+  static_assert(!kSmall || kSharedBytes <= kSmallSharedBytes);
+
+  static int64_t blocks(const Problem& p) { return static_cast<int64_t>(p.B) * p.G * p.key_tiles; }
+
+  const Problem& p;
+  Shared& shared;
+  const Item& item;
+  const int thread, warp, lane;
+  int* due = nullptr;  // a turn to be passed on when its sums have arrived
+
+  EK_DEVICE explicit Backward(const Problem& problem)
+      : p(problem),
+        shared(*reinterpret_cast<Shared*>(dynamic_shared())),
+        item(shared.item),
+        thread(static_cast<int>(threadIdx.x)),
+        warp(thread / kWarpThreads),
+        lane(thread % kWarpThreads) {
+    if (thread == 0) take_item();
+    __syncthreads();
+  }
+
+  EK_DEVICE static void run(const Problem& p) { Backward(p).run(); }
+
+  EK_DEVICE void take_item() {
+    const int number = atomicAdd(p.next_item, 1);
+    Item taken;
+    taken.b = number / p.key_tiles / p.G;
+    taken.g = number / p.key_tiles % p.G;
+    taken.key = (p.key_tiles - 1 - number % p.key_tiles) * kKeys;
+    taken.span = Span(p, taken.b);
+    taken.first_row_tile = taken.span.first_row_tile(taken.key, kRows);
+    taken.end_row_tile = taken.span.end_row_tile(taken.key, kKeys, kRows);
+    shared.item = taken;
+  }
+
+  EK_DEVICE void run() {
+    Gradient dk = {}, dv = {};
+    const int heads = p.H / p.G, tiles = item.end_row_tile - item.first_row_tile;
+    if (tiles > 0) {
+      load_tile<kHead, kKeys, kThreads>(
+          shared_address(shared.k), p.k.at(item.span.s.key_batch, item.g, item.span.s.first_key + item.key),
+          p.k.stride[2], item.span.s.keys - item.key, p.D);
+      load_tile<kHead, kKeys, kThreads>(
+          shared_address(shared.v), p.v.at(item.span.s.key_batch, item.g, item.span.s.first_key + item.key),
+          p.v.stride[2], item.span.s.keys - item.key, p.D);
+      load_rows(item.g * heads, item.first_row_tile, 0);
+      int h = item.g * heads, tile = item.first_row_tile;
+      for (int step = 0; step < heads * tiles; ++step) {
+        const int next_tile = tile + 1 < item.end_row_tile ? tile + 1 : item.first_row_tile,
+                  next_h = tile + 1 < item.end_row_tile ? h : h + 1;
+        wait_for_copies<0>();
+        __syncthreads();  // this step's rows are there; everybody is done with the last one's
+        if (step + 1 < heads * tiles) load_rows(next_h, next_tile, (step + 1) % 2);
+        walk(h, tile, step % 2, dk, dv);
+        h = next_h, tile = next_tile;
+      }
+      pass_turn();
+    }
+    write_gradient(p.dk, dk, p.scale);
+    write_gradient(p.dv, dv, 1.0f);
+  }
+
+  EK_DEVICE void load_rows(int h, int tile, int stage) {
+    const Sequence& s = item.span.s;
+    const int row = tile * kRows;
+    load_tile<kHead, kRows, kThreads>(shared_address(shared.q[stage]),
+                                      p.q.at(s.query_batch, h, s.first_row + row), p.q.stride[2],
+                                      s.rows - row, p.D);
+    load_tile<kHead, kRows, kThreads>(shared_address(shared.grad_output[stage]),
+                                      p.grad_output.at(s.query_batch, h, s.first_row + row),
+                                      p.grad_output.stride[2], s.rows - row, p.D);
+    const int64_t at = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + row;
+    constexpr int kPieces = kRows / 4;
+    if (thread < kPieces)
+      copy_16_async(shared_address(shared.shift[stage] + thread * 4), p.shift + at + thread * 4, true);
+    if (thread >= kPieces && thread < 2 * kPieces)
+      copy_16_async(shared_address(shared.delta[stage] + (thread - kPieces) * 4),
+                    p.delta + at + (thread - kPieces) * 4, true);
+    if (p.inverse && thread >= 2 * kPieces && thread < 3 * kPieces)
+      copy_16_async(shared_address(shared.inverse[stage] + (thread - 2 * kPieces) * 4),
+                    p.inverse + at + (thread - 2 * kPieces) * 4, true);
+    commit_copies();
+  }
+
+  // One tile of rows.
+  EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv) {
+    const HeadRules& rules = p.rules_of(h);
+    const uint32_t q = shared_address(shared.q[stage]),
+                   grad_output = shared_address(shared.grad_output[stage]);
+#pragma unroll
+    for (int sub = 0; sub < kRows; sub += kSub) {
+      Scores probs, dprobs;
+      Operand left;
+      multiply(probs, shared_address(shared.k), q, sub);
+      mask(h, tile * kRows + sub, probs);
+      find_probs(rules, stage, sub, probs, left);
+      accumulate(dv, left, grad_output, sub);
+      multiply(dprobs, shared_address(shared.v), grad_output, sub);
+      find_dscores(stage, sub, probs, dprobs, left);
+      share(left, sub);
+      accumulate(dk, left, q, sub);
+    }
+    pass_turn();
+    __syncthreads();  // all of dS is there
+    Part part = {};
+    multiply_dq(part);
+    add_dq(h, tile, part);
+  }
+
+  // c = rows of a key tile (this warp's) times rows [sub, sub + kSub) of a row tile, transposed.
+  EK_DEVICE void multiply(Scores& c, uint32_t keys, uint32_t rows, int sub) {
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kSub / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
+    const auto own = Piece<kHead>::across(keys, warp * kKeyBlocks * 16, lane);
+    const auto others = Piece<kHead>::along(rows, sub, lane);
+#pragma unroll
+    for (int step = 0; step < kHead / 16; ++step) {
+      uint32_t left[kKeyBlocks][4];
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], own.at(i, step));
+#pragma unroll
+      for (int n = 0; n < kSub / 16; ++n) {
+        uint32_t right[4];
+        load_matrices(right, others.at(n, step));
+#pragma unroll
+        for (int i = 0; i < kKeyBlocks; ++i) {
+          Pairs::multiply_add(c[i][2 * n], left[i], right[0], right[1]);
+          Pairs::multiply_add(c[i][2 * n + 1], left[i], right[2], right[3]);
+        }
+      }
+    }
+  }
+
+  // Soft-capped scores become tanh first; what is masked, -inf. `row`: of the first column. Rows behind the end have P = 0 by
+  // their shift.
+  EK_DEVICE void mask(int h, int row, Scores& scores) {
+    if (p.softcap > 0) {
+      const float factor = p.scale / p.softcap;
+      each(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
+    }
+    const int first = item.key + warp * kKeyBlocks * 16;
+    if (p.slopes) {
+      const float slope = slope_of(p, h);
+      each(scores, [&](float& x, int n, int column) {
+        x = fmaf(-slope, fabsf(static_cast<float>(row + column + item.span.offset - first - n)), x);
+      });
+    }
+    const Span& span = item.span;
+    if (!span.all_seen(row, kSub, first, kKeyBlocks * 16)) {
+      each(scores, [&](float& x, int n, int column) {
+        const int own = first + n, i = row + column;
+        if (own >= span.s.keys || i < own - span.right - span.offset || i > own + span.left - span.offset)
+          x = -kInfinity;
+      });
+    }
+    if (p.visible) {
+      const Visible visible(p, item.b, h);
+      each(scores, [&](float& x, int n, int column) {
+        if (first + n < span.s.keys && row + column < span.s.rows && !visible(row + column, first + n))
+          x = -kInfinity;
+      });
+    }
+  }
+  // f(score, key from the warp's first, row from the first) over a thread's scores.
+  template <class F>
+  EK_DEVICE void each(Scores& scores, F f) {
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kSub / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          f(scores[i][n][e], i * 16 + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+  }
+
+  // S^T to P^T, packed for dV; left in `scores` is what dP - delta is multiplied by: P, or with a soft cap P (1 - tanh^2).
+  EK_DEVICE void find_probs(const HeadRules& rules, int stage, int sub, Scores& scores, Operand& left) {
+#pragma unroll
+    for (int n = 0; n < kSub / 8; ++n) {
+      const int column = sub + 8 * n + lane % 4 * 2;
+      const float2 shift = *reinterpret_cast<const float2*>(shared.shift[stage] + column);
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& x = scores[i][n][2 * r];
+          float& y = scores[i][n][2 * r + 1];
+          float slope_x = 1, slope_y = 1;
+          if (p.softcap > 0) slope_x = 1 - x * x, slope_y = 1 - y * y;
+          x = exp2_approx(fmaf(x, p.score_log2, -shift.x));
+          y = exp2_approx(fmaf(y, p.score_log2, -shift.y));
+          uint32_t& packed = left[i][n / 2][n % 2 * 2 + r];
+          if (rules.consistent) {  // the forward's rounded probabilities, over their sum
+            const float2 inverse = *reinterpret_cast<const float2*>(shared.inverse[stage] + column);
+            packed = Pairs::pack(x, y);
+            x = Pairs::low(packed) * inverse.x;
+            y = Pairs::high(packed) * inverse.y;
+          }
+          packed = Pairs::pack(x, y);
+          if (p.softcap > 0) {  // a masked score is -inf: its P is 0, its slope is not a number
+            x = x == 0 ? 0.0f : x * slope_x;
+            y = y == 0 ? 0.0f : y * slope_y;
+          }
+        }
+    }
+  }
+  // dS^T = P^T (dP^T - delta), packed.
+  EK_DEVICE void find_dscores(int stage, int sub, const Scores& probs, const Scores& dprobs, Operand& left) {
+#pragma unroll
+    for (int n = 0; n < kSub / 8; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(shared.delta[stage] + sub + 8 * n + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          left[i][n / 2][n % 2 * 2 + r] =
+              Pairs::pack(probs[i][n][2 * r] * (dprobs[i][n][2 * r] - delta.x),
+                          probs[i][n][2 * r + 1] * (dprobs[i][n][2 * r + 1] - delta.y));
+    }
+  }
+  // dS^T into shared memory, for all warps' parts of dQ.
+  EK_DEVICE void share(const Operand& left, int sub) {
+    uint8_t* const to = reinterpret_cast<uint8_t*>(shared.dscores);
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kSub / 8; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int own = (warp * kKeyBlocks + i) * 16 + lane / 4 + 8 * r;
+          *reinterpret_cast<uint32_t*>(to + tile_offset<kRows>(own, sub / 8 + n) + lane % 4 * 4) =
+              left[i][n / 2][n % 2 * 2 + r];
+        }
+  }
+  // sum += left (keys x rows [sub, sub + kSub)) times those rows of a row tile.
+  EK_DEVICE void accumulate(Gradient& sum, const Operand& left, uint32_t rows, int sub) {
+    const auto others = Piece<kHead>::across(rows, sub, lane);
+#pragma unroll
+    for (int step = 0; step < kSub / 16; ++step)
+#pragma unroll
+      for (int n = 0; n < kHead / 16; ++n) {
+        uint32_t right[4];
+        load_matrices_transposed(right, others.at(step, n));
+#pragma unroll
+        for (int i = 0; i < kKeyBlocks; ++i) {
+          Pairs::multiply_add(sum[i][2 * n], left[i][step], right[0], right[1]);
+          Pairs::multiply_add(sum[i][2 * n + 1], left[i][step], right[2], right[3]);
+        }
+      }
+  }
+
+  // ------------------------------------------------------------------------------------------------------- dQ
+  EK_DEVICE int part_row() const { return warp % kRowParts * 32; }
+  EK_DEVICE int part_feature() const { return warp / kRowParts * 32; }
+  // This warp's 32 rows x 32 features of dS K.
+  EK_DEVICE void multiply_dq(Part& part) {
+    // dS^T has the keys as rows: read transposed.
+    const Piece<kRows> dscores{
+        shared_address(shared.dscores) +
+        tile_offset<kRows>((lane >> 4) * 8 + (lane & 7), part_row() / 8 + (lane >> 3 & 1))};
+    const Piece<kHead> keys{shared_address(shared.k) +
+                            tile_offset<kHead>(lane & 15, part_feature() / 8 + (lane >> 4))};
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      uint32_t left[2][4], right[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) load_matrices_transposed(left[m], dscores.at(step, m));
+#pragma unroll
+      for (int n = 0; n < 2; ++n) load_matrices_transposed(right[n], keys.at(step, n));
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          Pairs::multiply_add(part[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+    }
+  }
+  // f(number, its place in the part's memory): consecutive lanes, consecutive numbers.
+  template <class F>
+  EK_DEVICE void each_of(Part& part, F f) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(part[m][n][e], ((m * 4 + n) * 4 + e) * kWarpThreads + lane);
+  }
+  // In its turn: after the parts of all later key tiles that see these rows.
+  EK_DEVICE void add_dq(int h, int tile, Part& part) {
+    const int row = tile * kRows, own = item.key / kKeys;
+    const int first = item.span.first_key_tile(row, kKeys),
+              last = item.span.end_key_tile(row, kRows, kKeys) - 1;
+    const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
+    float* const sum = p.dq_sum + index * kPart;
+    if (own < last) {
+      if (lane == 0)
+        while (load_acquire(p.turn + index) < last - own) let_others_run();
+      __syncwarp();
+    }
+    if (own == first) {
+      if (own < last) each_of(part, [&](float& x, int at) { x += sum[at]; });
+      write_dq(h, row, part);
+      return;
+    }
+    if (own == last)
+      each_of(part, [&](float& x, int at) { sum[at] = x; });
+    else
+      each_of(part, [&](float& x, int at) { add_in_memory(sum + at, x); });
+    due = p.turn + index;
+  }
+  // Waits until this warp's sums are in memory; late, when they long are.
+  EK_DEVICE void pass_turn() {
+    if (!due) return;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) add_release(due, 1);
+    due = nullptr;
+  }
+  EK_DEVICE void write_dq(int h, int tile_row, const Part& part) {
+    const int written = p.sequences.query_offsets ? item.span.s.rows : p.sequences.T;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = tile_row + part_row() + 16 * m + lane / 4 + 8 * r,
+                  feature = part_feature() + lane % 4 * 8;
+        write_blocks<Pairs>(part[m], r, p.scale,
+                            p.dq.at(item.span.s.query_batch, h, item.span.s.first_row + i) + feature,
+                            i < written && feature < p.D, i < item.span.s.rows);
+      }
+  }
+
+  EK_DEVICE void write_gradient(const Strided& to, const Gradient& sum, float scale) {
+    const int written = p.sequences.key_offsets ? item.span.s.keys : p.sequences.N;
+#pragma unroll
+    for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int own = item.key + (warp * kKeyBlocks + i) * 16 + lane / 4 + 8 * r;
+#pragma unroll
+        for (int n = 0; n < kHead / 8; n += 4) {
+          const int feature = 8 * (n + lane % 4);
+          write_blocks<Pairs>(sum[i] + n, r, scale,
+                              to.at(item.span.s.key_batch, item.g, item.span.s.first_key + own) + feature,
+                              own < written && feature < p.D, own < item.span.s.keys);
+        }
+      }
+  }
+};
+
+}  // namespace evenkeel::ampere

@@ -1,0 +1,382 @@
+// The forward pass of the Ampere class: O = softmax(a Q K^T) V, tile by tile, never in memory. A block owns 128 query rows of
+// one head, a warp 32 of them: each matrix of K and V that it loads then serves two products. K and V tiles go through a
+// ring of three slots in the order in which they are used (K, V, K, V, ...), each on its way for two steps; one barrier a
+// step. Key tiles run from the last to the first, and a warp leaves out those that none of its rows sees.
+#pragma once
+
+#include "attention/cuda/ampere_problem.cuh"
+
+namespace evenkeel::ampere {
+
+// The softmax of the four rows that a quad of lanes holds. What only some stabilisers need is spread over the quad: lane t
+// keeps it for row t.
+struct Rows {
+  static constexpr int kCount = 4;
+  float shift[kCount];  // in force, in powers of two; -inf: no key yet
+  float sum[kCount];    // l: this thread's part of it
+  float unit;           // dither: added to the shift; paper_capped: the row's own random number
+  float max;            // paper_capped: the largest score so far, scaled
+  int ties;             // paper_capped
+
+  // `row`: the number of row lane % 4 among all of the problem.
+  EK_DEVICE void start(const Problem& p, const HeadRules& rules, int64_t row) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      shift[r] = -kInfinity;
+      sum[r] = 0;
+    }
+    max = -kInfinity;
+    unit = rules.dither || rules.paper_capped ? row_random_unit(p.random(rules), static_cast<uint64_t>(row))
+                                              : 0.0f;
+    ties = 0;
+  }
+
+  // The shifts with a tile whose rows' largest scores (as the products left them; -inf: none) are `most`, of which `tied`
+  // tie: in `most`'s place.
+  EK_DEVICE void move(const Problem& p, const HeadRules& rules, float (&most)[kCount],
+                      const int (&tied)[kCount]) {
+    if (!rules.dither && !rules.paper_capped) {
+#pragma unroll
+      for (int r = 0; r < kCount; ++r)
+        most[r] = rules.consistent ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
+      return;
+    }
+    const int own = static_cast<int>(threadIdx.x) % 4;
+    const float tile_max = own == 0 ? most[0] : own == 1 ? most[1] : own == 2 ? most[2] : most[3];
+    const int tile_ties = own == 0 ? tied[0] : own == 1 ? tied[1] : own == 2 ? tied[2] : tied[3];
+    const float moved = rules.dither ? fmaf(tile_max, p.score_log2, unit)
+                                     : paper_shift(rules, tile_max * p.score_unit, tile_ties);
+#pragma unroll
+    for (int r = 0; r < kCount; ++r)
+      most[r] = __shfl_sync(~0u, moved, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
+  }
+  EK_DEVICE float paper_shift(const HeadRules& rules, float tile_max, int tile_ties) {
+    if (tile_max == -kInfinity) return -kInfinity;
+    const float before = max;
+    max = fmaxf(before, tile_max);
+    ties = (max - before <= rules.tie_tolerance ? ties : 0) + tile_ties;
+    float m = max;
+    if (ties > 1) {
+      const float least = kLn2 * (0.25f + 0.75f * unit);
+      const float most = fmaxf(least, rules.cap * (0.5f + 0.5f * unit));
+      m += fminf(fmaxf(max > 0 ? (rules.beta - 1) * max : -max, least), most);
+    }
+    return m * kLog2E;
+  }
+  // paper_capped: the largest score of row r so far.
+  EK_DEVICE float largest(int r) const {
+    return __shfl_sync(~0u, max, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
+  }
+};
+
+template <class Pairs, int kHead>
+struct Forward {
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads;
+  static constexpr int kBlocks = 2;  // of 16 rows, a warp's
+  // Registers: O takes kHead of a thread, scores kKeys.
+  static constexpr int kRows = kWarps * kBlocks * 16, kKeys = kHead == 64 ? 64 : 32;
+  static constexpr int kRowCount = Rows::kCount;  // a thread's rows
+  static constexpr bool kKeepQ = kHead == 64;     // in registers
+  static constexpr int kSteps = kHead / 16;       // of the product over features
+  static constexpr int kSlots = 3;
+  static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
+  static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
+  static constexpr int kBlocksAtOnce = 2;  // on a multiprocessor, by registers
+
+  const Problem& p;
+  const int thread, warp, lane;
+  int b, h, row;  // row: the block's first
+  Span span;
+  const HeadRules& rules;
+  int first_tile, end_tile;  // of keys
+  uint32_t q, slots;         // addresses
+  int slot = 0;              // of the tile in use
+  bool has_queries = false;  // in `kept`
+
+  uint32_t kept[kKeepQ ? kSteps : 1][kBlocks][4];
+  float s[kBlocks][kKeys / 8][4];
+  float o[kBlocks][kHead / 8][4] = {};
+  Rows state;
+
+  EK_DEVICE static int tiles_per_head(const Problem& p) { return (p.sequences.T + kRows - 1) / kRows; }
+
+  // Blocks of one head follow each other, the longest rows first.
+  EK_DEVICE explicit Forward(const Problem& problem)
+      : p(problem),
+        thread(static_cast<int>(threadIdx.x)),
+        warp(thread / kWarpThreads),
+        lane(thread % kWarpThreads),
+        b(static_cast<int>(blockIdx.x) / tiles_per_head(p) / p.H),
+        h(static_cast<int>(blockIdx.x) / tiles_per_head(p) % p.H),
+        row((tiles_per_head(p) - 1 - static_cast<int>(blockIdx.x) % tiles_per_head(p)) * kRows),
+        span(p, b),
+        rules(p.rules_of(h)),
+        first_tile(span.first_key_tile(row, kKeys)),
+        end_tile(span.end_key_tile(row, kRows, kKeys)),
+        q(shared_address(dynamic_shared())),
+        slots(q + kQueryBytes) {}
+
+  EK_DEVICE static void run(const Problem& p) { Forward(p).run(); }
+
+  EK_DEVICE void run() {
+    state.start(p, rules, static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(lane % 4));
+    if (first_tile < end_tile) {
+      const Sequence& sequence = span.s;
+      load_tile<kHead, kRows, kThreads>(q, p.q.at(sequence.query_batch, h, sequence.first_row + row),
+                                        p.q.stride[2], sequence.rows - row, p.D);
+      load_keys(p.k, end_tile - 1, 0);
+      load_keys(p.v, end_tile - 1, 1);
+      for (int tile = end_tile - 1; tile >= first_tile; --tile) walk(tile);
+    }
+    write();
+  }
+
+  // The row of the block's tile that this thread's row r is, counted from the sequence's first.
+  EK_DEVICE int row_of(int r) const { return warp_row() + r / 2 * 16 + lane / 4 + r % 2 * 8; }
+  EK_DEVICE int warp_row() const { return row + warp * kBlocks * 16; }
+  EK_DEVICE uint32_t slot_at(int n) const { return slots + n * kSlotBytes; }
+
+  EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
+    if (tile >= first_tile)
+      load_tile<kHead, kKeys, kThreads>(
+          slot_at(to), tensor.at(span.s.key_batch, h / (p.H / p.G), span.s.first_key + tile * kKeys),
+          tensor.stride[2], span.s.keys - tile * kKeys, p.D);
+    commit_copies();
+  }
+
+  // One key tile. What arrives next but one takes the slot that was used last.
+  EK_DEVICE void walk(int tile) {
+    const bool seen = span.some_seen(warp_row(), kBlocks * 16, tile * kKeys, kKeys);
+    next_slot(p.k, tile);
+    if (seen) {
+      find_scores();
+      mask(tile);
+      softmax();
+    }
+    slot = slot == kSlots - 1 ? 0 : slot + 1;
+    next_slot(p.v, tile);
+    if (seen) add_values();
+    slot = slot == kSlots - 1 ? 0 : slot + 1;
+  }
+  EK_DEVICE void next_slot(const Strided& tensor, int tile) {
+    wait_for_copies<1>();
+    __syncthreads();
+    load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
+  }
+
+  EK_DEVICE void find_scores() {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+    if (kKeepQ && !has_queries) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_queries(kept[kKeepQ ? step : 0], step);
+      has_queries = true;
+    }
+    const auto keys = Piece<kHead>::along(slot_at(slot), 0, lane);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t left[kBlocks][4];
+      if constexpr (!kKeepQ) load_queries(left, step);
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t right[4];
+        load_matrices(right, keys.at(n, step));
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          const uint32_t(&a)[4] = kKeepQ ? kept[kKeepQ ? step : 0][i] : left[i];
+          Pairs::multiply_add(s[i][2 * n], a, right[0], right[1]);
+          Pairs::multiply_add(s[i][2 * n + 1], a, right[2], right[3]);
+        }
+      }
+    }
+    if (p.softcap > 0) {
+      const float factor = p.scale / p.softcap;
+      each_score([&](float& x, int, int) { x = tanh_of(x * factor); });
+    }
+  }
+  EK_DEVICE void load_queries(uint32_t (&left)[kBlocks][4], int step) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+      load_matrices(left[i], Piece<kHead>::across(q, warp * kBlocks * 16, lane).at(i, step));
+  }
+
+  // f(score, which of the thread's rows, column in the tile) over a thread's scores.
+  template <class F>
+  EK_DEVICE void each_score(F f) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(s[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
+  }
+
+  EK_DEVICE void mask(int tile) {
+    const int key = tile * kKeys;
+    if (p.slopes) {
+      const float slope = slope_of(p, h);
+      each_score([&](float& x, int r, int column) {
+        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + span.offset - key - column)), x);
+      });
+    }
+    if (!span.all_seen(warp_row(), kBlocks * 16, key, kKeys)) {
+      int first[kRowCount], end[kRowCount];
+#pragma unroll
+      for (int r = 0; r < kRowCount; ++r) {
+        first[r] = span.first_key(row_of(r)) - key;
+        end[r] = span.end_key(row_of(r)) - key;
+      }
+      each_score([&](float& x, int r, int column) {
+        if (column < first[r] || column >= end[r]) x = -kInfinity;
+      });
+    }
+    if (p.visible) {
+      const Visible visible(p, b, h);
+      each_score([&](float& x, int r, int column) {
+        if (row_of(r) < span.s.rows && key + column < span.s.keys && !visible(row_of(r), key + column))
+          x = -kInfinity;
+      });
+    }
+  }
+
+  // s: scores to probabilities; moves the rows' shifts, and O with them.
+  EK_DEVICE void softmax() {
+    float most[kRowCount];
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) most[r] = -kInfinity;
+    each_score([&](float& x, int r, int) { most[r] = fmaxf(most[r], x); });
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) most[r] = quad_max(most[r]);
+    int ties[kRowCount] = {};
+    if (rules.paper_capped) count_ties(most, ties);
+    state.move(p, rules, most, ties);
+    float used[kRowCount], factor[kRowCount];
+    bool moves = false;
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      const float before = state.shift[r];
+      if (most[r] > before + rules.slack) state.shift[r] = most[r], moves = true;
+      used[r] = state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
+      factor[r] = exp2_approx(before - used[r]);
+    }
+    if (__any_sync(~0u, moves)) {
+#pragma unroll
+      for (int r = 0; r < kRowCount; ++r) state.sum[r] *= factor[r];
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+        for (int n = 0; n < kHead / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[i][n][e] *= factor[2 * i + e / 2];
+    }
+    each_score([&](float& x, int r, int) { x = exp2_approx(fmaf(x, p.score_log2, -used[r])); });
+    if (!rules.consistent) each_score([&](float& x, int r, int) { state.sum[r] += x; });
+  }
+  EK_DEVICE void count_ties(const float (&most)[kRowCount], int (&ties)[kRowCount]) {
+    float threshold[kRowCount];
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r)
+      threshold[r] = fmaxf(state.largest(r), most[r] * p.score_unit) - rules.tie_tolerance;
+    each_score([&](float& x, int r, int) { ties[r] += x * p.score_unit >= threshold[r]; });
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) ties[r] = quad_sum(ties[r]);
+  }
+
+  // O += P V, with P rounded; consistent's l sums the rounded ones.
+  EK_DEVICE void add_values() {
+    const auto values = Piece<kHead>::across(slot_at(slot), 0, lane);
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      uint32_t left[kBlocks][4];
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        pack_left<Pairs>(left[i], s[i][2 * step], s[i][2 * step + 1]);
+        if (rules.consistent) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kHead / 16; ++n) {
+        uint32_t right[4];
+        load_matrices_transposed(right, values.at(step, n));
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          Pairs::multiply_add(o[i][2 * n], left[i], right[0], right[1]);
+          Pairs::multiply_add(o[i][2 * n + 1], left[i], right[2], right[3]);
+        }
+      }
+    }
+  }
+
+  // O / l, L and what the backward pass needs. Rows behind a sequence's end: zeros in a padded tensor, none in a packed one.
+  EK_DEVICE void write() {
+    const int T = p.sequences.T, written = p.sequences.query_offsets ? span.s.rows : T;
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      const int i = row_of(r);
+      const bool exists = i < span.s.rows;
+      const float of_keys = quad_sum(state.sum[r]), sink = sink_log2(p, h);
+      // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
+      const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
+      const float factor = sum == 0 ? 0.0f : 1.0f / sum;  // no key in sight: O = 0
+      float(&blocks)[kHead / 8][4] = o[r / 2];
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n) blocks[n][r % 2 * 2] *= factor, blocks[n][r % 2 * 2 + 1] *= factor;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; n += 4) {
+        const int feature = 8 * (n + lane % 4);
+        write_blocks<Pairs>(blocks + n, r % 2, 1.0f,
+                            p.o.at(span.s.query_batch, h, span.s.first_row + i) + feature,
+                            i < written && feature < p.D, exists);
+      }
+      const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
+      if (p.residue) write_residue(blocks, r % 2, at, i < T, exists);
+      if (lane % 4 != 0 || i >= T) continue;
+      const bool sees = exists && sum != 0;
+      p.lse[at] = exists ? log_sum(state.shift[r], of_keys, sink) : -kInfinity;
+      if (p.row_max) {
+        p.row_max[at] = sees ? state.shift[r] : -kInfinity;
+        p.row_sum[at] = sees ? sum : 0.0f;
+      }
+    }
+  }
+  // log(2^shift of_keys + 2^sink), of either where there is none of the other.
+  EK_DEVICE static float log_sum(float shift, float of_keys, float sink) {
+    if (sink == -kInfinity) return of_keys == 0 ? -kInfinity : fmaf(shift, kLn2, __logf(of_keys));
+    const float top = of_keys == 0 ? sink : fmaxf(shift, sink);
+    const float keys = of_keys == 0 ? 0.0f : of_keys * exp2_approx(shift - top);
+    return fmaf(top, kLn2, __logf(keys + exp2_approx(sink - top)));
+  }
+  EK_DEVICE void write_residue(const float (&blocks)[kHead / 8][4], int r, int64_t at, bool present,
+                               bool exists) {
+    // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
+    // gradients have one sign do not add up.
+    const uint32_t start = row_noise(p.random(rules), static_cast<uint32_t>(at)) + lane % 4 * 0x1000u;
+#pragma unroll
+    for (int n = 0; n < kHead / 8; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = blocks[n + i][2 * r], high = blocks[n + i][2 * r + 1];
+        words[i] = rules.wide ? Pairs::residues(low, high, Pairs::pack(low, high),
+                                                (start + i % 2 * 0x8000u) & 0xffffu,
+                                                (start + i % 2 * 0x8000u + 0x4000u) & 0xffffu)
+                              : 0u;
+      }
+      quad_transpose(words);
+      const int feature = 8 * (n + lane % 4);
+      if (present && feature < p.D)
+        *reinterpret_cast<uint2*>(p.residue + at * p.D + feature) =
+            exists ? uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)}
+                   : uint2{0, 0};
+    }
+  }
+};
+
+}  // namespace evenkeel::ampere

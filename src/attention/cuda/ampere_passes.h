@@ -1,0 +1,208 @@
+// What both passes of the Ampere class do on the host: resolves plans, lays out memory, and launches kernels through a
+// `launch` that is given, in order: on a stream of the device (ampere.cu), or in the emulator of the tests. Internal to
+// src/attention.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/attention_call.h"
+#include "attention/cuda/ampere_backward.cuh"
+#include "attention/cuda/ampere_forward.cuh"
+#include "attention/cuda/ampere_rows.cuh"
+#include "attention/head_plan.h"
+#include "base/sizes.h"
+#include "gpu/device_memory.h"
+
+namespace evenkeel::ampere {
+
+inline HeadRules rules_of(const PrecisionPlan& asked) {
+  const HeadPlan plan(asked);
+  HeadRules rules{};
+  rules.keel = asked.keel;
+  rules.beta = asked.beta;
+  rules.cap = asked.cap;
+  rules.tie_tolerance = asked.tie_tolerance;
+  // P is then at most 2^8, and O need not be scaled for each new maximum. row_max stays exact: with a shift that lags,
+  // scores that tie with the maximum would no longer have P = 1, and the failure that the stabiliser `none` is there to
+  // show would be hidden.
+  rules.slack = may_lag(plan.shift.rule) ? 8.0f : 0.0f;
+  rules.dither = plan.shift.rule == ShiftRule::dither;
+  rules.paper_capped = plan.shift.rule == ShiftRule::paper_capped;
+  rules.consistent = plan.sums_rounded;
+  rules.wide = plan.wide_output;
+  rules.exact_delta = plan.probs_delta;
+  rules.seed = asked.seed;
+  return rules;
+}
+
+// Heads' rules that a kernel's arguments carry to the table in device memory.
+struct TableRows {
+  static constexpr int kMost = 64;
+  HeadRules row[kMost];
+  HeadRules* table;
+  int count;
+};
+struct FillTable {
+  static constexpr int kThreads = TableRows::kMost, kBlocksAtOnce = 1;
+  static constexpr size_t kSharedBytes = 0;
+  EK_DEVICE static void run(const TableRows& rows) {
+    if (static_cast<int>(threadIdx.x) < rows.count) rows.table[threadIdx.x] = rows.row[threadIdx.x];
+  }
+};
+
+inline Strided strided(const DeviceTensor& tensor) {
+  return {static_cast<uint16_t*>(tensor.data), {tensor.stride[0], tensor.stride[1], tensor.stride[2]}};
+}
+
+template <class F>
+bool any_head(const AttentionProblem& problem, F f) {
+  return std::any_of(problem.plans.begin(), problem.plans.end(),
+                     [&](const PrecisionPlan& plan) { return f(rules_of(plan)); });
+}
+
+// What forward leaves for backward, one behind the other. Nothing lies between the pieces: D is a multiple of 8.
+inline size_t lay_out_saved(const AttentionProblem& problem, void* saved, Problem& p) {
+  const auto rows = static_cast<size_t>(problem.B * problem.H * problem.T);
+  auto* const base = static_cast<uint8_t*>(saved);
+  size_t bytes = 0;
+  if (any_head(problem, [](const HeadRules& r) { return r.wide; })) {
+    p.residue = reinterpret_cast<int8_t*>(base);
+    bytes += rows * static_cast<size_t>(problem.D);
+  }
+  if (any_head(problem, [](const HeadRules& r) { return r.consistent; })) {
+    p.row_max = reinterpret_cast<float*>(base + bytes);
+    bytes += rows * sizeof(float);
+    p.row_sum = reinterpret_cast<float*>(base + bytes);
+    bytes += rows * sizeof(float);
+  }
+  return bytes;
+}
+
+template <int kHead, bool kSmall>
+size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p, HeadRules*& table) {
+  using Tiles = BackwardTiles<kHead, kSmall>;
+  const int64_t heads = problem.B * problem.H;
+  p.row_tiles = static_cast<int>(divide_up(problem.T, Tiles::kRows));
+  p.key_tiles = static_cast<int>(divide_up(problem.N, Tiles::kKeys));
+  p.padded_rows = p.row_tiles * Tiles::kRows;
+  Carver parts(workspace);
+  table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
+  p.next_item = parts.take<int>(1);
+  p.turn = parts.take<int>(heads * p.row_tiles * Tiles::kWarps);
+  p.shift = parts.take<float>(heads * p.padded_rows);
+  p.delta = parts.take<float>(heads * p.padded_rows);
+  const auto where = [&](bool needed, int64_t count) { return needed ? parts.take<float>(count) : nullptr; };
+  p.inverse =
+      where(any_head(problem, [](const HeadRules& r) { return r.consistent; }), heads * p.padded_rows);
+  p.exact_delta =
+      where(any_head(problem, [](const HeadRules& r) { return r.exact_delta; }), heads * problem.T);
+  p.dq_sum = parts.take<float>(heads * p.padded_rows * kHead);
+  return parts.used();
+}
+
+// f.operator()<Pairs, kHead, kSmall>() with what the problem needs. `small`: on multiprocessors with less shared memory.
+template <class F>
+void with_kernels_of(const AttentionProblem& problem, bool small, F f) {
+  const auto with_head = [&]<class Pairs>() {
+    if (problem.D <= 64)
+      f.template operator()<Pairs, 64, false>();
+    else if (small)
+      f.template operator()<Pairs, 128, true>();
+    else
+      f.template operator()<Pairs, 128, false>();
+  };
+  if (problem.type == TensorType::fp16)
+    with_head.template operator()<Fp16Pairs>();
+  else
+    with_head.template operator()<Bf16Pairs>();
+}
+
+inline PassSizes pass_sizes(const AttentionProblem& problem, bool small) {
+  PassSizes sizes;
+  Problem p{};
+  HeadRules* table = nullptr;
+  sizes.saved = lay_out_saved(problem, nullptr, p);
+  with_kernels_of(problem, small, [&]<class Pairs, int kHead, bool kSmall>() {
+    sizes.workspace = lay_out_work<kHead, kSmall>(problem, nullptr, p, table);
+  });
+  return sizes;
+}
+
+// The arguments of a pass but for its outputs; fills the table of rules where heads differ.
+template <int kHead, bool kSmall, class Launch>
+Problem arguments(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& forward,
+                  void* workspace, Launch& launch) {
+  Problem p{};
+  HeadRules* table = nullptr;
+  lay_out_saved(problem, forward.saved, p);
+  lay_out_work<kHead, kSmall>(problem, workspace, p, table);
+  p.B = static_cast<int>(problem.B);
+  p.H = static_cast<int>(problem.H);
+  p.G = static_cast<int>(problem.G);
+  p.D = static_cast<int>(problem.D);
+  p.sequences = sequences(problem);
+  p.scale = problem.scale;
+  p.softcap = problem.softcap;
+  p.score_unit = problem.softcap > 0 ? problem.softcap : problem.scale;
+  p.score_log2 = p.score_unit * kLog2E;
+  // A window as wide as the sequences is none; so no sum overflows.
+  const int64_t widest = std::max(problem.T, problem.N);
+  const auto reach = [&](int64_t window) {
+    return static_cast<int>(window < 0 ? widest : std::min(window, widest));
+  };
+  p.left = reach(problem.mask.window_left);
+  p.right = problem.mask.causal ? 0 : reach(problem.mask.window_right);
+  p.visible = problem.mask.visible.data;
+  std::copy_n(problem.mask.visible.stride.begin(), 4, p.visible_stride);
+  p.slopes = problem.slopes.data();
+  p.sinks = problem.sinks.data();
+  p.rules = rules_of(problem.plans[0]);
+  p.step = problem.step;
+  p.layer = problem.layer;
+  p.device_step = problem.device_step;
+  p.q = strided(in.q);
+  p.k = strided(in.k);
+  p.v = strided(in.v);
+  p.o = strided(forward.o);
+  p.lse = forward.lse;
+  if (table) {
+    p.table = table;
+    for (size_t first = 0; first < problem.plans.size(); first += TableRows::kMost) {
+      TableRows rows{};
+      rows.table = table + first;
+      rows.count = static_cast<int>(std::min<size_t>(TableRows::kMost, problem.plans.size() - first));
+      for (int n = 0; n < rows.count; ++n)
+        rows.row[n] = rules_of(problem.plans[first + static_cast<size_t>(n)]);
+      launch.template run<FillTable>(1, rows);
+    }
+  }
+  return p;
+}
+
+// Launch: launch.run<Kernel>(blocks, arguments), of a Kernel with kThreads, kSharedBytes, kBlocksAtOnce and run(arguments).
+template <class Pairs, int kHead, bool kSmall, class Launch>
+void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                  void* workspace, Launch& launch) {
+  const Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
+  using Kernel = Forward<Pairs, kHead>;
+  launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
+}
+
+template <class Pairs, int kHead, bool kSmall, class Launch>
+void backward_pass(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                   const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch) {
+  Problem p = arguments<kHead, kSmall>(problem, in, saved, workspace, launch);
+  p.grad_output = strided(grad_output);
+  p.dq = strided(out.dq);
+  p.dk = strided(out.dk);
+  p.dv = strided(out.dv);
+  p.delta_out = out.delta;
+  p.grad_lse = out.grad_lse;
+  p.dsinks = out.dsinks;
+  if (p.exact_delta) launch.template run<ExactDelta<Pairs, kHead>>(ExactDelta<Pairs, kHead>::blocks(p), p);
+  launch.template run<RowFacts<Pairs, kHead, kSmall>>(RowFacts<Pairs, kHead, kSmall>::blocks(p), p);
+  if (p.dsinks) launch.template run<SinkGradient>(p.H, p);
+  launch.template run<Backward<Pairs, kHead, kSmall>>(Backward<Pairs, kHead, kSmall>::blocks(p), p);
+}
+
+}  // namespace evenkeel::ampere

@@ -1,0 +1,267 @@
+// Before the backward kernel of the Ampere class: delta and the other facts of each row. Internal to src/attention.
+#pragma once
+
+#include "attention/cuda/ampere_backward.cuh"
+
+namespace evenkeel::ampere {
+
+// delta = dO . O' (or the exact one), less 2 z L; and the rest of a row's facts. kHead / 8 threads a row.
+template <class Pairs, int kHead, bool kSmall>
+struct RowFacts {
+  static constexpr int kThreads = 256, kBlocksAtOnce = 1;
+  static constexpr size_t kSharedBytes = 0;
+  static constexpr int kLanes = kHead / 8, kRows = kThreads / kLanes;  // a row's threads; a block's rows
+  using Tiles = BackwardTiles<kHead, kSmall>;
+
+  static int64_t blocks(const Problem& p) {
+    return static_cast<int64_t>(p.B) * p.H * ((p.padded_rows + kRows - 1) / kRows);
+  }
+
+  EK_DEVICE static void run(const Problem& p) {
+    const int blocks_a_head = (p.padded_rows + kRows - 1) / kRows, index = static_cast<int>(blockIdx.x),
+              thread = static_cast<int>(threadIdx.x);
+    const int head = index / blocks_a_head, b = head / p.H, h = head % p.H;
+    const int row = index % blocks_a_head * kRows + thread / kLanes, feature = thread % kLanes * 8;
+    const HeadRules& rules = p.rules_of(h);
+    const Span span(p, b);
+    if (index == 0 && thread == 0) *p.next_item = 0;
+    if (index % blocks_a_head == 0)
+      for (int n = thread; n < p.row_tiles * Tiles::kWarps; n += kThreads)
+        p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
+
+    float delta = 0;
+    const bool exists = row < span.s.rows;
+    if (exists && !rules.exact_delta && feature < p.D) delta = dot(p, span, head, h, row, feature);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    if (feature == 0 && row < p.padded_rows) write(p, rules, span, head, h, row, delta);
+  }
+
+  // Eight features' part of dO . O'.
+  EK_DEVICE static float dot(const Problem& p, const Span& span, int head, int h, int row, int feature) {
+    const int at = span.s.first_row + row;
+    const uint4 g = *reinterpret_cast<const uint4*>(p.grad_output.at(span.s.query_batch, h, at) + feature);
+    const uint4 o = *reinterpret_cast<const uint4*>(p.o.at(span.s.query_batch, h, at) + feature);
+    uint2 residue = {0, 0};
+    if (p.residue)
+      residue = *reinterpret_cast<const uint2*>(
+          p.residue + (static_cast<int64_t>(head) * p.sequences.T + row) * p.D + feature);
+    const uint32_t gs[4] = {g.x, g.y, g.z, g.w}, os[4] = {o.x, o.y, o.z, o.w}, rs[2] = {residue.x, residue.y};
+    float delta = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int low = static_cast<int8_t>(rs[i / 2] >> (16 * (i % 2))),
+                high = static_cast<int8_t>(rs[i / 2] >> (16 * (i % 2) + 8));
+      delta = fmaf(Pairs::low(gs[i]), Pairs::with_residue(os[i] & 0xffff, low), delta);
+      delta = fmaf(Pairs::high(gs[i]), Pairs::with_residue(os[i] >> 16, high), delta);
+    }
+    return delta;
+  }
+
+  EK_DEVICE static void write(const Problem& p, const HeadRules& rules, const Span& span, int head, int h,
+                              int row, float delta) {
+    const int T = p.sequences.T;
+    const int64_t at = static_cast<int64_t>(head) * T + row;
+    float shift = kInfinity, inverse = 0;  // P = 0
+    if (row < span.s.rows) {
+      const float lse = p.lse[at];
+      if (rules.exact_delta) delta = p.exact_delta[at];
+      if (lse == -kInfinity) {
+        delta = 0;
+      } else {
+        delta -= 2 * rules.keel * lse;
+        if (p.grad_lse) delta -= p.grad_lse[at];
+        if (!rules.consistent) shift = lse * kLog2E;
+        if (rules.consistent && p.row_sum[at] > 0) {  // else it sees a sink alone
+          shift = p.row_max[at];
+          inverse = 1 / p.row_sum[at];
+        }
+      }
+    } else {
+      delta = 0;
+    }
+    if (p.delta_out && row < T) p.delta_out[at] = delta;
+    const int64_t slot = static_cast<int64_t>(head) * p.padded_rows + row;
+    p.shift[slot] = shift;
+    p.delta[slot] = delta;
+    if (p.inverse) p.inverse[slot] = inverse;
+    // Rows of a tile that sees no key: nobody else writes their dQ.
+    const int tile_row = row / Tiles::kRows * Tiles::kRows;
+    if (span.end_key_tile(tile_row, Tiles::kRows, Tiles::kKeys) == 0 &&
+        row < (p.sequences.query_offsets ? span.s.rows : T)) {
+      uint16_t* const dq = p.dq.at(span.s.query_batch, h, span.s.first_row + row);
+      for (int n = 0; n < p.D; n += 8) *reinterpret_cast<uint4*>(dq + n) = uint4{0, 0, 0, 0};
+    }
+  }
+};
+
+// zero_sum's delta: sum_j P_ij dP_ij / sum_j P_ij, by a pass over the keys of its own. Both sums are over the probabilities
+// that this pass computes, so that P (dP - delta) adds up to zero whatever the forward pass rounded. A block owns query
+// rows; K and V go through a ring of three slots, as in the forward pass.
+template <class Pairs, int kHead>
+struct ExactDelta {
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads, kBlocksAtOnce = 2;
+  static constexpr int kBlocks = kHead == 64 ? 2 : 1, kRows = kWarps * kBlocks * 16, kKeys = 64;
+  static constexpr int kRowCount = 2 * kBlocks, kSlots = 3;
+  static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
+  static constexpr size_t kSharedBytes = 2 * kQueryBytes + kSlots * kSlotBytes;
+  static_assert(kSharedBytes <= kSmallSharedBytes);
+  using Scores = float[kBlocks][kKeys / 8][4];
+
+  static int64_t blocks(const Problem& p) {
+    return static_cast<int64_t>(p.B) * p.H * ((p.sequences.T + kRows - 1) / kRows);
+  }
+
+  const Problem& p;
+  const int warp, lane, tiles, b, h, row;
+  const Span span;
+  const int first_tile, end_tile;
+  const uint32_t q, grad, slots;
+  int slot = 0;
+
+  EK_DEVICE explicit ExactDelta(const Problem& problem)
+      : p(problem),
+        warp(static_cast<int>(threadIdx.x) / kWarpThreads),
+        lane(static_cast<int>(threadIdx.x) % kWarpThreads),
+        tiles((p.sequences.T + kRows - 1) / kRows),
+        b(static_cast<int>(blockIdx.x) / tiles / p.H),
+        h(static_cast<int>(blockIdx.x) / tiles % p.H),
+        row((tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * kRows),
+        span(p, b),
+        first_tile(span.first_key_tile(row, kKeys)),
+        end_tile(span.end_key_tile(row, kRows, kKeys)),
+        q(shared_address(dynamic_shared())),
+        grad(q + kQueryBytes),
+        slots(grad + kQueryBytes) {}
+
+  EK_DEVICE static void run(const Problem& p) {
+    ExactDelta block(p);
+    if (p.rules_of(block.h).exact_delta) block.run();
+  }
+
+  EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
+    if (tile >= first_tile)
+      load_tile<kHead, kKeys, kThreads>(
+          slots + to * kSlotBytes,
+          tensor.at(span.s.key_batch, h / (p.H / p.G), span.s.first_key + tile * kKeys), tensor.stride[2],
+          span.s.keys - tile * kKeys, p.D);
+    commit_copies();
+  }
+  EK_DEVICE void next_slot(const Strided& tensor, int tile) {
+    wait_for_copies<1>();
+    __syncthreads();
+    load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
+  }
+  EK_DEVICE void multiply(Scores& s, uint32_t rows) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+    const auto keys = Piece<kHead>::along(slots + slot * kSlotBytes, 0, lane);
+#pragma unroll
+    for (int step = 0; step < kHead / 16; ++step) {
+      uint32_t left[kBlocks][4];
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i)
+        load_matrices(left[i], Piece<kHead>::across(rows, warp * kBlocks * 16, lane).at(i, step));
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t right[4];
+        load_matrices(right, keys.at(n, step));
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          Pairs::multiply_add(s[i][2 * n], left[i], right[0], right[1]);
+          Pairs::multiply_add(s[i][2 * n + 1], left[i], right[2], right[3]);
+        }
+      }
+    }
+    slot = slot == kSlots - 1 ? 0 : slot + 1;
+  }
+  EK_DEVICE int row_of(int r) const { return row + warp * kBlocks * 16 + r / 2 * 16 + lane / 4 + r % 2 * 8; }
+
+  EK_DEVICE void run() {
+    const Sequence& sequence = span.s;
+    float shift[kRowCount], sum[kRowCount] = {}, weighted[kRowCount] = {};
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r)
+      shift[r] = row_of(r) < sequence.rows
+                     ? p.lse[static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(r)] * kLog2E
+                     : -kInfinity;
+    if (first_tile < end_tile) {
+      load_tile<kHead, kRows, kThreads>(q, p.q.at(sequence.query_batch, h, sequence.first_row + row),
+                                        p.q.stride[2], sequence.rows - row, p.D);
+      load_tile<kHead, kRows, kThreads>(grad,
+                                        p.grad_output.at(sequence.query_batch, h, sequence.first_row + row),
+                                        p.grad_output.stride[2], sequence.rows - row, p.D);
+      load_keys(p.k, end_tile - 1, 0);
+      load_keys(p.v, end_tile - 1, 1);
+    }
+    for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+      Scores scores, dprobs;
+      next_slot(p.k, tile);
+      multiply(scores, q);
+      next_slot(p.v, tile);
+      multiply(dprobs, grad);
+      add(tile, scores, dprobs, shift, sum, weighted);
+    }
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      const float total = quad_sum(weighted[r]);
+      const float l =
+          quad_sum(sum[r]) + (shift[r] == -kInfinity ? 0.0f : exp2_approx(sink_log2(p, h) - shift[r]));
+      if (lane % 4 == 0 && row_of(r) < p.sequences.T)
+        p.exact_delta[static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(r)] =
+            l > 0 ? total / l : 0.0f;
+    }
+  }
+
+  EK_DEVICE void add(int tile, const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
+                     float (&sum)[kRowCount], float (&weighted)[kRowCount]) {
+    const Visible visible(p, b, h);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int r = 2 * i + e / 2, own = row_of(r), key = tile * kKeys + 8 * n + lane % 4 * 2 + e % 2;
+          const bool seen = own < span.s.rows && key >= span.first_key(own) && key < span.end_key(own) &&
+                            (!p.visible || visible(own, key));
+          float score = p.softcap > 0 ? tanh_of(scores[i][n][e] * (p.scale / p.softcap)) : scores[i][n][e];
+          if (p.slopes)
+            score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + span.offset - key)), score);
+          const float prob = seen ? exp2_approx(fmaf(score, p.score_log2, -shift[r])) : 0.0f;
+          sum[r] += prob;
+          weighted[r] = fmaf(prob, dprobs[i][n][e], weighted[r]);
+        }
+  }
+};
+
+// dsinks: P of the sink times (0 - delta), over all rows of a head. A block a head; one order of sums.
+struct SinkGradient {
+  static constexpr int kThreads = 256, kBlocksAtOnce = 1;
+  static constexpr size_t kSharedBytes = kThreads / kWarpThreads * sizeof(float);
+  EK_DEVICE static void run(const Problem& p) {
+    const int h = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+    float* const sums = reinterpret_cast<float*>(dynamic_shared());
+    float sum = 0;
+    for (int b = 0; b < p.B; ++b) {
+      const int head = b * p.H + h, rows = sequence(p.sequences, b).rows;
+      for (int row = thread; row < rows; row += kThreads) {
+        const float lse = p.lse[static_cast<int64_t>(head) * p.sequences.T + row];
+        sum -= exp2_approx(sink_log2(p, h) - lse * kLog2E) *
+               p.delta[static_cast<int64_t>(head) * p.padded_rows + row];
+      }
+    }
+    sum = warp_sum(sum);
+    if (thread % kWarpThreads == 0) sums[thread / kWarpThreads] = sum;
+    __syncthreads();
+    if (thread != 0) return;
+    for (int n = 1; n < kThreads / kWarpThreads; ++n) sum += sums[n];
+    p.dsinks[h] = sum;
+  }
+};
+
+}  // namespace evenkeel::ampere
