@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 
+#include "base/json_text.h"
 #include "base/sizes.h"
 #include "base/whole_file.h"
 #include "numerics/format.h"
@@ -26,7 +27,7 @@ constexpr size_t kLargestJson = 1 << 24;  // bytes
 
 Json read_json(const fs::path& file) {
   const std::string text = read_regular_file(file, kLargestJson);
-  Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Json json(try_parse_json(text));
   require_data(json.is_object(), "{}: expected a JSON object, found none that can be read", file.string());
   return json;
 }
