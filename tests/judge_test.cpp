@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "diagnosis/capture.h"
 #include "diagnosis/conform_report.h"
 #include "diagnosis/covering.h"
 #include "flash_kernel.h"
@@ -106,6 +107,20 @@ TEST(Judge, IsQuietOnOurRemedies) {
       EXPECT_TRUE(report.passes()) << plan << ", seed " << seed << "\n" << text_of(report);
       EXPECT_FALSE(report.not_judged.empty());  // sinks and others are not offered, and that is said
     }
+}
+
+TEST(Judge, TakesCapturesOfRealRuns) {
+  for (const char* name : {"derailing", "ties"}) {
+    const Capture capture = read_capture(std::filesystem::path(EVENKEEL_SOURCE_DIR) / "tests/captures" /
+                                         (std::string(name) + ".safetensors"));
+    ConformForm form;
+    form.causal = capture.causal, form.scale = capture.scale, form.softcap = capture.softcap;
+    const FormInputs inputs(form, capture.inputs(), capture.d_o.view());
+    const JudgeOptions options = quick("flash2,stabiliser=zero_sum");
+    const FormResult right = judge_form(inputs, cpu_form_kernel(options.plan), options);
+    EXPECT_TRUE(right.passes()) << name << ": " << (right.findings.empty() ? "" : right.findings[0].words);
+    EXPECT_FALSE(judge_form(inputs, flash::kernel({flash::Bug::late_rescale}), options).passes()) << name;
+  }
 }
 
 TEST(Judge, NullKernelsFail) {

@@ -201,7 +201,7 @@ FormInputs::FormInputs(const ConformForm& of) : form(of) {
 }
 
 FormInputs::FormInputs(const ConformForm& of, const AttentionInputs& captured, View<const float> grad)
-    : form(of) {
+    : form(of), captured(true) {
   form.B = captured.q.shape[0], form.H = captured.q.shape[1], form.T = captured.q.shape[2];
   form.G = captured.k.shape[1], form.N = captured.k.shape[2];
   form.D = form.Dv = captured.q.shape[3];

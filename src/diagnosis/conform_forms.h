@@ -66,7 +66,8 @@ ConformForm form_from_json(const nlohmann::ordered_json& json);
 // A form's inputs, and the problem they make. Moves, does not copy: views point into it.
 struct FormInputs {
   explicit FormInputs(const ConformForm& form);
-  // Captured tensors in place of made-up ones: B, H, G, T, N and D are theirs, Dv is D.
+  // Captured tensors in place of made-up ones: B, H, G, T, N and D are theirs, Dv is D. Their keys have no constant
+  // feature: the leak is not judged.
   FormInputs(const ConformForm& form, const AttentionInputs& captured, View<const float> d_o);
   FormInputs(FormInputs&&) = default;
 
@@ -79,6 +80,7 @@ struct FormInputs {
   }
 
   ConformForm form;
+  bool captured = false;
   std::vector<float> q, k, v, d_o;     // (B, H or G, T or N, D or Dv); packed: (H or G, rows of all, D or Dv)
   std::vector<float> sinks, grad_lse;  // (H), (B, H, T) or (H, rows of all); or empty
   std::vector<uint8_t> visible;        // (B, H, T, N), or empty

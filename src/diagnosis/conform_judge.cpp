@@ -132,7 +132,8 @@ class FormJudge {
     if (!judge_finite()) return;
     judge_errors();
     if (f_.values == FormValues::identity) judge_agreement();
-    const bool zero_sum = !f_.sinks && !f_.grad_lse && f_.softcap == 0 && f_.values != FormValues::identity;
+    const bool zero_sum =
+        !in_.captured && !f_.sinks && !f_.grad_lse && f_.softcap == 0 && f_.values != FormValues::identity;
     if (zero_sum && options_.judge_noise) judge_leak();
     if (f_.B * f_.H >= kHeadsForBias && f_.values == FormValues::random) judge_bias();
   }
