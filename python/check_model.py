@@ -1,20 +1,20 @@
 """Compares Evenkeel's models with PyTorch's and Hugging Face's. tests/pytorch_test.cpp runs it.
 
 usage: check_model.py gradients FOLDER...  loss and gradients, against PyTorch in FP64
-       check_model.py make FOLDER          a tiny random GPT2LMHeadModel of transformers, saved, with some of its logits
-       check_model.py load FOLDER          weights written by Evenkeel, read by transformers: the same logits?
+       check_model.py make FOLDER          a tiny random model of transformers, saved, with some of its logits; the folder's name
+                                           is its type: gpt2, llama or qwen3
+       check_model.py load FOLDER          FOLDER/ours, written by Evenkeel, read by transformers: the same logits?
 
 `gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss), or folders model and
 gradients in transformers' form (of type llama or qwen3) in the place of the first two, and writes
 faults.json, a list of what is not equal: many folders in one call, for it is loading PyTorch that takes time. `make` writes
 model.safetensors, config.json and logits.json (tokens, logits of the token behind each prefix). `load` reads
-ours/model.safetensors and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
+ours and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
 there.
 """
 
 import json
 import math
-import shutil
 import struct
 import sys
 from pathlib import Path
@@ -156,15 +156,13 @@ def check_gradients(folder):
     return faults
 
 
-def transformers_model(config_or_folder):
+def transformers():
     try:
-        from transformers import GPT2LMHeadModel
+        import transformers as package
     except ImportError as error:
         print(f"skipped: {error}")
         sys.exit(77)
-    if isinstance(config_or_folder, Path):
-        return GPT2LMHeadModel.from_pretrained(config_or_folder).float().eval()
-    return GPT2LMHeadModel(config_or_folder).float().eval()
+    return package
 
 
 def last_logits(model, tokens):
@@ -173,17 +171,23 @@ def last_logits(model, tokens):
         return model(torch.tensor([tokens])).logits[0].tolist()
 
 
-def make(folder):
-    try:
-        from transformers import GPT2Config
-    except ImportError as error:
-        print(f"skipped: {error}")
+def config_of(kind):
+    """A tiny one of transformers' own: gpt2, llama or qwen3. 77 where this version does not know it."""
+    common = dict(vocab_size=37, bos_token_id=0, eos_token_id=0, use_cache=False)
+    if kind == "gpt2":
+        return transformers().GPT2Config(n_layer=2, n_head=3, n_embd=24, n_positions=16, **common)
+    common |= dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16)
+    if kind == "llama":
+        return transformers().LlamaConfig(num_key_value_heads=2, tie_word_embeddings=False, **common)
+    if not hasattr(transformers(), "Qwen3Config"):
+        print("skipped: this version of transformers has no Qwen3")
         sys.exit(77)
+    return transformers().Qwen3Config(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, **common)
+
+
+def make(folder):
     torch.manual_seed(1)
-    config = GPT2Config(
-        n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=37, bos_token_id=0, eos_token_id=0, use_cache=False
-    )
-    model = transformers_model(config)
+    model = transformers().AutoModelForCausalLM.from_config(config_of(folder.name)).float().eval()
     with torch.no_grad():  # gains and biases too, and large enough to matter
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -194,12 +198,11 @@ def make(folder):
 
 
 def load(folder):
-    shutil.copy(folder / "config.json", folder / "ours" / "config.json")
     kept = json.loads((folder / "logits.json").read_text())
-    model = transformers_model(folder / "ours")
+    model = transformers().AutoModelForCausalLM.from_pretrained(folder / "ours").float().eval()
     found, expected = torch.tensor(last_logits(model, kept["tokens"])), torch.tensor(kept["logits"])
     error = ((found - expected).abs().max() / expected.abs().max()).item()
-    print(f"logits within {error:.1e} (bound {LOGIT_BOUND})")
+    print(f"{folder.name}: logits within {error:.1e} (bound {LOGIT_BOUND})")
     return [] if error <= LOGIT_BOUND else [f"logits: largest difference {error:.3g} of the largest, above {LOGIT_BOUND}"]
 
 

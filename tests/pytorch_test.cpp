@@ -205,32 +205,35 @@ TEST_F(PyTorchTest, LossAndEveryGradientOfALlama) {
   EXPECT_EQ(code, 1);  // of the last
   for (size_t n = 0; n < all.size(); ++n) {
     const auto faults =
-        Json::parse(read_whole_file(all[n] / "faults.json", kLargest)).get<std::vector<std::string>>();
+        parse_json(read_whole_file(all[n] / "faults.json", kLargest)).get<std::vector<std::string>>();
     ASSERT_EQ(faults.size(), n < 3 ? 0u : 1u) << n << ": " << (faults.empty() ? "" : faults[0]);
     if (n < 3) continue;
     EXPECT_EQ(faults[0].rfind("model.layers.1.self_attn.q_proj.weight: ", 0), 0u) << faults[0];
   }
 }
 
-TEST_F(PyTorchTest, WeightsOfHuggingFaceAndBack) {
-  const int code = check_model("make", {folder});
-  if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers";
-  ASSERT_EQ(code, 0);
-  ModelConfig config = small();
-  config.heads = 3, config.width = 24, config.context = 16, config.vocabulary = 37;
-  config.bias = config.norm_bias = true;
-  const auto model = make_model_cpu(config, 1);
-  load_weights(folder / "model.safetensors", *model);
-  const Json kept = parse_json(read_whole_file(folder / "logits.json", kLargest));
-  const auto tokens = kept.at("tokens").get<std::vector<int32_t>>();
-  for (size_t length = 1; length <= tokens.size(); ++length) {
-    const auto expected = kept.at("logits").at(length - 1).get<std::vector<float>>();
-    const std::vector<float> found = model->logits(std::span(tokens).first(length));
-    ASSERT_EQ(found.size(), expected.size());
-    for (size_t n = 0; n < found.size(); ++n) ASSERT_NEAR(found[n], expected[n], 2e-5) << length << " " << n;
+TEST_F(PyTorchTest, FoldersOfTransformersAndBack) {
+  for (const char* type : {"gpt2", "llama", "qwen3"}) {
+    const fs::path theirs = folder / type;
+    const int code = check_model("make", {theirs});
+    if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and transformers that know " << type;
+    ASSERT_EQ(code, 0) << type;
+    const auto model = make_model_cpu(read_model_folder(theirs), 1);
+    load_model_folder(theirs, *model);
+    const Json kept = parse_json(read_whole_file(theirs / "logits.json", kLargest));
+    const auto tokens = kept.at("tokens").get<std::vector<int32_t>>();
+    for (size_t length = 1; length <= tokens.size(); ++length) {
+      const auto expected = kept.at("logits").at(length - 1).get<std::vector<float>>();
+      const std::vector<float> found = model->logits(std::span(tokens).first(length));
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t n = 0; n < found.size(); ++n)
+        ASSERT_NEAR(found[n], expected[n], 2e-5) << type << " " << length << " " << n;
+    }
+    std::vector<float> weights(static_cast<size_t>(model->table().size()));
+    model->read_parameters(weights);
+    save_model_folder(theirs / "ours", model->config(), weights);
+    EXPECT_EQ(check_model("load", {theirs}), 0) << type;
   }
-  save_weights(folder / "ours" / "model.safetensors", *model);
-  EXPECT_EQ(check_model("load", {folder}), 0);
 }
 
 // Optimiser, clipping, warm-up, weight decay, checkpoints and batches besides: from a checkpoint on, PyTorch's steps have

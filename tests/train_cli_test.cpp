@@ -190,6 +190,39 @@ TEST_F(TrainCliTest, a_branch_goes_on_from_the_checkpoint_with_other_settings) {
 }
 
 // A run that isolate could not explain says so when it starts.
+// Out as transformers keep it, and in again: a step at no rate to speak of leaves the weights as they came.
+TEST_F(TrainCliTest, a_model_goes_out_as_a_folder_and_a_run_starts_from_it) {
+  constexpr const char* kRest = "--data text.txt --sequences 2 --plan fp32 --threads 1 --backend cpu ";
+  const Output first =
+      run(fmt::format("train --preset llama-micro --set model.layers=1 --set model.heads=2 --set "
+                      "model.key_heads=1 --set model.width=16 "
+                      "--set model.hidden=24 --set model.context=12 {}--steps 3 --out a",
+                      kRest));
+  ASSERT_EQ(first.code, 0) << first.out;
+  const Output out = run("export a -o model");
+  ASSERT_EQ(out.code, 0) << out.out;
+  EXPECT_TRUE(has(out.out, "step 3") && has(out.out, "Llama")) << out.out;
+  const Output second = run(fmt::format("train --weights model {}--steps 1 --lr 1e-30 --out b", kRest));
+  ASSERT_EQ(second.code, 0) << second.out;
+  const auto newest = [&](const char* name) {
+    return load_checkpoint(find_checkpoints(folder / name / "checkpoints").back(),
+                           ParameterTable(config(name).model))
+        .parameters;
+  };
+  EXPECT_EQ(config("b").model.positions, Positions::rotary);
+  EXPECT_EQ(config("b").model.key_head_count(), 1);
+  EXPECT_EQ(newest("b"), newest("a"));
+  // Sizes that were set beside it hold; weights that do not fit are refused, and so is a folder that is none.
+  EXPECT_TRUE(
+      has(run(fmt::format("train --weights model --set model.width=32 {}--steps 1 --out c", kRest)).out,
+          "expected the shape"));
+  const Output none = run(fmt::format("train --weights nothing {}--steps 1 --out d", kRest));
+  EXPECT_EQ(none.code, 3);
+  EXPECT_TRUE(has(none.out, "nothing/config.json")) << none.out;
+  EXPECT_EQ(run("export a -o model").code, 3);
+  EXPECT_TRUE(has(run("export a --step 2 -o other").out, "expected a checkpoint of step 2"));
+}
+
 TEST_F(TrainCliTest, says_which_checkpoints_will_be_missing) {
   const struct {
     const char *words, *note;
