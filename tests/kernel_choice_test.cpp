@@ -134,6 +134,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
        "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
       {"flash2,accumulate=h200/4", "sums of another chip or with promotion"},
       {"flash2,accumulate=a100", "sums of another chip or with promotion"},
+      {"fp8_fa3,accumulate=h200", "the chip's sums of FP8 products run on the CPU"},
+      {"flash2,dscores=e5m2,accumulate=tensor_core", "dscores=e5m2 with accumulate=h200"},
   };
   for (const auto& [plan, words] : cases) {
     try {

@@ -47,6 +47,13 @@ std::string any_plan_plan_not_taken(const PrecisionPlan& plan, TensorType) {
   if (plan.accumulate == Accumulate::tensor_core && (plan.promote != 0 || plan.chip != kDefaultChip))
     return fmt::format("sums of another chip or with promotion, as in \"{}\" (they run on the CPU)",
                        to_string(plan));
+  // The chip adds FP8 products with 13 bits; these kernels multiply everything as BF16.
+  if (plan.accumulate == Accumulate::tensor_core)
+    for (Site site : {Site::q, Site::k, Site::v, Site::probs, Site::grad_output, Site::probs_bwd,
+                      Site::dscores, Site::q_bwd, Site::k_bwd, Site::v_bwd})
+      if (plan.at(site).format == kE4m3 || plan.at(site).format == kE5m2)
+        return fmt::format("{}={} with accumulate={} (the chip's sums of FP8 products run on the CPU)",
+                           name(site), to_string(plan.at(site)), plan.chip);
   return "";
 }
 
