@@ -89,7 +89,8 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const auto u = [&](Site site, double largest = 0) { return errors.relative(site, largest); };
   const auto eta = [&](Site site) { return errors.absolute(site); };
   const auto both = [](double x, double y) { return x + y + x * y; };  // (1 + x)(1 + y) - 1
-  const auto N = static_cast<double>(shape.N), T = static_cast<double>(shape.T * (shape.H / shape.G)),
+  const int64_t rows = shape.T * (shape.H / shape.G);                  // that share a key and a value
+  const auto N = static_cast<double>(shape.N), T = static_cast<double>(rows),
              D = static_cast<double>(std::max(shape.D, scales.o.shape()[3]));
   const auto [q, k, v, d_o] = scales.largest;
   const double a = std::fabs(double{shape.scale}), of_v = u(Site::v, v), of_d_o = u(Site::grad_output, d_o);

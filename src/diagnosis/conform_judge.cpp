@@ -490,7 +490,7 @@ void keep_offered(std::vector<FormFactor>& factors, const FormKernel& kernel, co
   // The type first: without BF16 the plain form is of another.
   std::vector<size_t> order(factors.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::ranges::stable_partition(order, [&](size_t f) { return factors[f].name == "type"; });
+  std::stable_partition(order.begin(), order.end(), [&](size_t f) { return factors[f].name == "type"; });
   for (const size_t f : order) {
     std::vector<FormLevel> kept;
     for (size_t n = 0; n < factors[f].levels.size(); ++n) {
