@@ -264,12 +264,13 @@ class RowBlock {
   std::vector<double> m_, sink_, delta_, w_;
 };
 
-double largest_of(View<const float> x) {
+// rows: those that x holds. A view of packed sequences has the shape of the longest one, and may hold fewer or more.
+double largest_of(View<const float> x, int64_t rows) {
   double largest = 0;
   const int64_t batches = x.stride[0] == 0 ? 1 : x.shape[0];
   for (int64_t b = 0; b < batches; ++b)
     for (int64_t h = 0; h < x.shape[1]; ++h)
-      for (int64_t i = 0; i < x.shape[2]; ++i)
+      for (int64_t i = 0; i < rows; ++i)
         for (int64_t d = 0; d < x.shape[3]; ++d)
           largest = std::max(largest, std::fabs(double{*x.at(b, h, i, d)}));
   return largest;
@@ -301,8 +302,8 @@ void prepare(Task& task) {
   out.scales.v_low = out.scales.v_high = Tensor<double>({p.B, p.G, 1, task.Dv});
   out.scales.score.assign(static_cast<size_t>(p.B * p.H), 0.0);
   out.scales.near_score = out.scales.score;
-  out.scales.largest = {largest_of(task.in.q), largest_of(task.in.k), largest_of(task.in.v),
-                        largest_of(task.grad_output)};
+  out.scales.largest = {largest_of(task.in.q, rows), largest_of(task.in.k, keys), largest_of(task.in.v, keys),
+                        largest_of(task.grad_output, rows)};
 }
 
 }  // namespace
