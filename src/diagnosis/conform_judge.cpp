@@ -131,7 +131,7 @@ class FormJudge {
     truth_ = in_.truth(plan_);
     if (!judge_finite()) return;
     judge_errors();
-    if (f_.values == FormValues::identity) judge_agreement();
+    if (f_.values == FormValues::identity && shows_probabilities()) judge_agreement();
     const bool zero_sum =
         !in_.captured && !f_.sinks && !f_.grad_lse && f_.softcap == 0 && f_.values != FormValues::identity;
     if (zero_sum && options_.judge_noise) judge_leak();
@@ -318,6 +318,11 @@ class FormJudge {
       take("the gradient of the sinks", {over, h, 0, 0, found_.grad_sinks[static_cast<size_t>(h)], exact},
            result_.over_sinks);
     }
+  }
+
+  // Do O and dV hold all of P? Forms made smaller may have fewer features than keys.
+  bool shows_probabilities() const {
+    return f_.B == 1 && !f_.packed && f_.G == f_.H && f_.Dv >= f_.N && f_.Dv >= f_.T;
   }
 
   // Sums over a row of O = P and of dV^T = P': what their roundings leave is independent from key to key.
