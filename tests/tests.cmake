@@ -9,6 +9,9 @@ set(source_tests layering_test size_test tree_test)
 set(slow_tests attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test pytorch_test
                ranks_cli_test rounding_test study_test torch_attention_test torch_run_test torch_watch_test)
 
+# Those whose own code computes for long.
+set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test)
+
 # evenkeel_label(TEST...): quick or slow.
 function(evenkeel_label)
   foreach(test ${ARGN})
@@ -34,7 +37,11 @@ foreach(source ${test_sources})
                                              EVENKEEL_PROGRAM="$<TARGET_FILE:evenkeel>")
   # The tests' own code is compiled quickly: what takes time when they run lies in the library.
   # (At -O1 GCC 12 warns of overflows within fmt that cannot happen.)
-  target_compile_options(${test} PRIVATE $<IF:$<BOOL:${EVENKEEL_SANITIZE}>,-O0,-O1> -Wno-stringop-overflow)
+  set(level -O1)
+  if(EVENKEEL_SANITIZE AND NOT test IN_LIST computing_tests)
+    set(level -O0)
+  endif()
+  target_compile_options(${test} PRIVATE ${level} -Wno-stringop-overflow)
   target_link_libraries(${test} PRIVATE evenkeel_core GTest::gtest_main)
   add_dependencies(${test} evenkeel)
   add_test(NAME ${test} COMMAND ${test})
