@@ -12,6 +12,7 @@
 
 #include "base/json_text.h"
 #include "base/threads.h"
+#include "base/toml.h"
 #include "base/whole_file.h"
 #include "diagnosis/forecast.h"
 #include "numerics/rounding.h"
@@ -175,6 +176,19 @@ TEST(Forecast, WhereRoundingHarms) {
     squares += moved * moved;
   }
   EXPECT_NEAR(std::sqrt(squares / kTrials), 1, 0.1);
+}
+
+// A model whose heads have a size of their own: not the width over the heads.
+TEST(Forecast, TakesTheHeadSizeThatTheModelHas) {
+  const auto harmful = [](const std::string& more) {
+    RunRecords run;
+    run.config = parse_toml("[model]\nwidth = 256\nheads = 4\n" + more, "config.toml");
+    return forecast_terms(run).harmful;
+  };
+  const int bits = kBf16.significand_bits;
+  EXPECT_EQ(harmful(""), harmful_offset(64, bits));
+  EXPECT_EQ(harmful("head_size = 0\n"), harmful_offset(64, bits));
+  EXPECT_EQ(harmful("head_size = 128\n"), harmful_offset(128, bits));
 }
 
 class ForecastCommand : public testing::Test {

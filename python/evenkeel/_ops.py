@@ -177,35 +177,35 @@ def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _gradient_of_lse(run, grad_lse, q, k, v, o, lse, saved, scale):
-    """What the gradient of the log-sum-exp adds to dq and dk: sum_j P_ij k_j is attention's output with k in the place of v,
-    and sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i. So no kernel needs to know dL. run: both passes
-    (forward of q, k, v; backward of grad_output, q, k, v, o, lse, saved) with the problem's options."""
+def all_gradients(run, tensors, grad_output, grad_lse, scale, softcap, name=NAME, by_row=lambda weight: weight):
+    """dq, dk, dv of both outputs; either gradient may be None. run: both passes (forward of q, k, v; backward of grad_output and
+    `tensors`, which are q, k, v, o, lse, saved) with the problem's options. by_row: from the axes of lse to those of q, without
+    the last one.
+
+    The gradient of the log-sum-exp adds to dq and dk: sum_j P_ij k_j is attention's output with k in the place of v, and
+    sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i. So no kernel needs to know dL."""
     forward, backward = run
-    scale = scale or q.shape[-1] ** -0.5
-    seen = torch.isfinite(lse)  # a row without keys has no gradient
-    weight = torch.where(seen, grad_lse, torch.zeros_like(grad_lse)).unsqueeze(-1) * scale
-    mean_key = forward(q, k, k)[0]
-    dq = (weight * mean_key).to(q.dtype)
-    dk = backward((weight * q).to(q.dtype), q, k, v, o, lse, saved)[2]
-    return dq, dk
-
-
-def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
-    """dq, dk, dv of both outputs; either gradient may be None."""
-    q, k, v, o, lse, saved, visible, device_step = saved_tensors
-    passes = (lambda *t: forward(*t, visible, device_step, *options),
-              lambda *t: backward(*t, visible, device_step, *options))
+    q, k, v, _, lse, _ = tensors
     if grad_output is None:
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     else:
-        dq, dk, dv = passes[1](grad_output, q, k, v, o, lse, saved)
-    if grad_lse is not None:
-        if options[3] != 0:
-            raise NotImplementedError(f"{NAME}: expected no gradient of the log-sum-exp with softcap, found one")
-        more_q, more_k = _gradient_of_lse(passes, grad_lse, q, k, v, o, lse, saved, options[2])
-        dq, dk = dq + more_q, dk + more_k
+        dq, dk, dv = backward(grad_output, *tensors)
+    if grad_lse is None:
+        return dq, dk, dv
+    if softcap != 0:
+        raise NotImplementedError(f"{name}: expected no gradient of the log-sum-exp with softcap, found one")
+    # A row without keys has no gradient.
+    weight = by_row(torch.where(torch.isfinite(lse), grad_lse, torch.zeros_like(grad_lse))).unsqueeze(-1)
+    weight = weight * (scale or q.shape[-1] ** -0.5)
+    dq = dq + (weight * forward(q, k, k)[0]).to(q.dtype)
+    dk = dk + backward((weight * q).to(q.dtype), *tensors)[2]
     return dq, dk, dv
+
+
+def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
+    *tensors, visible, device_step = saved_tensors
+    run = (lambda *t: forward(*t, visible, device_step, *options), lambda *t: backward(*t, visible, device_step, *options))
+    return all_gradients(run, tensors, grad_output, grad_lse, scale=options[2], softcap=options[3])
 
 
 class _Function(torch.autograd.Function):

@@ -144,21 +144,11 @@ def _backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, device_st
 
 
 def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
-    """As in _ops.py, of packed sequences; options from longest_q on."""
-    q, k, v, o, lse, saved, *packing = saved_tensors
-    passes = (lambda *t: forward(*t, *packing, *options), lambda *t: backward(*t, *packing, *options))
-    if grad_output is None:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    else:
-        dq, dk, dv = passes[1](grad_output, q, k, v, o, lse, saved)
-    if grad_lse is not None:
-        if options[5] != 0:
-            raise NotImplementedError(f"{NAME}: expected no gradient of the log-sum-exp with softcap, found one")
-        weight = torch.where(torch.isfinite(lse), grad_lse, torch.zeros_like(grad_lse)).t().unsqueeze(-1)
-        weight = weight * (options[4] or q.shape[-1] ** -0.5)
-        dq = dq + (weight * passes[0](q, k, k)[0]).to(q.dtype)
-        dk = dk + passes[1]((weight * q).to(q.dtype), q, k, v, o, lse, saved)[2]
-    return dq, dk, dv
+    """options: from longest_q on. lse is (H, rows), q (rows, H, D)."""
+    tensors, packing = saved_tensors[:6], saved_tensors[6:]
+    run = (lambda *t: forward(*t, *packing, *options), lambda *t: backward(*t, *packing, *options))
+    return _ops.all_gradients(run, tensors, grad_output, grad_lse, scale=options[4], softcap=options[5], name=NAME,
+                              by_row=lambda weight: weight.t())
 
 
 class _Function(torch.autograd.Function):

@@ -36,10 +36,9 @@ void DriftGuard::forget_remedies() {
 }
 
 double DriftGuard::too_late(const PrecisionPlan& plan, bool bf16) {
-  int bits = kFp32.significand_bits;
-  for (const Site site : {Site::q, Site::k, Site::scores, Site::shifted})
+  int bits = query_key_bits(plan, bf16);
+  for (const Site site : {Site::scores, Site::shifted})
     bits = std::min(bits, plan.at(site).format.significand_bits);
-  if (bf16) bits = std::min(bits, kBf16.significand_bits);
   return kScoreUnit * std::exp2(bits);
 }
 
@@ -51,7 +50,7 @@ DriftGuard::Alarms DriftGuard::find_alarms() {
     const auto number = static_cast<int64_t>(n);
     const bool grown = head.remedied && drift.log_lse() > head.at_remedy + std::log(2.0);
     if (!drift.drifts(limit_, terms_) || head.warned) continue;
-    if (head.remedied ? !grown : !drift.alarm(limit_, terms_)) {
+    if (head.remedied ? !grown : !drift.leaks()) {
       // Without a leak there is nothing that the remedy could mend.
       if (head.remedied) continue;
       head.warned = true;

@@ -75,6 +75,9 @@ int bits_of(const RunRecords& run) {
 }
 
 double head_size(const RunRecords& run) {
+  // A model may have its own; 0: the width over the heads.
+  if (const auto own = whole_number(run.setting("model", "head_size")); own && *own > 0)
+    return static_cast<double>(*own);
   const std::optional<int64_t> width = whole_number(run.setting("model", "width")),
                                heads = whole_number(run.setting("model", "heads"));
   if (!width || !heads || *width == 0 || *heads == 0) return kUsualHeadSize;

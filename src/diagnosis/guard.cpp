@@ -30,12 +30,11 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
             config.model.precision == LinearPrecision::bf16) {
   const bool bf16 = config.model.precision == LinearPrecision::bf16;
   const PrecisionPlan first = ScopedPlan::parse(config.plan_at(next_step)).at(0, 0);
-  rule_.set_terms({.begin = config.schedule.warmup,
-                   .harmful = harmful_offset(
-                       static_cast<double>(config.model.width) / static_cast<double>(config.model.heads),
-                       query_key_bits(first, bf16)),
-                   .bound = {},
-                   .last_step = config.schedule.steps});
+  rule_.set_terms(
+      {.begin = config.schedule.warmup,
+       .harmful = harmful_offset(static_cast<double>(config.model.head_size()), query_key_bits(first, bf16)),
+       .bound = {},
+       .last_step = config.schedule.steps});
   std::error_code error;
   if (next_step > 0 && fs::exists(record_path(folder, RecordFile::metrics), error)) {
     const Metrics before = read_metrics(folder, {config.model.layers, config.model.heads});

@@ -64,9 +64,8 @@ class HeadDrift {
            (size() > limit || (size() > kLowestDriftLimit && expected(terms).outlook >= Outlook::drift));
   }
   double leak() const;
-  bool alarm(double limit, const ForecastTerms& terms) const {
-    return leak() > kLeak && drifts(limit, terms);
-  }
+  bool leaks() const { return leak() > kLeak; }
+  bool alarm(double limit, const ForecastTerms& terms) const { return leaks() && drifts(limit, terms); }
   HeadForecast expected(const ForecastTerms& terms) const { return course_.forecast(terms); }
 
  private:
