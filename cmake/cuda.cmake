@@ -68,8 +68,9 @@ set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
 set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_delta.cu)
 
-# One machine code for all of 8.x; PTX for what comes after.
-set(cuda_machines_ampere -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80)
+# One machine code for all of 8.x, one for Hopper; PTX for what comes after.
+set(cuda_machines_ampere -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=sm_90
+                         -gencode=arch=compute_80,code=compute_80)
 set(cuda_files_ampere src/attention/cuda/ampere_forward.cu src/attention/cuda/ampere_backward.cu)
 
 set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90

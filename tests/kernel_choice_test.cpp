@@ -22,6 +22,9 @@ CudaDevice device(int major, int minor) {
 }
 const CudaDevice kHopper = device(9, 0);
 
+constexpr const char* kFlash2InFp16 =
+    "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
+
 AttentionProblem problem(const char* plan = "flash2,stabiliser=consistent") {
   AttentionProblem p;
   p.B = 2;
@@ -80,7 +83,36 @@ TEST(KernelChoice, plans_of_all_heads_alike_are_one_plan) {
   p.plans = std::vector(4, p.plans[0]);
   EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper");
   p.plans[2].keel = 1e-3f;
-  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "ampere");
+}
+
+// Forms that the Hopper kernels do not take, and the word for each.
+TEST(KernelChoice, other_forms_go_to_the_ampere_class_on_hopper_and_say_why) {
+  const auto expect = [](const char* word, auto change) {
+    AttentionProblem p = problem();
+    change(p);
+    const KernelChoice choice = choose_kernel(p, kHopper);
+    EXPECT_EQ(choice.kernel, "ampere") << word;
+    EXPECT_NE(choice.why.find("the Hopper kernels do not take"), std::string::npos) << choice.why;
+    EXPECT_NE(choice.why.find(word), std::string::npos) << choice.why;
+  };
+  static const float numbers[4] = {1, 2, 3, 4};
+  expect("softcap", [](auto& p) { p.softcap = 30; });
+  expect("window", [](auto& p) { p.mask.window_left = 5; });
+  expect("window", [](auto& p) { p.mask.window_right = 0; });
+  expect("mask", [](auto& p) {
+    p.mask.visible = {reinterpret_cast<const uint8_t*>(&p), {2, 4, 128, 128}, {}};
+  });
+  expect("slopes", [](auto& p) { p.slopes = numbers; });
+  expect("sinks", [](auto& p) { p.sinks = numbers; });
+  expect("fp16", [](auto& p) {
+    p.type = TensorType::fp16;
+    p.plans = {parse_plan(kFlash2InFp16)};
+  });
+  expect("differ between heads", [](auto& p) {
+    p.plans.resize(4, p.plans[0]);
+    p.plans[1].seed = 7;
+  });
 }
 
 // One thing after another that the fast kernels do not take, and the word for it.
@@ -108,20 +140,8 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   expect(changed([](auto& p) { p.type = TensorType::fp32; }), "fp32");
   expect(changed([](auto& p) { p.scale = -1; }), "negative scale");
   expect(changed([](auto& p) { p.D = 65; }), "65");
-  expect(changed([](auto& p) { p.softcap = 30; }), "softcap");
-  expect(changed([](auto& p) { p.mask.window_left = 5; }), "window");
-  expect(changed([](auto& p) { p.mask.window_right = 0; }), "window");
-  expect(changed([](auto& p) {
-           p.mask.visible = {reinterpret_cast<const uint8_t*>(&p), {2, 4, 128, 128}, {}};
-         }),
-         "mask");
   expect(changed([](auto& p) { p.aligned = false; }), "aligned");
   expect(changed([](auto& p) { p.with_facts = true; }), "outputs");
-  expect(changed([](auto& p) {
-           p.plans.resize(4, p.plans[0]);
-           p.plans[1].seed = 7;
-         }),
-         "differ between heads");
 }
 
 // What no kernels of a GPU have is refused in words, never computed as something else.
@@ -152,10 +172,7 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }
 
-constexpr const char* kFlash2InFp16 =
-    "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
-
-// Where they have no faster rival that was tried: not on Hopper, and not on what they were never compiled for.
+// Not on what they were never compiled for.
 TEST(KernelChoice, ampere_class_kernels_run_on_their_machines_and_take_every_form) {
   for (const CudaDevice& on : {device(8, 0), device(8, 6), device(8, 9), device(12, 0)}) {
     const auto expect = [&](auto change) {
@@ -183,13 +200,11 @@ TEST(KernelChoice, ampere_class_kernels_run_on_their_machines_and_take_every_for
     facts.with_facts = true;
     EXPECT_EQ(choose_kernel(facts, on).kernel, "any_plan");
   }
-  AttentionProblem window = problem();
-  window.mask.window_left = 5;
-  EXPECT_EQ(choose_kernel(window, kHopper).kernel, "any_plan");
-  EXPECT_EQ(not_taken(kernel_family("ampere"), window, kHopper), "");  // there it runs where it is asked for
   EXPECT_EQ(choose_kernel(problem(), device(8, 7)).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem(), device(9, 1)).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem(), kHopper).kernel, "hopper");
   setenv("EVENKEEL_KERNELS", "ampere", 1);
-  EXPECT_EQ(choose_kernel(window, kHopper).kernel, "ampere");
+  EXPECT_EQ(choose_kernel(problem(), kHopper).kernel, "ampere");
   expect_refused("the Ampere-class kernels do not take probs=fp32",
                  [] { choose_kernel(problem("fp32"), kHopper); });
   setenv("EVENKEEL_KERNELS", "volta", 1);
