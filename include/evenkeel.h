@@ -32,10 +32,9 @@ extern "C" {
 
 typedef enum evenkeel_status {
   EVENKEEL_OK = 0,
-  EVENKEEL_BAD_ARGUMENT = 1, /* a request that cannot be meant: the caller's fault */
-  EVENKEEL_ENVIRONMENT =
-      2,                /* no GPU, built without CUDA, an error that CUDA reports, a capture that is none */
-  EVENKEEL_INTERNAL = 3 /* anything else, out of memory included */
+  EVENKEEL_BAD_ARGUMENT = 1, /* an invalid argument: the caller's fault */
+  EVENKEEL_ENVIRONMENT = 2,  /* no GPU, built without CUDA, an error that CUDA reports, an invalid capture */
+  EVENKEEL_INTERNAL = 3      /* anything else, out of memory included */
 } evenkeel_status;
 
 typedef enum evenkeel_device { EVENKEEL_CPU = 0, EVENKEEL_CUDA = 1 } evenkeel_device;
@@ -125,6 +124,7 @@ EVENKEEL_API void evenkeel_attention_defaults(evenkeel_attention* attention, siz
  * one that draws. */
 EVENKEEL_API int32_t evenkeel_plan_draws(const char* plan, int32_t* draws);
 
+/* How many bytes of memory the two passes of a problem need. */
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
 /* Which family of kernels runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
 EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,
@@ -142,6 +142,7 @@ EVENKEEL_API int32_t evenkeel_attention_family(int32_t index, evenkeel_kernel_fa
 /* `stream` is a cudaStream_t; NULL for the CPU, where the call returns when the work is done. */
 EVENKEEL_API int32_t evenkeel_attention_forward(const evenkeel_attention* attention,
                                                 const evenkeel_forward* pass, void* stream);
+/* The gradients, from what the forward pass of the same problem left in o, lse and saved. */
 EVENKEEL_API int32_t evenkeel_attention_backward(const evenkeel_attention* attention,
                                                  const evenkeel_backward* pass, void* stream);
 
@@ -191,6 +192,7 @@ typedef struct evenkeel_conform_result {
 
 /* The index-th family, or NULL beyond the last: its name, and what it is. `masked`: does it come with `visible`? Static. */
 EVENKEEL_API const char* evenkeel_conform_family(int32_t index, const char** description, int32_t* masked);
+/* Judges a kernel on one family: calls it chunk by chunk and fills `result`. */
 EVENKEEL_API int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_conform_kernel kernel,
                                       void* context, evenkeel_conform_result* result);
 
@@ -245,13 +247,14 @@ typedef struct evenkeel_judge_result {
   int32_t passes;
   const char *json, *text, *junit, *badge;
 } evenkeel_judge_result;
+/* Judges a kernel on every form that it offers, and on the families where `rows` is not 0. */
 EVENKEEL_API int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel,
                                     void* context, evenkeel_judge_result* result);
 /* The smallest failing form of this thread's latest evenkeel_judge, with its tensors and the exact results, as safetensors.
  * EVENKEEL_BAD_ARGUMENT where none failed. */
 EVENKEEL_API int32_t evenkeel_judge_write_form(const char* file);
 
-/* --- Probes: what can be told of the heads of one layer at one step. `capture` is the content of a capture file. */
+/* --- Probes: figures of the heads of one layer at one step. `capture` is the content of a capture file. */
 
 /* The name of a probe, or NULL beyond the last; static. */
 EVENKEEL_API const char* evenkeel_probe_field(int32_t index);
@@ -281,9 +284,10 @@ typedef struct evenkeel_guard_event {
 /* plan: in force now, of a model with so many layers and heads; bf16: q and k come from BF16 products. NULL on failure. */
 EVENKEEL_API evenkeel_guard* evenkeel_guard_new(const char* plan, int64_t layers, int64_t heads,
                                                 int32_t bf16);
+/* Frees a guard; NULL is allowed. */
 EVENKEEL_API void evenkeel_guard_free(evenkeel_guard* guard);
 /* The figures of a step, (layers, heads) each: largest |log-sum-exp|, root mean squares of leak and delta (both or neither
- * NULL). checkpoints: steps at which the run can go back, ascending. act: 0 only to tell. event: NULL to take the figures of
+ * NULL). checkpoints: steps at which the run can go back, ascending. act: 0 reports and changes nothing. event: NULL to take the figures of
  * steps before without an answer. Steps ascend. */
 EVENKEEL_API int32_t evenkeel_guard_take(evenkeel_guard* guard, int64_t step, const double* lse,
                                          const double* leak, const double* delta, const int64_t* checkpoints,

@@ -1,24 +1,26 @@
-"""Writes the study's figures into docs/study.md and README.md from docs/curves (scripts/study --docs), or checks them (--docs --check).
+"""Writes what the pages of README.md and docs take from elsewhere (scripts/study --docs), or checks it (--docs --check).
 
-A page has four kinds of marks, all HTML comments, which a reader does not see:
-    <!-- study: NAME --> ... <!-- end -->               a table: the function NAME_table below
-    <!-- = QUANTITY RUN... -->value<!-- -->             a figure, see Figures.value; RUN may have * for any characters
+A page has six kinds of marks, all HTML comments, which a reader does not see:
+    <!-- study: NAME --> ... <!-- end -->               a table: the function NAME_table below, from docs/curves or a table of docs/experiments.md
+    <!-- evenkeel ARGUMENTS --> ... <!-- end -->         what the program prints: commands, options, plans, records
+    <!-- include/evenkeel.h --> ... <!-- end -->         the functions of the C interface
+    <!-- = QUANTITY RUN... -->value<!-- -->             a figure, see Figures.value; RUN may have * for any characters, @NAME is a row of GROUPS
     <!-- experiments.md -->value<!-- -->                a figure that docs/experiments.md has in the same words; no curve is behind it
     <!-- given -->words<!-- -->                         a setting: chosen, not measured; several lines end with <!-- end -->
-In docs/study.md, and in README.md's section on the study, every other number must be quoted ("") or in code (``): else --check names it.
-So no result can be typed by hand.
+In README.md and docs/study.md every other number must be quoted ("") or in code (``): else --check names it. So no result can be typed by hand.
+docs/experiments.md marks a table that others show in part: <!-- table: NAME --> before its first line.
 """
 
 import fnmatch
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
 
-PAGES = ("docs/study.md", "README.md")
-LINTED_SECTION = {"docs/study.md": None, "README.md": "## What we measured"}  # None: all of it
+LINTED = ("docs/study.md", "README.md")
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6}
 THINNED = "†"
@@ -26,6 +28,8 @@ NONE = "–"
 
 BLOCK = re.compile(r"(<!-- study: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 INLINE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- -->)", re.S)
+PRINTED = re.compile(r"(<!-- evenkeel ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
+DECLARED = re.compile(r"(<!-- (include/evenkeel\.h) -->\n)(.*?)(<!-- end -->)", re.S)
 GIVEN = re.compile(r"<!-- given -->.*?<!-- (end )?-->", re.S)
 CITED = re.compile(r"(<!-- experiments\.md -->)(.*?)(<!-- -->)", re.S)
 
@@ -41,6 +45,12 @@ NANO_GROUPS = (
     ("MATH (FP32 inside)", "PyTorch", ("twins-math-3",)),
     ("evenkeel with its remedy", "PyTorch", ("twins-evenkeel-3",)),
 )  # fmt: skip
+
+# Sets of runs that figures ask for by name.
+GROUPS = {
+    "@flash2": NANO_GROUPS[0][2],
+    "@kept": ("roads-zero_sum-1", "roads-wide_output-1", "seeds-zero_sum-*", "seeds-wide_output-*", "controls-wide_output-1", "guard-wide_output-1", "twins-evenkeel-3", "~cure-*"),
+}
 
 # The cure matrix: plan and remedy, and the parts whose runs belong there.
 CURES = (
@@ -161,7 +171,7 @@ class Figures:
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
         names = []
-        for pattern in patterns:
+        for pattern in [member for pattern in patterns for member in GROUPS.get(pattern, (pattern,))]:
             found = sorted(name for name in self.study.runs if fnmatch.fnmatchcase(name, pattern.lstrip("~")))
             if not found and not pattern.startswith("~"):
                 raise ValueError(f"expected a run of docs/curves, found {pattern}")
@@ -533,25 +543,49 @@ class Figures:
                                  "{:.2f} to {:.2f}".format(*self.study.offset_share(run))])  # fmt: skip
         return table(["run", "arithmetic", "trained by", "e-foldings in 1,000 steps, 40 to 1,500", "offset where the gradient norm has doubled", "offset at failure", "offset over largest score"], rows)
 
-    def readme_table(self):
-        cured = lambda plan, *remedies: tuple(run.name for remedy in remedies for seed in SEEDS for run in self.cure_runs(plan, remedy, "ours", seed))
-        groups = (
-            ("`flash2` (FlashAttention-2's arithmetic)", "Evenkeel", NANO_GROUPS[0][2]),
-            ("PyTorch's FLASH kernel", "PyTorch", NANO_GROUPS[2][2]),
-            ("PyTorch's cuDNN kernel", "PyTorch", NANO_GROUPS[3][2]),
-            ("PyTorch's MATH kernel (FP32 inside)", "PyTorch", NANO_GROUPS[7][2]),
-            ("Evenkeel's kernel, with its remedy", "PyTorch", NANO_GROUPS[8][2]),
-            ("`flash2,stabiliser=wide_output` (our default)", "Evenkeel", cured("flash2", "wide_output")),
-            ("`bf16_all` with `zero_sum` or `wide_output`", "Evenkeel", cured("bf16_all", "zero_sum", "wide_output")),
-        )
+    def cures_table(self):
+        """README's: what was rounded, by remedy; runs at the size of nano; the time of attention against none."""
+        ours = lambda plan, remedy: [run.name for seed in SEEDS for run in self.cure_runs(plan, remedy, "ours", seed)]
+        torch = lambda remedy: [run.name for seed in SEEDS for run in self.cure_runs("flash2", remedy, "PyTorch", seed)]
         rows = []
-        for words, trainer, names in groups:
-            runs = self.match(names)
-            *first, _, failure, offset = self.group_row((words, trainer), runs)
-            rows.append(first + [failure, offset, listed([run.last_step for run in runs], number)])
-        return table(["attention", "trained by", "runs (seeds)", "drifted", "failed", "failure at step", "largest offset", "steps made"], rows)
+        for remedy, words, names in (
+            (None, "FlashAttention-2's arithmetic, our trainer", NANO_GROUPS[0][2]),
+            (None, "PyTorch's FLASH kernel", NANO_GROUPS[2][2]),
+            (None, "PyTorch's cuDNN kernel", NANO_GROUPS[3][2]),
+            ("wide_output", "`wide_output` (default): delta uses O with 8 extra bits", ours("flash2", "wide_output") + ours("bf16_all", "wide_output") + torch("wide_output")),
+            ("consistent", "`consistent`: both passes use the same P", ours("flash2", "consistent") + ours("bf16_all", "consistent")),
+            ("zero_sum", "`zero_sum`: delta = sum P dP / sum P", ours("flash2", "zero_sum") + ours("bf16_all", "zero_sum")),
+        ):
+            if not names:
+                continue
+            _, count, drifted, failed, _, _, offset = self.group_row((words,), self.match(names))
+            steps = listed([run.last_step for run in self.match(names)], number)
+            rows.append([words, count, drifted, failed, offset, steps, self.price(remedy) if remedy else NONE])
+        return table(["attention", "runs (seeds)", "drifted", "failed", "largest offset", "steps", "attention's time"], rows)
 
-    def readme_micro_table(self):
+    def price(self, stabiliser):
+        """Of both passes on an H200, no ties, against none: docs/experiments.md's list of every stabiliser."""
+        found = re.search(rf"`{stabiliser}` (\d\.\d\d) / ", self.experiments)
+        if not found:
+            raise ValueError(f"expected the price of {stabiliser} in docs/experiments.md, found none")
+        return f"x {found[1]}"
+
+    def logged_table(self, name):
+        """Rows of the table that docs/experiments.md marks with <!-- table: NAME -->, as dictionaries by column."""
+        found = re.search(rf"<!-- table: {re.escape(name)} -->\n((?:\|.*\n)+)", self.experiments)
+        if not found:
+            raise ValueError(f"expected <!-- table: {name} --> before a table of docs/experiments.md, found none")
+        cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in found[1].splitlines()]
+        return [dict(zip(cells[0], row)) for row in cells[2:]]
+
+    def speed_table(self):
+        """README's: TFLOP/s of both passes together, the first recorded run of each shape."""
+        both = lambda cell: re.search(r"/ \**(\d+)\**(?: \(|$)", cell)[1]
+        rows = [[row["B,H,T,D"], both(row["FlashAttention-2"]), both(row["cuDNN"]), both(row["ours, `wide_output` (default)"])]
+                for row in self.logged_table("attention_speed") if row["B,H,T,D"]]  # fmt: skip
+        return table(["B,H,T,D", "FlashAttention-2", "cuDNN", "Evenkeel, `wide_output`"], rows)
+
+    def micro_runs_table(self):
         rows = []
         for name in ("healthy-fp32-1", "derailing-row_sum_e5m2-1", "healthy-row_sum_e5m2_zero_sum-1"):
             run = self.study[name]
@@ -567,16 +601,46 @@ def line_of(text, place):
     return text.count("\n", 0, place) + 1
 
 
-def page_with_figures(name, text, figures):
+def printed(program, arguments):
+    """What the program prints, without a blank line at its ends."""
+    done = subprocess.run([program, *arguments.split()], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"evenkeel {arguments}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout.strip("\n") + "\n"
+
+
+def declared(header):
+    """The functions of the C interface: each with the comment above or beside it."""
+    comment = r"/\*(?:[^*]|\*(?!/))*\*/"
+    plain = lambda text: re.sub(r"\s+", " ", text).strip()
+    rows = []
+    for note, call, beside in re.findall(rf"({comment}\n)?^EVENKEEL_API ([^;]*);(?: ({comment}))?", header, re.M):
+        words = plain(re.sub(r"^/\*|\*/$|^ \* ?", " ", (beside or note).strip(), flags=re.M)).removeprefix("--- ")
+        rows.append([f"`{plain(call)}`", words.replace("|", "\\|")])
+    return table(["function", "contract"], rows)
+
+
+def page_with_figures(name, text, figures, program):
     """The page as it should be, and what is wrong with it as it is: (line, words)."""
     faults = []
 
-    def block(match):
+    def content(match):
+        """What belongs between the marks of a block."""
+        if match.re is PRINTED:
+            return printed(program, match[2])
+        if match.re is DECLARED:
+            return declared(figures.header)
         wanted = getattr(figures, match[2] + "_table", None)
         if wanted is None:
-            faults.append((line_of(text, match.start()), f"expected the name of a table, found {match[2]}"))
+            raise ValueError(f"expected the name of a table, found {match[2]}")
+        return wanted()
+
+    def block(match):
+        try:
+            return match[1] + "\n" + content(match) + "\n" + match[4]
+        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
+            faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
             return match[0]
-        return match[1] + "\n" + wanted() + "\n" + match[4]
 
     def inline(match):
         try:
@@ -591,7 +655,8 @@ def page_with_figures(name, text, figures):
     for match in CITED.finditer(text):
         if match[2] not in figures.experiments:
             faults.append((line_of(text, match.start()), f'expected words that docs/experiments.md has, found "{match[2]}"'))
-    for pattern, replace in ((BLOCK, block), (INLINE, inline)):
+    kinds = ((BLOCK, block), (PRINTED, block), (DECLARED, block), (INLINE, inline))
+    for pattern, replace in kinds:
         for match in pattern.finditer(text):
             wanted = replace(match)
             if wanted != match[0]:
@@ -600,49 +665,51 @@ def page_with_figures(name, text, figures):
                         faults.append((line_of(text, match.start()) + n, f"expected {new.strip()}, found {old.strip()}"))
                         break
                 else:
-                    faults.append((line_of(text, match.start()), f"the table {match[2]} has another length than the curves give"))
+                    faults.append((line_of(text, match.start()), f"{match[2]}: expected {len(wanted.splitlines())} lines, found {len(match[0].splitlines())}"))
+    wanted = text
+    for pattern, replace in kinds:
+        wanted = pattern.sub(replace, wanted)
     faults = list(dict.fromkeys(faults))
-    return INLINE.sub(inline, BLOCK.sub(block, text)), faults + unmarked_numbers(text, LINTED_SECTION[name])
+    return wanted, faults + (unmarked_numbers(text) if name in LINTED else [])
 
 
 # What a number may be outside the marks: names of things, places in a text, formats, seeds and layers.
 NAMES = re.compile(
-    r"GPT-2( 124M)?|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|sections? \d"
+    r"GPT-2( 124M)?|Debian \d+|CUDA \d+\.\d|C\+\+20|Python \d\.\d+|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|sections? \d"
     r"|Figures? \d+( and \d+)?|W_\w|log2|\b[a-z]\d\b|cuDNN \d\.\d+")
 
 
-def unmarked_numbers(text, section):
+def unmarked_numbers(text):
     """(line, words) of every number that is neither generated, cited, given, quoted nor in code."""
     blank = lambda match: re.sub(r"[^\n]", " ", match[0])
-    start, end = 0, len(text)
-    if section is not None:
-        start = text.find(section + "\n")
-        if start < 0:
-            return [(1, f"expected the section {section}, found none")]
-        after = re.search(r"^## ", text[start + 3 :], re.M)
-        end = start + 3 + after.start() if after else len(text)
-    for pattern in (BLOCK, GIVEN, INLINE, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
+    for pattern in (BLOCK, PRINTED, DECLARED, GIVEN, INLINE, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
                     re.compile(r"`[^`]*`"), re.compile(r'"[^"]*"'), re.compile(r"\]\([^)]*\)"), re.compile(r"<!--.*?-->", re.S), re.compile(r"^\s*\d+\. ", re.M), NAMES):  # fmt: skip
         text = pattern.sub(blank, text)
-    return [(line_of(text, start + m.start()), f"expected a figure from the curves (or a mark that says where it comes from), found {m[0]}")
-            for m in re.finditer(r"\d[\d.,]*", text[start:end])]  # fmt: skip
+    return [(line_of(text, m.start()), f"expected a figure from the curves (or a mark that says where it comes from), found {m[0]}")
+            for m in re.finditer(r"\d[\d.,]*", text)]  # fmt: skip
 
 
-def write_docs(root, check):
-    """Returns the exit code: 0, or 1 where a page differs from the curves (check) or has a number from nowhere."""
+def pages_of(root):
+    return ["README.md"] + sorted(f"docs/{path.name}" for path in (root / "docs").glob("*.md"))
+
+
+def write_docs(root, check, program):
+    """Returns the exit code: 0, or 1 where a page differs from its sources (check) or has a number from nowhere."""
     figures = Figures(root / "docs" / "curves", (root / "docs" / "experiments.md").read_text())
+    header = root / "include" / "evenkeel.h"
+    figures.header = header.read_text() if header.exists() else ""
     failed = False
-    for name in PAGES:
+    for name in pages_of(root):
         path = root / name
         text = path.read_text()
-        wanted, faults = page_with_figures(name, text, figures)
+        wanted, faults = page_with_figures(name, text, figures, program)
         if not check and wanted != text:
             path.write_text(wanted)
             print(f"{name}: written")
-            faults = page_with_figures(name, wanted, figures)[1]
+            faults = page_with_figures(name, wanted, figures, program)[1]
         for line, words in faults:
             print(f"{name}:{line}: {words}")
         failed = failed or bool(faults)
     if failed and check:
-        print("scripts/study --docs writes the figures of docs/curves into the pages")
+        print("scripts/study --docs writes the generated parts of the pages")
     return 1 if failed else 0

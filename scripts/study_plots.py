@@ -152,4 +152,26 @@ def square(figures):
     return svg(left * 2 + wide * 2, top + high * 2 + 20, "micro, 2 x 2: an error of O seen by the loss, by delta, by both, by neither", body)
 
 
-FIGURES = (("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square))
+# The loop of how_it_works.md: words of each link, and what carries it to the next.
+LOOP = (("rounding", "an error e of O"), ("leak", "rows of dS do not sum to 0"), ("W_Q, W_K", "steps along the mean key"), ("offset", "nothing pulls it back"), ("coarser scores", "larger errors"))
+
+
+def loop(figures):
+    """Five boxes in a row and the arrow back."""
+    wide, high, gap, top = 152, 58, 26, 14
+    right = 8 + len(LOOP) * (wide + gap) - gap
+    body = ['<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z" fill="#d55e00"/></marker></defs>']
+    for n, (name, words) in enumerate(LOOP):
+        x = 8 + n * (wide + gap)
+        body.append(f'<rect x="{x}" y="{top}" width="{wide}" height="{high}" rx="6" fill="#fbeee6" stroke="#d55e00"/>')
+        body.append(f'<text x="{x + wide / 2:g}" y="{top + 25}" text-anchor="middle" class="title">{name}</text>')
+        body.append(f'<text x="{x + wide / 2:g}" y="{top + 44}" text-anchor="middle" style="font-size:10.5px">{words}</text>')
+        if n + 1 < len(LOOP):
+            body.append(f'<path d="M{x + wide} {top + high / 2:g}h{gap - 2}" stroke="#d55e00" stroke-width="2" marker-end="url(#tip)"/>')
+    middle, back = 8 + wide / 2, top + high + 26
+    body.append(f'<path d="M{right - wide / 2:g} {top + high}V{back}H{middle:g}V{top + high + 3}" fill="none" stroke="#d55e00" stroke-width="2" marker-end="url(#tip)"/>')
+    body.append(f'<text x="{right / 2:g}" y="{back + 18}" text-anchor="middle">a stabiliser breaks the loop at the leak</text>')
+    return svg(right + 8, back + 30, "The loop of drift: rounding, leak, steps of W_Q and W_K, offset, coarser scores", body)
+
+
+FIGURES = (("docs/loop.svg", loop), ("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square))

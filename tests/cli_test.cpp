@@ -1,14 +1,15 @@
 // The command as a user meets it: exit codes, messages, nothing half-written. (explain has tests of its own.)
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "attention/precision_plan.h"
 #include "base/json_text.h"
 #include "base/text.h"
+#include "records/schema.h"
 #include "run_program.h"
 
 namespace {
@@ -132,16 +133,34 @@ TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
   EXPECT_EQ(parse_json(run("frobnicate --json", " 2>/dev/null").text)["error"]["kind"], "usage");
 }
 
-// The README's list of commands is the program's own.
-TEST(Cli, TheReadmeListsTheCommands) {
-  std::ifstream file(std::string(EVENKEEL_SOURCE_DIR) + "/README.md");
-  const std::string readme{std::istreambuf_iterator<char>(file), {}};
-  const std::string begin = "<!-- evenkeel help --markdown -->\n", end = "<!-- end -->";
-  const size_t at = readme.find(begin);
-  ASSERT_NE(at, std::string::npos);
-  const size_t from = at + begin.size();
-  EXPECT_EQ(readme.substr(from, readme.find(end, from) - from), run("help --markdown").text)
-      << "write the output of `evenkeel help --markdown` between the two comments";
+// docs/reference.md's parts: every command, option, site, stabiliser, plan and record is in one of them.
+TEST(Cli, TheReferenceHasEveryRowOfTheTables) {
+  const std::string commands = run("help --markdown commands").text;
+  const std::string options = run("help --markdown options").text;
+  for (const Json& row : all_commands()) {
+    const std::string name = row["command"];
+    EXPECT_TRUE(has(options, "\n### " + name + "\n")) << name;
+    if (name.find(' ') == std::string::npos) EXPECT_TRUE(has(commands, "| `" + name + "` | ")) << name;
+    for (const Json& option : row["options"])
+      EXPECT_TRUE(has(options, "| `" + option["name"].get<std::string>())) << name << " " << option["name"];
+  }
+  const std::string plan = run("help --markdown plan").text;
+  for (const std::string_view name : evenkeel::kSiteNames)
+    EXPECT_TRUE(has(plan, fmt::format("| `{}` | ", name))) << name;
+  for (const std::string_view name : evenkeel::kStabiliserNames)
+    EXPECT_TRUE(has(plan, fmt::format("| `{}` | ", name))) << name;
+  for (const evenkeel::NamedPlan& row : evenkeel::kNamedPlans)
+    EXPECT_TRUE(row.text.empty() || has(plan, fmt::format("| `{}` | `{}` |\n", row.name, row.text)))
+        << row.name;
+  const std::string records = run("help --markdown records").text;
+  for (const std::string_view file : evenkeel::kRecordFileNames)
+    EXPECT_TRUE(has(records, fmt::format("\n### {}\n", file)));
+  for (const evenkeel::RecordField& field : evenkeel::kRecordFields)
+    EXPECT_TRUE(has(
+        records,
+        fmt::format("{}{}` |", field.inside.empty() ? "`" : fmt::format("`{}.", field.inside), field.name)))
+        << field.name;
+  EXPECT_EQ(run("help --markdown nothing").code, 2);
 }
 
 // What bash makes of the script, as if a person had typed these words and pressed Tab.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <functional>
 #include <initializer_list>
 #include <iterator>
@@ -136,15 +135,6 @@ TEST(PrecisionPlan, EverySecondReadingFollowsItsFirst) {
   EXPECT_EQ(plan.at(Site::v_bwd), kToFp32);
   EXPECT_EQ(plan.at(Site::grad_output_for_dprobs), Rounding{kE5m2});
   EXPECT_EQ(to_string(plan), "fp32,q=bf16,k=e4m3,grad_output=e5m2,k_bwd=fp16");
-}
-
-TEST(PrecisionPlan, ThePageListsEveryNamedPlan) {
-  std::ifstream file(std::string(EVENKEEL_SOURCE_DIR) + "/docs/study_a_format.md");
-  const std::string page{std::istreambuf_iterator<char>(file), {}};
-  for (const NamedPlan& row : kNamedPlans)
-    EXPECT_NE(page.find("\n| `" + std::string(row.name) + "` | `" + std::string(row.text) + "` |\n"),
-              std::string::npos)
-        << "expected a row | `" << row.name << "` | `" << row.text << "` |";
 }
 
 TEST(PrecisionPlan, KeysAndAccumulation) {

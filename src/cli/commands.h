@@ -1,4 +1,4 @@
-// The table of commands: what `evenkeel --help`, completion, the manual page and the README list.
+// The table of commands: what `evenkeel --help`, completion, the manual page and docs/reference.md list.
 #pragma once
 
 #include <cstdio>

@@ -2,12 +2,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "base/error.h"
 #include "cli/commands.h"
+#include "cli/reference.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -22,26 +21,6 @@ constexpr const char* kJsonErrors =
     "With --json, an error is the object {\"error\": {\"kind\", \"message\"}} on standard output, with the "
     "same exit\n"
     "code; kind is usage, data or memory.";
-
-// A command, or a part of one, and its table.
-struct Page {
-  std::string name;  // "train", "data prepare"
-  CommandTable table;
-};
-
-std::vector<std::string> parts_of(const Command& command) {
-  std::istringstream stream(command.parts);
-  std::vector<std::string> parts;
-  for (std::string part; stream >> part;) parts.push_back(part);
-  return parts;
-}
-
-std::vector<Page> pages_of(const Command& command) {
-  std::vector<Page> pages = {{command.name, table_of(command.run, {command.name})}};
-  for (const std::string& part : parts_of(command))
-    pages.push_back({fmt::format("{} {}", command.name, part), table_of(command.run, {command.name, part})});
-  return pages;
-}
 
 std::vector<std::string> command_names() {
   std::vector<std::string> names;
@@ -117,20 +96,7 @@ std::string manual() {
   return text + fmt::format(".SH EXIT STATUS\n{}\n.PP\n{}\n", roff(kExitCodes), roff(kJsonErrors));
 }
 
-// --- The README's table, and JSON
-
-std::string markdown() {
-  std::string text = "| command | what it does | example |\n|---|---|---|\n";
-  const auto cell = [](std::string_view raw) {
-    std::string out;
-    for (const char c : raw) out += c == '|' ? std::string("\\|") : std::string(1, c);
-    return out;
-  };
-  for (const Command& command : kCommands)
-    text += fmt::format("| `{}` | {} | `evenkeel {}` |\n", command.name, cell(command.summary),
-                        cell(table_of(command.run, {command.name}).example));
-  return text;
-}
+// --- JSON
 
 Json to_json(const Page& page) {
   Json options = Json::array();
@@ -163,22 +129,25 @@ void print_usage(std::FILE* to) {
 
 int run_help(int argc, char** argv) {
   std::vector<std::string> words;
-  bool man = false, as_markdown = false, json = false;
-  Options options("help [COMMAND] [--man | --markdown | --json]",
-                  "The list of commands, or the options of one. All of it as a manual page, as a table in "
-                  "Markdown, or as JSON.",
-                  "help --man > evenkeel.1");
+  std::string markdown;
+  bool man = false, json = false;
+  Options options(
+      "help [COMMAND] [--man | --markdown PART | --json]",
+      "The list of commands, or the options of one. All of it as a manual page or as JSON; parts of the "
+      "reference in Markdown.",
+      "help --man > evenkeel.1");
   options.words("COMMAND", words, 0, 1, command_names());
   options.flag("--man", "a manual page, for man(1)", man);
-  options.flag("--markdown", "the table of commands in the README", as_markdown);
+  options.value("--markdown", "PART", fmt::format("a part of docs/reference.md: {}", kReferenceParts),
+                markdown);
   options.flag("--json", "every command with its options, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
-  require(words.size() + man + as_markdown + json <= 1,
+  require(words.size() + man + !markdown.empty() + json <= 1,
           "expected one of COMMAND, --man, --markdown and --json");
   if (man)
     fmt::print("{}", manual());
-  else if (as_markdown)
-    fmt::print("{}", markdown());
+  else if (!markdown.empty())
+    fmt::print("{}", reference(markdown));
   else if (json)
     fmt::print("{}\n", all_as_json().dump(2));
   else if (words.empty())

@@ -1,4 +1,5 @@
-"""The study's words as code, the packing of its curves, and that the pages say what the curves say. Python's standard library only."""
+"""The study's words as code, the packing of its curves, and that the pages say what their sources say: the curves, the program, the C header.
+Python's standard library only."""
 
 import importlib.machinery
 import importlib.util
@@ -216,27 +217,28 @@ class Tables(unittest.TestCase):
 
 
 class Pages(unittest.TestCase):
-    """docs/study.md, README.md and the figures against docs/curves."""
+    """README.md, the pages of docs and the figures against docs/curves, docs/experiments.md, the program and include/evenkeel.h."""
 
     def check(self, root):
         return subprocess.run([sys.executable, ROOT / "scripts/study", "--docs", "--check", "--root", root], capture_output=True, text=True)
 
-    def planted(self, file, old, new):
-        """What --check says of a copy of the pages in which one place is changed."""
+    def assert_planted_faults_are_found(self, *faults):
+        """faults: (file, old, new, words): --check names each in a copy of the pages in which these places are changed."""
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
-            (root / "docs").mkdir()
-            for page in ("README.md", "docs/study.md", "docs/experiments.md", *(f"docs/{file.name}" for kind in ("*.svg", "*.json") for file in (ROOT / "docs").glob(kind))):
+            for folder in ("docs", "include"):
+                (root / folder).mkdir()
+            for page in ("README.md", "include/evenkeel.h", *(f"docs/{file.name}" for kind in ("*.md", "*.svg", "*.json") for file in (ROOT / "docs").glob(kind))):
                 shutil.copy(ROOT / page, root / page)
             shutil.copytree(ROOT / "docs/curves", root / "docs/curves")
-            text = (root / file).read_text()
-            self.assertIn(old, text, "the place to plant a fault is gone")
-            (root / file).write_text(text.replace(old, new, 1))
-            return self.check(root)
-
-    def assert_found(self, done, words):
-        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        self.assertIn(words, done.stdout)
+            for file, old, new, _ in faults:
+                text = (root / file).read_text()
+                self.assertIn(old, text, "the place to plant a fault is gone")
+                (root / file).write_text(text.replace(old, new, 1))
+            done = self.check(root)
+            self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+            for *_, words in faults:
+                self.assertIn(words, done.stdout)
 
     def test_pages_say_what_the_curves_say(self):
         done = self.check(ROOT)
@@ -252,21 +254,37 @@ class Pages(unittest.TestCase):
     def test_a_changed_digit_is_found(self):
         mark = "<!-- = failure roads-flash2-1 -->"
         value = (ROOT / "docs/study.md").read_text().split(mark)[1].split("<!--")[0]
-        self.assert_found(self.planted("docs/study.md", mark + value, mark + value[:-1] + "1"), f"expected {mark}{value}")
-        self.assert_found(self.planted("README.md", "| `fp32` | 15 /", "| `fp32` | 16 /"), "README.md:")
-        self.assert_found(self.planted("docs/study.md", "| row sum, 2 bits | nearest | 3 (", "| row sum, 2 bits | nearest | 4 ("), "docs/study.md:")
+        self.assert_planted_faults_are_found(
+            ("docs/study.md", mark + value, mark + value[:-1] + "1", f"expected {mark}{value}"),
+            ("docs/study.md", "| row sum, 2 bits | nearest | 3 (", "| row sum, 2 bits | nearest | 4 (", "expected | row sum, 2 bits | nearest | 3 ("),
+            ("docs/train_with_it.md", "| `fp32` | 15 /", "| `fp32` | 16 /", "docs/train_with_it.md:"),
+            ("README.md", "| PyTorch's FLASH kernel | 2 (", "| PyTorch's FLASH kernel | 3 (", "expected | PyTorch's FLASH kernel | 2 ("),
+            ("README.md", "| 313 |", "| 413 |", "found | 64,12,1024,64 | 187 | 262 | 413 |"),
+        )
 
     def test_a_changed_curve_is_found(self):
         largest = json.loads((ROOT / "docs/curves/nano.json").read_text())["seeds-flash2-3"]
         peak = max(row[1] for row in largest["offset"])
-        self.assert_found(self.planted("docs/curves/nano.json", str(peak), str(3 * peak)), "docs/study.md:")
-        self.assert_found(self.planted("docs/drift.svg", "polyline points=\"6", "polyline points=\"7"), "docs/drift.svg: differs")
+        self.assert_planted_faults_are_found(
+            ("docs/curves/nano.json", str(peak), str(3 * peak), "docs/study.md:"),
+            ("docs/drift.svg", 'polyline points="6', 'polyline points="7', "docs/drift.svg: differs"),
+        )
+
+    def test_what_the_program_or_the_log_no_longer_says_is_found(self):
+        self.assert_planted_faults_are_found(
+            ("docs/reference.md", "| `--to FORMAT` |", "| `--too FORMAT` |", "found | `--too FORMAT` |"),
+            ("docs/reference.md", "| `offset` | list of lists", "| `offsets` | list of lists", "found | `offsets` | list of lists"),
+            ("include/evenkeel.h", "evenkeel_probe_field(int32_t index)", "evenkeel_probe_field(int64_t index)", "evenkeel_probe_field(int64_t index)"),
+            ("docs/experiments.md", "<!-- table: attention_speed -->\n", "", "expected <!-- table: attention_speed --> before a table"),
+        )
 
     def test_a_number_from_nowhere_is_found(self):
-        self.assert_found(self.planted("docs/study.md", "## The mechanism\n", "## The mechanism\n\nIt fails 17 times.\n"), "found 17")
-        self.assert_found(self.planted("README.md", "## Where to go\n", "It fails 17 times.\n\n## Where to go\n"), "found 17")
-        self.assert_found(self.planted("docs/study.md", "## The mechanism\n", "## The mechanism\n\n<!-- experiments.md -->17.171717<!-- -->\n"), "17.171717")
-        self.assert_found(self.planted("docs/study.md", "= failure roads-flash2-1 ", "= failure roads-flash9-1 "), "expected a run of docs/curves")
+        self.assert_planted_faults_are_found(
+            ("docs/study.md", "## The mechanism\n", "## The mechanism\n\nIt fails 17 times.\n", "found 17"),
+            ("README.md", "## Limits\n", "It fails 18 times.\n\n## Limits\n", "found 18"),
+            ("docs/study.md", "## The law\n", "## The law\n\n<!-- experiments.md -->17.171717<!-- -->\n", "17.171717"),
+            ("docs/study.md", "= failure roads-flash2-1 ", "= failure roads-flash9-1 ", "expected a run of docs/curves"),
+        )
 
 
 if __name__ == "__main__":
