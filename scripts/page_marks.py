@@ -1,0 +1,144 @@
+"""Writes what the pages of README.md and docs take from elsewhere (scripts/study --docs), or checks it (--docs --check).
+
+A page has six kinds of marks, all HTML comments, which a reader does not see:
+    <!-- study: NAME --> ... <!-- end -->               a table: the function NAME_table of study_docs.py, from docs/curves or a table of docs/experiments.md
+    <!-- evenkeel ARGUMENTS --> ... <!-- end -->         what the program prints: commands, options, plans, records
+    <!-- include/evenkeel.h --> ... <!-- end -->         the functions of the C interface
+    <!-- = QUANTITY RUN... -->value<!-- -->             a figure, see Figures.value; RUN may have * for any characters, @NAME is a row of GROUPS
+    <!-- experiments.md -->value<!-- -->                a figure that docs/experiments.md has in the same words; no curve is behind it
+    <!-- given -->words<!-- -->                         a setting: chosen, not measured; several lines end with <!-- end -->
+In README.md and docs/study.md every other number must be quoted ("") or in code (``): else --check names it. So no result can be typed by hand.
+docs/experiments.md marks a table that others show in part: <!-- table: NAME --> before its first line.
+"""
+
+import re
+import subprocess
+
+from study_docs import NONE, Figures, table
+
+LINTED = ("docs/study.md", "README.md")
+
+BLOCK = re.compile(r"(<!-- study: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
+INLINE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- -->)", re.S)
+PRINTED = re.compile(r"(<!-- evenkeel ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
+DECLARED = re.compile(r"(<!-- (include/evenkeel\.h) -->\n)(.*?)(<!-- end -->)", re.S)
+GIVEN = re.compile(r"<!-- given -->.*?<!-- (end )?-->", re.S)
+CITED = re.compile(r"(<!-- experiments\.md -->)(.*?)(<!-- -->)", re.S)
+
+
+def line_of(text, place):
+    return text.count("\n", 0, place) + 1
+
+
+def printed(program, arguments):
+    """What the program prints, without a blank line at its ends."""
+    done = subprocess.run([program, *arguments.split()], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"evenkeel {arguments}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout.strip("\n") + "\n"
+
+
+def declared(header):
+    """The functions of the C interface: each with the comment above or beside it."""
+    comment = r"/\*(?:[^*]|\*(?!/))*\*/"
+    plain = lambda text: re.sub(r"\s+", " ", text).strip()
+    rows = []
+    for note, call, beside in re.findall(rf"({comment}\n)?^EVENKEEL_API ([^;]*);(?: ({comment}))?", header, re.M):
+        words = plain(re.sub(r"^/\*|\*/$|^ \* ?", " ", (beside or note).strip(), flags=re.M)).removeprefix("--- ")
+        rows.append([f"`{plain(call)}`", words.replace("|", "\\|")])
+    return table(["function", "contract"], rows)
+
+
+def page_with_figures(name, text, figures, program):
+    """The page as it should be, and what is wrong with it as it is: (line, words)."""
+    faults = []
+
+    def content(match):
+        """What belongs between the marks of a block."""
+        if match.re is PRINTED:
+            return printed(program, match[2])
+        if match.re is DECLARED:
+            return declared(figures.header)
+        wanted = getattr(figures, match[2] + "_table", None)
+        if wanted is None:
+            raise ValueError(f"expected the name of a table, found {match[2]}")
+        return wanted()
+
+    def block(match):
+        try:
+            return match[1] + "\n" + content(match) + "\n" + match[4]
+        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
+            faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
+            return match[0]
+
+    def inline(match):
+        try:
+            value = figures.value(match[2])
+            if value in ("", NONE, "NaN"):
+                raise ValueError("expected a value, found that the curves have none")
+            return match[1] + value + match[4]
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
+            return match[0]
+
+    for match in CITED.finditer(text):
+        if match[2] not in figures.experiments:
+            faults.append((line_of(text, match.start()), f'expected words that docs/experiments.md has, found "{match[2]}"'))
+    kinds = ((BLOCK, block), (PRINTED, block), (DECLARED, block), (INLINE, inline))
+    for pattern, replace in kinds:
+        for match in pattern.finditer(text):
+            wanted = replace(match)
+            if wanted != match[0]:
+                for n, (old, new) in enumerate(zip(match[0].splitlines(), wanted.splitlines())):
+                    if old != new:
+                        faults.append((line_of(text, match.start()) + n, f"expected {new.strip()}, found {old.strip()}"))
+                        break
+                else:
+                    faults.append((line_of(text, match.start()), f"{match[2]}: expected {len(wanted.splitlines())} lines, found {len(match[0].splitlines())}"))
+    wanted = text
+    for pattern, replace in kinds:
+        wanted = pattern.sub(replace, wanted)
+    faults = list(dict.fromkeys(faults))
+    return wanted, faults + (unmarked_numbers(text) if name in LINTED else [])
+
+
+# What a number may be outside the marks: names of things, places in a text, formats, seeds and layers.
+NAMES = re.compile(
+    r"GPT-2( 124M)?|Debian \d+|CUDA \d+\.\d|C\+\+20|Python \d\.\d+|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|sections? \d"
+    r"|Figures? \d+( and \d+)?|W_\w|log2|\b[a-z]\d\b|cuDNN \d\.\d+")
+
+
+def unmarked_numbers(text):
+    """(line, words) of every number that is neither generated, cited, given, quoted nor in code."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])
+    for pattern in (BLOCK, PRINTED, DECLARED, GIVEN, INLINE, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
+                    re.compile(r"`[^`]*`"), re.compile(r'"[^"]*"'), re.compile(r"\]\([^)]*\)"), re.compile(r"<!--.*?-->", re.S), re.compile(r"^\s*\d+\. ", re.M), NAMES):  # fmt: skip
+        text = pattern.sub(blank, text)
+    return [(line_of(text, m.start()), f"expected a figure from the curves (or a mark that says where it comes from), found {m[0]}")
+            for m in re.finditer(r"\d[\d.,]*", text)]  # fmt: skip
+
+
+def pages_of(root):
+    return ["README.md"] + sorted(f"docs/{path.name}" for path in (root / "docs").glob("*.md"))
+
+
+def write_docs(root, check, program):
+    """Returns the exit code: 0, or 1 where a page differs from its sources (check) or has a number from nowhere."""
+    figures = Figures(root / "docs" / "curves", (root / "docs" / "experiments.md").read_text())
+    header = root / "include" / "evenkeel.h"
+    figures.header = header.read_text() if header.exists() else ""
+    failed = False
+    for name in pages_of(root):
+        path = root / name
+        text = path.read_text()
+        wanted, faults = page_with_figures(name, text, figures, program)
+        if not check and wanted != text:
+            path.write_text(wanted)
+            print(f"{name}: written")
+            faults = page_with_figures(name, wanted, figures, program)[1]
+        for line, words in faults:
+            print(f"{name}:{line}: {words}")
+        failed = failed or bool(faults)
+    if failed and check:
+        print("scripts/study --docs writes the generated parts of the pages")
+    return 1 if failed else 0
