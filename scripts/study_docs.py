@@ -565,6 +565,15 @@ class Figures:
                 for row in self.logged_table("attention_speed") if row["B,H,T,D"]]  # fmt: skip
         return table(["B,H,T,D", "FlashAttention-2", "cuDNN", "Evenkeel, `wide_output`"], rows)
 
+    def twins_table(self):
+        """docs/pytorch.md's: PyTorch's kernels and ours from one checkpoint."""
+        marks = (1_000, 2_000, 3_000, 4_000, 5_000)
+        rows = []
+        for words, name in (("PyTorch's FLASH", "twins-flash-3"), ("PyTorch's cuDNN", "twins-cudnn-3"), ("`evenkeel.patch()`", "twins-evenkeel-3"), ("PyTorch's MATH", "twins-math-3")):
+            run = self.study[name]
+            rows.append([words] + [number(run.at("offset", step, 2)) if step <= run.last_step else NONE for step in marks])
+        return table(["attention", *(f"{mark:,} steps" if mark == marks[0] else f"{mark:,}" for mark in marks)], rows)
+
     def micro_runs_table(self):
         rows = []
         for name in ("healthy-fp32-1", "derailing-row_sum_e5m2-1", "healthy-row_sum_e5m2_zero_sum-1"):

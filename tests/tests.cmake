@@ -153,11 +153,13 @@ if(NOT EVENKEEL_SANITIZE)
   evenkeel_label(install_test)
   add_test(NAME clang_format_test COMMAND ${CMAKE_SOURCE_DIR}/tests/clang_format_test.sh ${CMAKE_SOURCE_DIR})
   set_tests_properties(clang_format_test PROPERTIES SKIP_RETURN_CODE 77)
+  add_test(NAME spelling_test COMMAND ${CMAKE_SOURCE_DIR}/tests/spelling_test.sh ${CMAKE_SOURCE_DIR})
+  set_tests_properties(spelling_test PROPERTIES SKIP_RETURN_CODE 77)
   # Alone: a browser and a run that trains keep two cores busy.
   add_test(NAME browser_test COMMAND ${CMAKE_SOURCE_DIR}/tests/browser/browser_test.sh $<TARGET_FILE:evenkeel>
            ${CMAKE_BINARY_DIR}/browser)
   set_tests_properties(browser_test PROPERTIES SKIP_RETURN_CODE 77 PROCESSORS 2)
-  evenkeel_label(wrapper_test clang_format_test browser_test)
+  evenkeel_label(wrapper_test clang_format_test spelling_test browser_test)
   foreach(target ${cpu_targets})
     if(NOT target STREQUAL baseline)
       add_test(NAME kernel_symbols_test_${target} COMMAND ${CMAKE_SOURCE_DIR}/tests/kernel_symbols_test.sh
