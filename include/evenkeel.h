@@ -38,9 +38,15 @@ typedef enum evenkeel_status {
 } evenkeel_status;
 
 typedef enum evenkeel_device { EVENKEEL_CPU = 0, EVENKEEL_CUDA = 1 } evenkeel_device;
-/* A GPU takes BF16 and FP32, the CPU FP32 and FP64. FP64 is the definition of attention, where nothing is rounded: it
- * takes plans that round nothing ("fp32", with keel if wanted) and has no facts but delta. */
-typedef enum evenkeel_type { EVENKEEL_BF16 = 0, EVENKEEL_FP32 = 1, EVENKEEL_FP64 = 2 } evenkeel_type;
+/* A GPU takes BF16, FP32 and FP16 (with a plan whose 16-bit sites are fp16), the CPU FP32 and FP64. FP64 is the definition of
+ * attention, where nothing is rounded: it takes plans that round nothing ("fp32", with keel if wanted) and has no facts but
+ * delta. */
+typedef enum evenkeel_type {
+  EVENKEEL_BF16 = 0,
+  EVENKEEL_FP32 = 1,
+  EVENKEEL_FP64 = 2,
+  EVENKEEL_FP16 = 3
+} evenkeel_type;
 
 typedef struct evenkeel_tensor {
   void* data;
@@ -77,6 +83,13 @@ typedef struct evenkeel_attention {
   /* 1 (default) promises that every tensor of both passes starts at a multiple of 16 bytes, with a last stride of 1
    * and others that are multiples of 8: the fast kernels need that. The CPU does not look. */
   int32_t aligned;
+  /* Device memory, (H) each, or NULL (default): none. slopes (ALiBi): the score of a row with a key falls by slope times their
+   * distance, the last row being at the last key; not with softcap. sinks: one more score of every row, without a value: it
+   * takes its share of the probability, and L counts it. */
+  const float *slopes, *sinks;
+  /* Backward will be given a gradient of L: only kernels that take one are chosen. */
+  int32_t with_grad_lse;
+  int32_t reserved; /* 0 */
 } evenkeel_attention;
 
 /* What a pass reads and writes. Tensors are (B, H, T, D) for q, o and their gradients, (B, G, N, D) for k, v and
@@ -103,6 +116,9 @@ typedef struct evenkeel_backward {
   /* Optional: delta as used, keel included; the zero-sum residual sum_j dS_ij / scale and the standard deviation that
    * rounding dS must give it; delta less sum P dP / sum P (GPU only). */
   float *delta, *residual, *residual_floor, *delta_error;
+  /* Optional: the gradient of L, (B, H, T), which is read; the gradient of the sinks, (H), which is written. */
+  const float* grad_lse;
+  float* dsinks;
 } evenkeel_backward;
 
 /* `saved` is B H T times a number that depends on neither B, T nor N. Forward writes every byte of it, and the same bytes
@@ -126,7 +142,7 @@ EVENKEEL_API int32_t evenkeel_plan_draws(const char* plan, int32_t* draws);
 
 /* How many bytes of memory the two passes of a problem need. */
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
-/* Which family of kernels runs ("hopper", "any_plan", "cpu") and why. Valid until this thread's next call. */
+/* Which family of kernels runs ("hopper", "ampere", "any_plan", "cpu") and why. Valid until this thread's next call. */
 EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,
                                                const char** why);
 /* The limits of one family of kernels; a problem beyond those of every family of its device is refused. */
@@ -218,8 +234,6 @@ typedef struct evenkeel_conform_form {
   float* lse;              /* (B, H, T): to be written wholly or not at all */
   float* grad_sinks;       /* (H), or NULL without sinks: likewise */
 } evenkeel_conform_form;
-/* FP16 exists for forms alone. */
-#define EVENKEEL_FP16 3
 /* 0: done. EVENKEEL_NOT_OFFERED: the kernel does not take such a form, which is then listed as not judged. Anything else:
  * an error, reported as such. Called by the calling thread, often twice with the same form. */
 #define EVENKEEL_NOT_OFFERED 100

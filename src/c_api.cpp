@@ -82,8 +82,10 @@ evenkeel_attention adopt(const evenkeel_attention* given) {
       adopt("evenkeel_attention", given, defaults(), offsetof(evenkeel_attention, scale));
   require(a.device == EVENKEEL_CPU || a.device == EVENKEEL_CUDA,
           "expected device EVENKEEL_CPU (0) or EVENKEEL_CUDA (1), got {}", a.device);
-  require(a.type == EVENKEEL_BF16 || a.type == EVENKEEL_FP32 || a.type == EVENKEEL_FP64,
-          "expected type EVENKEEL_BF16 (0), EVENKEEL_FP32 (1) or EVENKEEL_FP64 (2), got {}", a.type);
+  require(
+      a.type >= EVENKEEL_BF16 && a.type <= EVENKEEL_FP16,
+      "expected type EVENKEEL_BF16 (0), EVENKEEL_FP32 (1), EVENKEEL_FP64 (2) or EVENKEEL_FP16 (3), got {}",
+      a.type);
   require(a.plan != nullptr, "expected a plan such as \"flash2\", got NULL");
   return a;
 }
@@ -107,16 +109,18 @@ DeviceTensor tensor(const evenkeel_tensor& t) {
 }
 
 AttentionProblem problem_of(const evenkeel_attention& a) {
-  const auto of_sequences = [&](const int32_t* numbers) {
-    return numbers ? std::span(numbers, static_cast<size_t>(std::max<int64_t>(a.B, 0)))
-                   : std::span<const int32_t>();
+  const auto counted = [](const auto* numbers, int64_t count) {
+    return std::span(numbers, numbers ? static_cast<size_t>(std::max<int64_t>(count, 0)) : 0);
   };
+  const auto of_sequences = [&](const int32_t* numbers) { return counted(numbers, a.B); };
   AttentionProblem p;
   p.B = a.B, p.H = a.H, p.G = a.G, p.T = a.T, p.N = a.N, p.D = a.D;
   p.type = static_cast<TensorType>(a.type);
   p.plans = plans_of(a);
   p.scale = a.scale;
   p.softcap = a.softcap;
+  p.slopes = counted(a.slopes, a.H);
+  p.sinks = counted(a.sinks, a.H);
   p.mask.causal = a.causal != 0;
   p.mask.window_left = a.window_left;
   p.mask.window_right = a.window_right;
@@ -141,11 +145,20 @@ AttentionProblem problem_of(const evenkeel_attention& a) {
 }
 static_assert(static_cast<int>(TensorType::bf16) == EVENKEEL_BF16 &&
               static_cast<int>(TensorType::fp32) == EVENKEEL_FP32 &&
-              static_cast<int>(TensorType::fp64) == EVENKEEL_FP64);
+              static_cast<int>(TensorType::fp64) == EVENKEEL_FP64 &&
+              static_cast<int>(TensorType::fp16) == EVENKEEL_FP16);
 
 AttentionCall call_of(const evenkeel_attention& a) {
   const AttentionProblem problem = problem_of(a);
-  return a.device == EVENKEEL_CPU ? resolve(problem, Cpu{}) : resolve(problem, cuda_device());
+  if (a.device == EVENKEEL_CPU) return resolve(problem, Cpu{});
+  if (!a.with_grad_lse) return resolve(problem, cuda_device());
+  return {kernel_family(choose_kernel(problem, cuda_device(), Feature::grad_lse).kernel), problem};
+}
+KernelChoice choice_of(const evenkeel_attention& a) {
+  const AttentionProblem problem = problem_of(a);
+  if (a.device == EVENKEEL_CPU) return resolve(problem, Cpu{}).choice();
+  return a.with_grad_lse ? choose_kernel(problem, cuda_device(), Feature::grad_lse)
+                         : choose_kernel(problem, cuda_device());
 }
 
 // In some kernel: the Hopper family rounds the O of delta stochastically where the stabiliser keeps it wide.
@@ -251,8 +264,7 @@ int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const cha
   return guarded([&] {
     const evenkeel_attention a = adopt(attention);
     require(kernel != nullptr && why != nullptr, "expected kernel and why to write to, got NULL");
-    const KernelChoice choice = a.device == EVENKEEL_CPU ? resolve(problem_of(a), Cpu{}).choice()
-                                                         : choose_kernel(problem_of(a), cuda_device());
+    const KernelChoice choice = choice_of(a);
     kernel_why = choice.why;
     *kernel = choice.kernel.data();  // a literal: it ends with a zero
     *why = kernel_why.c_str();
@@ -293,11 +305,11 @@ int32_t evenkeel_attention_backward(const evenkeel_attention* attention, const e
     const evenkeel_attention a = adopt(attention);
     const evenkeel_backward b =
         adopt("evenkeel_backward", pass, evenkeel_backward{}, offsetof(evenkeel_backward, delta));
-    call_of(a).backward(
-        {tensor(b.q), tensor(b.k), tensor(b.v)}, tensor(b.grad_output),
-        {tensor(b.o), const_cast<float*>(b.lse), const_cast<void*>(b.saved), nullptr},
-        {tensor(b.dq), tensor(b.dk), tensor(b.dv), b.delta, b.residual, b.residual_floor, b.delta_error},
-        b.workspace, stream);
+    call_of(a).backward({tensor(b.q), tensor(b.k), tensor(b.v)}, tensor(b.grad_output),
+                        {tensor(b.o), const_cast<float*>(b.lse), const_cast<void*>(b.saved), nullptr},
+                        {tensor(b.dq), tensor(b.dk), tensor(b.dv), b.delta, b.residual, b.residual_floor,
+                         b.delta_error, b.grad_lse, b.dsinks},
+                        b.workspace, stream);
   });
 }
 

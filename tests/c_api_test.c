@@ -111,8 +111,23 @@ static void expect_row(const Problem* p, int b, int h, int i, int keys) {
   }
 }
 
+/* The gradient of sum(o . grad_output) + sum(lse . grad_lse), by differences of the forward pass. */
+static void expect_gradient(Problem* p, float* input, float gradient, const float* grad_lse) {
+  const float step = 1e-2f, kept = *input;
+  double change = 0;
+  int side, m;
+  for (side = -1; side <= 1; side += 2) {
+    *input = kept + (float)side * step;
+    EXPECT(forward(p) == EVENKEEL_OK);
+    for (m = 0; m < B * H * T * D; ++m) change += side * (double)p->o[m] * p->grad_output[m];
+    for (m = 0; grad_lse && m < B * H * T; ++m) change += side * (double)p->lse[m] * grad_lse[m];
+  }
+  *input = kept;
+  EXPECT(fabs(change / (2 * step) - gradient) < 2e-3);
+}
+
 static void test_results(Problem* p) {
-  int b, h, i, n;
+  int b, h, i;
   make(p);
   p->attention.causal = 1;
   EXPECT(forward(p) == EVENKEEL_OK);
@@ -120,22 +135,9 @@ static void test_results(Problem* p) {
     for (h = 0; h < H; ++h)
       for (i = 0; i < T; ++i) expect_row(p, b, h, i, i + 1 + N - T);
   EXPECT(backward(p) == EVENKEEL_OK);
-  /* The gradient of sum(o . grad_output), by differences of the forward pass. */
-  for (n = 0; n < 3; ++n) {
-    float* const inputs[] = {p->q, p->k, p->v};
-    const float* const gradients[] = {p->dq, p->dk, p->dv};
-    const int at = 11 + 5 * n;
-    const float step = 1e-2f, kept = inputs[n][at];
-    double change = 0;
-    int side, m;
-    for (side = -1; side <= 1; side += 2) {
-      inputs[n][at] = kept + (float)side * step;
-      EXPECT(forward(p) == EVENKEEL_OK);
-      for (m = 0; m < B * H * T * D; ++m) change += side * (double)p->o[m] * p->grad_output[m];
-    }
-    inputs[n][at] = kept;
-    EXPECT(fabs(change / (2 * step) - gradients[n][at]) < 2e-3);
-  }
+  expect_gradient(p, p->q + 11, p->dq[11], NULL);
+  expect_gradient(p, p->k + 16, p->dk[16], NULL);
+  expect_gradient(p, p->v + 21, p->dv[21], NULL);
   /* A plan changes the bits. */
   {
     const float before = p->o[0];
@@ -166,6 +168,46 @@ static void test_facts_and_lengths(Problem* p) {
     EXPECT(fabs(p->residual[n]) < 0.01 && (!exists || p->residual_floor[n] > 0));
   }
   EXPECT(p->o[((1 * H + 0) * T + 2) * D] == 0); /* beyond the second sequence */
+}
+
+/* Slopes, sinks and a gradient of L, by differences; an older caller has none of them. */
+static void test_slopes_sinks_and_grad_lse(Problem* p) {
+  float slopes[H], sinks[H], grad_lse[B * H * T], dsinks[H];
+  uint32_t state = 7;
+  int n;
+  make(p);
+  EXPECT(forward(p) == EVENKEEL_OK);
+  {
+    const float plain = p->lse[9];
+    for (n = 0; n < H; ++n) slopes[n] = 0.125f * (float)(n + 1), sinks[n] = next_value(&state);
+    for (n = 0; n < B * H * T; ++n) grad_lse[n] = next_value(&state);
+    p->attention.slopes = slopes;
+    p->attention.sinks = sinks;
+    p->attention.with_grad_lse = 1;
+    p->attention.struct_size = offsetof(evenkeel_attention, slopes);
+    EXPECT(forward(p) == EVENKEEL_OK);
+    EXPECT(p->lse[9] == plain);
+    p->attention.struct_size = sizeof p->attention;
+    EXPECT(forward(p) == EVENKEEL_OK);
+    EXPECT(p->lse[9] != plain);
+  }
+  p->backward.grad_lse = grad_lse;
+  p->backward.dsinks = dsinks;
+  EXPECT(backward(p) == EVENKEEL_OK);
+  expect_gradient(p, p->q + 11, p->dq[11], grad_lse);
+  expect_gradient(p, p->k + 16, p->dk[16], grad_lse);
+  expect_gradient(p, p->v + 21, p->dv[21], grad_lse);
+  expect_gradient(p, sinks + 2, dsinks[2], grad_lse);
+  p->backward.struct_size = offsetof(evenkeel_backward, grad_lse);
+  EXPECT(forward(p) == EVENKEEL_OK && backward(p) == EVENKEEL_OK);
+  p->backward.struct_size = sizeof p->backward;
+  p->attention.sinks = NULL;
+  EXPECT_FAILS(backward(p), EVENKEEL_BAD_ARGUMENT, "sinks");
+  p->attention.softcap = 5;
+  EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "slopes");
+  make(p);
+  p->attention.type = EVENKEEL_FP16;
+  EXPECT_FAILS(forward(p), EVENKEEL_BAD_ARGUMENT, "fp16 tensors (fp32, fp64 are taken)");
 }
 
 /* FP64 is the definition: O and the gradients to 1e-12, and only plans that round nothing. */
@@ -461,7 +503,7 @@ static void test_errors(Problem* p) {
   WITH((void)0, evenkeel_attention_forward(&p->attention, &p->forward, p), "stream");
   WITH((void)0, evenkeel_attention_backward(&p->attention, &p->backward, p), "stream");
   WITH(p->attention.device = 7, forward(p), "device");
-  WITH(p->attention.type = 7, forward(p), "type");
+  WITH(p->attention.type = 4, forward(p), "EVENKEEL_FP16 (3), got 4");
   WITH(p->attention.type = EVENKEEL_BF16, forward(p), "bf16 tensors (fp32, fp64 are taken)");
   WITH(p->attention.plan = NULL, forward(p), "plan");
   WITH(p->attention.plan = "bf17", forward(p), "bf17");
@@ -644,6 +686,7 @@ int main(void) {
   test_plans_that_draw();
   test_spectral_norm();
   test_guard();
+  test_slopes_sinks_and_grad_lse(p);
   test_definition(p);
   test_conform();
 #if !defined(__SANITIZE_ADDRESS__) /* minutes; judge_test runs the same code */

@@ -115,6 +115,18 @@ TEST(KernelChoice, other_forms_go_to_the_ampere_class_on_hopper_and_say_why) {
   });
 }
 
+// The gradient of the log-sum-exp is a pass's: the family is chosen by it where the caller says so beforehand.
+TEST(KernelChoice, a_gradient_of_the_log_sum_chooses_a_family_that_takes_one) {
+  const KernelChoice choice = choose_kernel(problem(), kHopper, Feature::grad_lse);
+  EXPECT_TRUE(kernel_family(choice.kernel).limits.has(Feature::grad_lse)) << choice.kernel;
+  EXPECT_EQ(choose_kernel(problem(), device(8, 0), Feature::grad_lse).kernel, "ampere");
+  AttentionProblem wide = problem("fp32");
+  wide.type = TensorType::fp32;
+  expect_refused("the any-plan kernels do not take a gradient of the log-sum-exp",
+                 [&] { choose_kernel(wide, kHopper, Feature::grad_lse); });
+  expect_refused("grad_lse", [] { choose_kernel(problem(), kHopper, Feature::sinks); });
+}
+
 // One thing after another that the fast kernels do not take, and the word for it.
 TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   const auto expect = [](const AttentionProblem& p, const char* word, const CudaDevice& on = kHopper) {

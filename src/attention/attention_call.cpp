@@ -1,6 +1,7 @@
 #include "attention/attention_call.h"
 
 #include <cstdlib>
+#include <optional>
 
 #include "attention/kernel_families.h"
 #include "base/error.h"
@@ -22,12 +23,17 @@ bool is_candidate(const KernelFamily& family, const CudaDevice& device) {
   return !family.chosen_on || family.chosen_on(device);
 }
 
-// The first family of the device that takes the problem. REQUIRES: the problem is complete.
-Chosen choose(const AttentionProblem& problem, bool on_gpu, const CudaDevice& device) {
+// What a pass asks for, and not the problem, in words.
+constexpr const char* kGradLse = "a gradient of the log-sum-exp";
+
+// The first family of the device that takes the problem and has the features `also`. REQUIRES: the problem is complete.
+Chosen choose(const AttentionProblem& problem, bool on_gpu, const CudaDevice& device,
+              std::optional<Feature> also = {}) {
   std::string refused;
   for (const KernelFamily& family : kernel_families()) {
     if (family.on_gpu != on_gpu || !is_candidate(family, device)) continue;
-    const std::string what = not_taken(family, problem, device);
+    std::string what = not_taken(family, problem, device);
+    if (what.empty() && also && !family.limits.has(*also)) what = kGradLse;
     if (what.empty()) return {&family, refused.empty() ? family.reason(problem) : refused};
     refused += fmt::format("{}{} do not take {}", refused.empty() ? "" : "; ", family.words, what);
   }
@@ -36,9 +42,10 @@ Chosen choose(const AttentionProblem& problem, bool on_gpu, const CudaDevice& de
       on_gpu ? "GPU" : "CPU", refused));
 }
 
-Chosen choose_on_gpu(const AttentionProblem& problem, const CudaDevice& device) {
+Chosen choose_on_gpu(const AttentionProblem& problem, const CudaDevice& device,
+                     std::optional<Feature> also = {}) {
   require_usable(device);
-  return choose(problem, /*on_gpu=*/true, device);
+  return choose(problem, /*on_gpu=*/true, device, also);
 }
 
 AttentionProblem taken_by(const KernelFamily& family, AttentionProblem problem) {
@@ -88,6 +95,13 @@ AttentionCall resolve(const AttentionProblem& problem, Cpu) {
 
 KernelChoice choose_kernel(const AttentionProblem& problem, const CudaDevice& device) {
   Chosen chosen = choose_on_gpu(complete(problem), device);
+  return {chosen.family->name, std::move(chosen.why)};
+}
+
+KernelChoice choose_kernel(const AttentionProblem& problem, const CudaDevice& device, Feature also) {
+  require(also == Feature::grad_lse, "[attention] expected the feature of a pass, grad_lse, got {}",
+          static_cast<int>(also));
+  Chosen chosen = choose_on_gpu(complete(problem), device, also);
   return {chosen.family->name, std::move(chosen.why)};
 }
 

@@ -72,6 +72,9 @@ std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
 std::span<const KernelFamily> kernel_families();
 const KernelFamily& kernel_family(std::string_view name);  // std::invalid_argument where there is none
 
+// As choose_kernel of attention_call.h, among the families that have `also`: what a pass will ask for, not the problem.
+KernelChoice choose_kernel(const AttentionProblem& problem, const CudaDevice& device, Feature also);
+
 // What the family does not take in a complete problem on this device, in words; "" where it takes all of it. The device is
 // looked at by families of the GPU alone.
 std::string not_taken(const KernelFamily& family, const AttentionProblem& problem, const CudaDevice& device);
