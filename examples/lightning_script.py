@@ -51,7 +51,8 @@ def main():
     trainer = lightning.Trainer(max_steps=options.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                                 enable_model_summary=False,
                                 callbacks=[evenkeel.integrations.LightningCallback(options.out, every=10)])  # <- the run's records
-    trainer.fit(Model(), list(batches("cpu", options.steps)))
+    # One loader of whole batches: Lightning takes a list as several loaders.
+    trainer.fit(Model(), torch.utils.data.DataLoader(list(batches("cpu", options.steps)), batch_size=None))
     print(evenkeel.coverage())
 
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import pathlib
 import re
 import statistics
@@ -357,6 +358,8 @@ def transformers(_):
                     monitor.step(loss)
             lines = (out / "metrics.jsonl").read_text().splitlines()
             must(len(lines) == 2 and all('"probe"' in line for line in lines), f"{name}: Monitor wrote {lines}"[:300])
+            steps = [(line["step"], line["probe"]["step"]) for line in map(json.loads, lines)]
+            must(steps == [(0, 0), (1, 1)], f"{name}: expected each step's probe in its own line, found {steps}")
             must('"norm_q": [[null' not in lines[0], f"{name}: expected norms of the projections, found none")
             evenkeel.capture(model, tokens, 1, folder / f"{name}.safetensors", heads=[1])
     for kind in ("gpt2", "llama"):

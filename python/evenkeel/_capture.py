@@ -74,7 +74,7 @@ def capture(model, run, layer, path, heads=None, plan="flash2", source="", step=
         why = "".join(f"; {reason}" for reason in sorted(recording.skipped))
         raise ValueError(f"{name}: expected a layer from 0 on among the calls of attention that can be captured, found "
                          f"{layer} and {count} such calls in {type(model).__name__}{why}")
-    call = recording.calls[layer]
+    call = recording.calls[layer].on_host()
     if call.d_o is None:
         raise ValueError(f"{name}: expected a gradient of the output of layer {layer}'s attention, found none")
     H = call.q.shape[1]

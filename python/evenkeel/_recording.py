@@ -13,12 +13,14 @@ from .hf import same_sequence
 
 
 def kept(t):
-    return t.detach().float().cpu().contiguous()
+    """A tensor for later: on the CPU in FP32; of a GPU a copy there, which nobody waits for (Call.on_host brings it)."""
+    t = t.detach()
+    return t.clone(memory_format=torch.contiguous_format) if t.is_cuda else t.float().cpu().contiguous()
 
 
 class Call:
-    """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, on the CPU in FP32; with its projections, where they
-    were found: x (B, T, C), weights w_q (H, C, D), w_k, w_v (G, C, D)."""
+    """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, after on_host() on the CPU in FP32; with its
+    projections, where they were found: x (B, T, C), weights w_q (H, C, D), w_k, w_v (G, C, D)."""
 
     def __init__(self, part, of_output, q, k, v, scale, softcap, causal):
         """part: the piece of a tensor that is kept, (B, heads, T, D). of_output: the output's gradient in q's layout."""
@@ -33,6 +35,14 @@ class Call:
 
     def set_gradient(self, gradient):
         self.d_o = kept(self._part(self._of_output(gradient)))
+
+    def on_host(self):
+        """Brings everything to the CPU, in FP32; waits for the GPU where it is there."""
+        to_host = lambda t: None if t is None else t.cpu().float()
+        for name in ("q", "k", "v", "d_o", "x"):
+            setattr(self, name, to_host(getattr(self, name)))
+        self.weights = self.weights and [to_host(w) for w in self.weights]
+        return self
 
 
 def one_sequence(visible):
@@ -87,12 +97,20 @@ def _fused_columns(H, G, D, of_v):
     return tuple(part.view(-1, D) for part in features.split([H * D, G * D, G * D]))
 
 
+def some_of(matrix, indices, axis):
+    """These rows (axis 0) or columns (axis 1). A stretch of them is a view: indices from the CPU would wait for a GPU."""
+    first = int(indices[0])
+    if torch.equal(indices, torch.arange(first, first + len(indices))):
+        return matrix.narrow(axis, first, len(indices))
+    return matrix.index_select(axis, indices.to(matrix.device))
+
+
 def find_projections(linears, q, k, v, heads_axis):
     """linears: (name, weight (C, features), input, output) of the linear layers since the last attention. Returns the input,
     [w_q (H, C, D), w_k, w_v (G, C, D)] and the parts of weights by name; None where none fit. By sizes: three layers of one
     input with H D, G D and G D features, in this order unless k and v are views that say otherwise; or one layer with all."""
     H, G, D = q.shape[heads_axis], k.shape[heads_axis], q.shape[-1]
-    pick = lambda weight, columns: weight[:, columns.flatten()].view(weight.shape[0], -1, D).transpose(0, 1).contiguous()
+    pick = lambda weight, columns: some_of(weight, columns.flatten(), 1).reshape(weight.shape[0], -1, D).transpose(0, 1).clone()
     for name, weight, x, out in reversed(linears):
         if out.shape[-1] == (H + 2 * G) * D:
             given = [_columns(t, out, heads_axis) for t in (q, k, v)]

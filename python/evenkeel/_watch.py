@@ -1,4 +1,5 @@
 """evenkeel.Monitor: the records of a run, from anyone's training. What a head's probes are is defined by the library alone."""
+import collections
 import contextlib
 import json
 import math
@@ -15,7 +16,7 @@ from . import _coverage, _program, _watch_calls
 from ._capture import probe, spectral_norm, write_capture
 from ._drift import DriftRule
 from ._library import library
-from ._recording import Recording
+from ._recording import Recording, some_of
 
 METRICS_SCHEMA = 1
 
@@ -73,8 +74,16 @@ def weights_to_measure(model, parts):
         features = 0 if max(int(c.max()) for c in columns) < matrix.shape[0] and matrix.shape[0] != matrix.shape[1] and \
             sum(c.numel() for c in columns) == matrix.shape[0] else 1
         for letter, c in zip("qkv", columns):
-            found[f"{name}[{letter}]"] = matrix.index_select(features, c.flatten().to(matrix.device))
+            found[f"{name}[{letter}]"] = some_of(matrix, c.flatten(), features)
     return found
+
+
+def copied(matrices):
+    """The same as they are now, whatever the optimiser does next: on their GPU where its memory allows, since nobody waits for
+    that; else on the CPU."""
+    on_gpu = sum(m.numel() * m.element_size() for m in matrices.values() if m.is_cuda)
+    there = on_gpu > 0 and on_gpu < 0.25 * torch.cuda.mem_get_info()[0]
+    return {name: m.clone() if there or not m.is_cuda else m.float().cpu() for name, m in matrices.items()}
 
 
 def plan_of(dtype, plan):
@@ -86,6 +95,8 @@ class Facts:
 
     def __init__(self, calls, plan, by_head=None):
         """plan: a text, or None for the dtype's own; by_head: a function of layer and number of heads, a plan for each."""
+        for call in calls:
+            call.on_host()
         layers = [probe(call, layer, by_head(layer, call.q.shape[1]) if by_head else plan_of(call.dtype, plan))
                   for layer, call in enumerate(calls)]
         self.by_head = {name: [[_short(x) for x in fields[name]] for fields in layers] for name in layers[0]}
@@ -117,7 +128,7 @@ class Recorder:
     def __init__(self, model, sequences, rows):
         self.model, self.sequences, self.rows = model, sequences, rows
         self.armed, self.recording, self._open = False, None, None
-        self.lse = []  # of the last forward pass's calls of evenkeel's attention: mean and largest |L|, (H) each
+        self.lse = []  # of the last forward pass's calls of evenkeel's attention, (B, H, T) each
         self._handles = [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
 
     def _enter(self, *_):
@@ -138,8 +149,7 @@ class Recorder:
         self._open.enter_context(self.recording.running())
 
     def _hear(self, lse):
-        lse = lse.detach()
-        self.lse.append((lse.mean((0, 2)), lse.abs().amax((0, 2))))
+        self.lse.append(lse.detach())
 
     def _leave(self, *_):
         _watch_calls.listen_to_lse(None)
@@ -148,11 +158,14 @@ class Recorder:
             self._open = None
 
     def lse_by_head(self):
-        """mean_lse and largest_lse, (L, H) each, of the last pass; {} where our attention did not compute all of it."""
-        if len({len(mean) for mean, _ in self.lse}) != 1:  # one number of heads
+        """mean_lse and largest_lse, tensors (L, H), of the last pass; {} where our attention did not compute all of it."""
+        lse, self.lse = self.lse, []
+        if len({t.shape[1] for t in lse}) != 1:  # one number of heads
             return {}
-        return {name: [[_short(x) for x in layer] for layer in torch.stack(values).tolist()]
-                for name, values in zip(("mean_lse", "largest_lse"), zip(*self.lse))}
+        # Layers of one shape together: a few operations, however many layers.
+        parts = [torch.stack(lse)] if len({t.shape for t in lse}) == 1 else [t.unsqueeze(0) for t in lse]
+        return {"mean_lse": torch.cat([t.mean((1, 3)) for t in parts]),
+                "largest_lse": torch.cat([t.abs().amax((1, 3)) for t in parts])}
 
     def take(self):
         """The recorded calls that have a gradient, and the recording; None where nothing was recorded."""
@@ -190,6 +203,64 @@ def log_to(logger, step, numbers):
                         f"{type(logger).__name__}")
 
 
+MOST_LINES_ON_THEIR_WAY = 1000  # beyond, step() waits for the GPU
+
+
+class _Line:
+    """A step's line on its way to the file: tensors in it become numbers when they have come from the GPU."""
+
+    def __init__(self, line):
+        self.line, self.numbers, self.probing = line, {}, False
+        self._on_gpu = {name: value for name, value in line.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+        self._host, self._event, self._come = None, None, False
+        if self._on_gpu:
+            flat = torch.cat([value.detach().float().flatten() for value in self._on_gpu.values()])
+            self._host = torch.empty(flat.shape, pin_memory=True).copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def has_come(self, wait=False):
+        """Are all numbers here but a probe's?"""
+        if self._come:
+            return True
+        if self._event is not None:
+            if not wait and not self._event.query():
+                return False
+            self._event.synchronize()
+            sizes = [value.numel() for value in self._on_gpu.values()]
+            self.line.update({name: part.view(value.shape) for (name, value), part in
+                              zip(self._on_gpu.items(), self._host.split(sizes))})
+            self._on_gpu = self._event = None
+        for name, value in self.line.items():
+            if isinstance(value, torch.Tensor):
+                self.line[name] = value.item() if value.numel() == 1 and value.dim() < 2 else \
+                    [[_short(x) for x in layer] for layer in value.tolist()]
+        own = {name: value for name, value in self.line.items() if isinstance(value, (int, float)) and name != "schema"}
+        self.numbers, self._come = {**own, **self.numbers}, True
+        return True
+
+    def is_whole(self):
+        return self._come and not self.probing
+
+
+def _beside_training(tensors):
+    """A context for another thread: its copies from the GPU wait for what was asked of the GPU so far, and for nothing else."""
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    if device is None:
+        return contextlib.nullcontext
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def beside():
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+
+    return beside
+
+
 class Monitor:
     """Writes a run folder like `evenkeel train`'s from anyone's training loop, for `verdict`, `report`, `watch`, ...:
 
@@ -206,7 +277,9 @@ class Monitor:
     drifts is an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
     plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
     loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
-    background: probes are computed by a thread beside the training, and stand in a later line; by default on a GPU.
+    background: probes are computed by a thread beside the training; by default on a GPU. A line is written when it is whole,
+    so lines wait for the probe before them, and step() does not wait for the GPU: it returns the numbers of the latest step
+    that has arrived.
     On several ranks: make one on each. Rank 0 writes. tensor_parallel: the group of ranks over which heads are split.
     A compiled model must be given as torch.compile returned it; recorded steps run without the compiler.
     """
@@ -220,6 +293,9 @@ class Monitor:
                 raise ValueError(f"evenkeel.Monitor: expected {name} of 1 or more, found {value!r}")
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"evenkeel.Monitor: expected a torch.nn.Module, found {type(model).__name__}")
+        if background and tensor_parallel is not None:
+            raise ValueError("evenkeel.Monitor: expected background=False with tensor_parallel, whose ranks gather every probe "
+                             "together, found True")
         library()  # now, not at the first recorded step
         self.model, self.every, self.plan, self.norms_every = model, every, plan, norms_every
         self.loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
@@ -235,79 +311,106 @@ class Monitor:
         self._recorder = Recorder(model, sequences, rows)
         self._recorder.armed = self._next % every == 0
         self._forecast = _Forecast(self.folder) if self.rank == 0 else None
-        self._worker = _Worker() if (on_gpu if background is None else background) else None
+        background = on_gpu and tensor_parallel is None if background is None else background
+        self._worker = _Worker() if background else None
+        self._lines, self._arrived = collections.deque(), {}  # steps that are not written yet; numbers of the latest that came
         self._began = time.perf_counter()
 
     plans_by_head = None  # of the guard, whose heads may have plans of their own
 
     def step(self, loss, lr=None, gradient_norm=None, tokens=None):
-        """Writes the step's line; returns its numbers as a flat dict, for any logger. tokens: how many it read."""
+        """Takes the step's numbers; returns those of the latest step that has arrived as a flat dict, for any logger: on a CPU
+        this one. tokens: how many it read."""
         now = time.perf_counter()
-        line = {"step": self._next, "loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss)}
-        for name, value in (("lr", lr), ("gradient_norm", gradient_norm)):
+        line = {"step": self._next}
+        for name, value in (("loss", loss), ("lr", lr), ("gradient_norm", gradient_norm)):
             if value is not None:
-                line[name] = float(value)
-        if line.get("lr", 0.0) > 1.01 * self._largest_lr:
+                line[name] = value if isinstance(value, torch.Tensor) else float(value)
+        if lr is not None and float(lr) > 1.01 * self._largest_lr:
             self._warmup = self._next  # it ends where the rate stops rising; a forecast looks behind it
-        self._largest_lr = max(self._largest_lr, line.get("lr", 0.0))
+        self._largest_lr = max(self._largest_lr, 0.0 if lr is None else float(lr))
         if tokens is not None:
             line["tokens_per_second"] = tokens / (now - self._began)
         if self._first:
             line["schema"], line["backend"], self._first = METRICS_SCHEMA, "pytorch", False
         line.update(self._recorder.lse_by_head())
-        numbers = {name: value for name, value in line.items() if isinstance(value, (int, float)) and name != "schema"}
+        one = _Line(line)
+        self._lines.append(one)
         taken = self._recorder.take()
         if taken is not None:
-            self._probe(*taken, line, numbers)
-        elif self._worker is not None:
-            self._add_late(line, numbers)
+            self._probe(one, *taken)
+        late = self._add_late()
         if self._forecast is not None:
-            numbers.update(self._forecast.numbers())
-        self._write(line)
-        if self._forecast is not None and "probe" in line and self._probed % FORECAST_EVERY == 0:
-            self._forecast.start()
-        for logger in self.loggers if self.rank == 0 else ():
-            log_to(logger, line["step"], numbers)
+            one.numbers.update(self._forecast.numbers())
+        self._write_ready()
         self._next += 1
         self._recorder.armed = self._next % self.every == 0
         _coverage.next_step()
         self._began = time.perf_counter()
-        return numbers
+        return {**self._arrived, **late}
 
     def go_back(self, step):
         """The training goes on at this step, from a checkpoint: the next line is that step's again."""
         self._next = step
         self._recorder.armed = self._next % self.every == 0
 
+    def _write_ready(self, wait=False):
+        """Writes the lines that are whole, in the order of their steps."""
+        for one in self._lines:
+            if not one.has_come(wait or len(self._lines) > MOST_LINES_ON_THEIR_WAY):
+                break
+            self._arrived = one.numbers
+        while self._lines and self._lines[0].is_whole():
+            one = self._lines.popleft()
+            self._write(one.line)
+            for logger in self.loggers if self.rank == 0 else ():
+                log_to(logger, one.line["step"], one.numbers)
+
     def _write(self, line):
         if self._file is not None:
             self._file.write(json.dumps(_worded(line), allow_nan=False) + "\n")
             self._file.flush()
+            if "probe" in line and self._probed % FORECAST_EVERY == 0:
+                self._forecast.start()
 
-    def _probe(self, calls, recording, line, numbers):
+    def _probe(self, one, calls, recording):
         measured = weights_to_measure(self.model, recording.parts) if self._probed % self.norms_every == 0 else {}
         self._probed += 1
-        step, loss = self._next, line["loss"]
         if self.rank != 0 and self._group is None:
             return
         if self._worker is None:
-            self._add(step, loss, calls, Facts(calls, self.plan, self.plans_by_head).gathered(self._group), self._norms(measured), line, numbers)
+            one.has_come(wait=True)
+            self._add(one, calls, Facts(calls, self.plan, self.plans_by_head).gathered(self._group), self._norms(measured))
             return
-        measured = {name: matrix.float().cpu() for name, matrix in measured.items()}
-        self._worker.give(lambda: (step, loss, calls, Facts(calls, self.plan, self.plans_by_head), self._norms(measured)))
+        one.probing = True
+        measured, beside = copied(measured), _beside_training([*measured.values(), calls[0].q])
 
-    def _add_late(self, line, numbers):
-        for step, loss, calls, facts, norms in self._worker.done():
-            self._add(step, loss, calls, facts.gathered(self._group), norms, line, numbers)
+        def job():
+            with beside():
+                return calls, Facts(calls, self.plan, self.plans_by_head), self._norms(measured)
+
+        self._worker.give(one, job)
+
+    def _add_late(self):
+        """Puts finished probes into the lines of their steps; the latest's figures."""
+        late = {}
+        for one, result, error in self._worker.done() if self._worker is not None else ():
+            one.probing = False
+            if error is not None:
+                raise error
+            one.has_come(wait=True)
+            late = self._add(one, *result)
+        return late
 
     @staticmethod
     def _norms(measured):
         return {name: _short(spectral_norm(matrix)) for name, matrix in measured.items()}
 
-    def _add(self, step, loss, calls, facts, norms, line, numbers):
-        """The probes of a step, into the line at hand; that may be a later one."""
+    def _add(self, one, calls, facts, norms):
+        """The probes of a step, into its line. Returns their figures."""
         if self.rank != 0:
-            return
+            return {}
+        line, step, loss = one.line, one.line["step"], one.line.get("loss", math.nan)
         for layer, values in enumerate(facts.by_head["delta_error_sum"]):
             running = self._running.setdefault(layer, [0.0] * len(values))
             for h, value in enumerate(values):
@@ -316,15 +419,15 @@ class Monitor:
         line["probe"] = {"step": step, "loss": loss, "sequences": facts.sequences, "rows": facts.rows, **facts.by_head}
         if norms:
             line["probe"]["norms"] = norms
-        if step == line["step"]:
-            line.update({"fact_sequences": facts.sequences, **{name: facts.by_head[name] for name in FACTS}})
+        line.update({"fact_sequences": facts.sequences, **{name: facts.by_head[name] for name in FACTS}})
         self._write_config(facts)
-        numbers.update(summary(facts))
         event = self._judge(step, facts)
-        numbers["evenkeel/alarm"] = 0 if event is None else 1
+        figures = {**summary(facts), "evenkeel/alarm": 0 if event is None else 1}
         if event is not None:
             line["guard"] = event
             self._tell(event, calls, facts, loss)
+        one.numbers.update(figures)
+        return figures
 
     def _write_config(self, facts):
         """config.toml, by which the commands know the run."""
@@ -371,27 +474,16 @@ class Monitor:
 
     def close(self):
         self._recorder.close()
-        if self._forecast is not None:
-            self._forecast.numbers(wait=True)
-        if self._worker is not None:
-            self._worker.finish()
-            late = {"step": self._next - 1}
-            for one in self._worker.done():
-                line, numbers = {"step": late["step"]}, {}
-                step, loss, calls, facts, norms = one
-                self._add(step, loss, calls, facts.gathered(self._group), norms, line, numbers)
-                late.update(line)
-            if "probe" in late and self._file is not None:
-                self._file.flush()
-                self._amend(late)
-        if self._file is not None:
-            self._file.close()
-
-    def _amend(self, late):
-        """Probes that were ready after the last line: that line again, with them. A reader takes the later one."""
-        path = self.folder / "metrics.jsonl"
-        last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        self._write({**last, **late})
+        try:
+            if self._worker is not None:
+                self._worker.finish()
+                self._add_late()
+        finally:
+            self._write_ready(wait=True)
+            if self._file is not None:
+                self._file.close()
+            if self._forecast is not None:
+                self._forecast.numbers(wait=True)
 
     def __enter__(self):
         return self
@@ -449,32 +541,34 @@ def summary(facts):
     return numbers
 
 
+MOST_PROBES_ON_THEIR_WAY = 4  # each holds tensors: beyond, step() waits for the thread
+
+
 class _Worker:
     """One thread that computes what it is given, in order."""
 
     def __init__(self):
-        self._work, self._results = queue.Queue(), queue.Queue()
+        self._work, self._results = queue.Queue(MOST_PROBES_ON_THEIR_WAY), queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self):
-        for job in iter(self._work.get, None):
+        for key, job in iter(self._work.get, None):
             try:
-                self._results.put((job(), None))
+                self._results.put((key, job(), None))
             except Exception as error:  # told where the results are taken
-                self._results.put((None, error))
+                self._results.put((key, None, error))
 
-    def give(self, job):
-        self._work.put(job)
+    def give(self, key, job):
+        self._work.put((key, job))
 
     def done(self):
-        """At most one result at a time: a line has room for one probe."""
+        """What is finished so far, in order: (key, result, error)."""
+        found = []
         with contextlib.suppress(queue.Empty):
-            result, error = self._results.get_nowait()
-            if error is not None:
-                raise error
-            return [result]
-        return []
+            while True:
+                found.append(self._results.get_nowait())
+        return found
 
     def finish(self):
         self._work.put(None)

@@ -1,4 +1,5 @@
 """What the tests of the Python package share: the package itself or a clear skip, attention by its formula, a folder."""
+import json
 import os
 import pathlib
 import shutil
@@ -36,6 +37,11 @@ def lower(T, N):
 def drawn(*shapes, dtype=torch.float32, seed=1):
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
+
+
+def lines_of(folder):
+    """Of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def with_gradients(fn, inputs, d_o=None):

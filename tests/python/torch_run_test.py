@@ -1,8 +1,5 @@
 """Monitor on every door, alarms, loggers, integrations, Guard, isolate: anyone's training as a run, on the CPU with any
 PyTorch. Other people's libraries are met as small stand-ins of their signatures."""
-import contextlib
-import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -10,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import unittest
+import unittest.mock
 import warnings
 
-from torch_cases import ROOT, TorchCase, drawn, evenkeel, exact, lower, main, torch
+from torch_cases import ROOT, TorchCase, drawn, evenkeel, exact, lines_of, lower, main, torch
 
 import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -26,10 +25,6 @@ PROGRAM = os.environ.get("EVENKEEL_PROGRAM")
 
 def tokens(rows=2, length=32, seed=1):
     return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class Projections(TorchCase):
@@ -284,17 +279,70 @@ class Runs(TorchCase):
         quiet, _ = self.trained(self.folder(), steps=14)
         self.assertEqual(quiet.alarms, [])
 
-    def test_in_the_background_the_same_numbers(self):
-        folders = self.folder(), self.folder()
-        for folder, background in zip(folders, (False, True)):
-            self.trained(folder, background=background)
-        here, late = ([line["probe"] for line in lines_of(folder) if "probe" in line] for folder in folders)
-        self.assertEqual([p["step"] for p in here], [0, 2, 4])
-        by_step = {p["step"]: p for p in late}
-        self.assertTrue(set(by_step) <= {0, 2, 4} and by_step)
-        for probe in here:
-            if probe["step"] in by_step:
-                self.assertEqual(probe["offset"], by_step[probe["step"]]["offset"])
+    def test_in_the_background_the_same_lines(self):
+        folders, logged = [self.folder(), self.folder()], [[], []]
+        for folder, background, log in zip(folders, (False, True), logged):
+            self.trained(folder, background=background, loggers=[lambda step, numbers, log=log: log.append((step, dict(numbers)))])
+        here, beside = (lines_of(folder) for folder in folders)
+        self.assertEqual([line["step"] for line in here], list(range(6)))
+        self.assertEqual([line["probe"]["step"] for line in here if "probe" in line], [0, 2, 4])
+        self.assertEqual(here, beside)
+        self.assertEqual(*logged)
+        self.assert_says(ValueError, lambda: evenkeel.Monitor(nn.Linear(1, 1), self.folder(), background=True, tensor_parallel=1),
+                         "background=False", "tensor_parallel")
+
+    def test_lines_wait_for_numbers_and_probes_and_none_is_lost(self):
+        """Numbers that are late, as a GPU's are; a probe that is slow; one that fails."""
+        late = [True]
+
+        class Event:
+            query, synchronize = staticmethod(lambda: not late[0]), staticmethod(lambda: None)
+
+        evenkeel.patch("flash2")
+        self.addCleanup(evenkeel.unpatch)
+        folder, model, x = self.folder(), Gpt(64, 32, layers=1, heads=2, width=16), tokens()
+        monitor = evenkeel.Monitor(model, folder, every=100, first_step=1)
+        original, told = _watch._Line.__init__, []
+
+        def on_its_way(self, line):
+            original(self, line)
+            self._on_gpu, self._event = {"loss": torch.tensor(0.0)}, Event()
+            self._host = line["loss"].detach().view(1).clone()
+
+        with unittest.mock.patch.object(_watch._Line, "__init__", on_its_way):
+            for _ in range(3):
+                told.append(monitor.step(model(x, x)))
+            self.assertEqual((told, lines_of(folder)), ([{}] * 3, []))
+            late[0] = False
+            self.assertEqual(monitor.step(model(x, x))["step"], 4)
+        monitor.close()
+        self.assertEqual([line["step"] for line in lines_of(folder)], [1, 2, 3, 4])
+        gate, folder = threading.Event(), self.folder()
+        original_facts = _watch.Facts
+
+        def slow(*arguments):
+            gate.wait(60)
+            if slow.fails:
+                raise OSError("planted")
+            return original_facts(*arguments)
+
+        for slow.fails in (False, True):
+            folder = self.folder()
+            with unittest.mock.patch.object(_watch, "Facts", slow):
+                gate.clear()
+                monitor = evenkeel.Monitor(model, folder, every=100, background=True, plan="flash2")
+                for _ in range(3):
+                    loss = model(x, x)
+                    loss.backward()
+                    monitor.step(loss)
+                self.assertEqual(lines_of(folder), [])
+                gate.set()
+                if slow.fails:
+                    self.assert_says(OSError, monitor.close, "planted")
+                else:
+                    monitor.close()
+            self.assertEqual([(line["step"], "probe" in line) for line in lines_of(folder)],
+                             [(0, not slow.fails), (1, False), (2, False)])
 
     def test_two_ranks(self):
         if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -413,29 +461,6 @@ class Integrations(TorchCase):
             self.assertIn("probe", lines[1])
         self.assertAlmostEqual(lines[1]["loss"], loss.item(), places=5)
         self.assertEqual(len(model._forward_hooks), 0)
-
-
-class Examples(TorchCase):
-    def test_each_runs_or_says_what_it_lacks(self):
-        sys.path.insert(0, str(ROOT / "examples"))
-        self.addCleanup(sys.path.remove, str(ROOT / "examples"))
-        import plain_loop
-
-        before = evenkeel._patch._undo[:]
-        losses = plain_loop.train(6, self.folder(), every=3)
-        self.assertEqual(len(losses), 6)
-        self.assertLess(losses[-1], losses[0])
-        self.assertEqual(evenkeel._patch._undo, before)
-        for name, needs in (("hf_trainer", "transformers"), ("lightning_script", "lightning"), ("fsdp2", None)):
-            source = (ROOT / "examples" / f"{name}.py").read_text()
-            compile(source, name, "exec")
-            self.assertIn("# <- the run's records", source)
-            here = importlib.util.find_spec(needs) is not None if needs else int(torch.__version__.split(".")[0]) >= 2
-            if here:
-                continue  # shown by check_torch_gpu.py, where there is time for it
-            with self.assertRaises(SystemExit) as left, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                importlib.import_module(name)
-            self.assertEqual(left.exception.code, 77, name)
 
 
 class Training:

@@ -1,18 +1,24 @@
-"""evenkeel.Monitor, evenkeel.capture and evenkeel.conform, on the CPU; with transformers where it is."""
+"""evenkeel.Monitor, evenkeel.capture, evenkeel.conform and the examples, on the CPU; with transformers where it is."""
 import contextlib
+import importlib
+import importlib.util
 import io
 import json
 import math
+import os
 import pathlib
 import struct
 import subprocess
+import sys
 import tempfile
+import types
 import unittest
+import unittest.mock
 import warnings
-import os
 
-from torch_cases import TorchCase, evenkeel, exact, lower, main, torch
+from torch_cases import ROOT, TorchCase, evenkeel, exact, lines_of, lower, main, torch
 
+import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from train_nano import Gpt, train  # noqa: E402
 
@@ -369,6 +375,72 @@ class WithoutTransformers(TorchCase):
             self.skipTest("transformers is here")
         except ImportError:
             self.assert_says(ImportError, evenkeel.hf.register, "hf.register: expected transformers", "found")
+
+
+class Examples(TorchCase):
+    def test_each_runs_or_says_what_it_lacks(self):
+        sys.path.insert(0, str(ROOT / "examples"))
+        self.addCleanup(sys.path.remove, str(ROOT / "examples"))
+        import plain_loop
+
+        before = evenkeel._patch._undo[:]
+        losses = plain_loop.train(6, self.folder(), every=3)
+        self.assertEqual(len(losses), 6)
+        self.assertLess(losses[-1], losses[0])
+        self.assertEqual(evenkeel._patch._undo, before)
+        for name, needs in (("hf_trainer", "transformers"), ("lightning_script", "lightning"), ("fsdp2", None)):
+            source = (ROOT / "examples" / f"{name}.py").read_text()
+            compile(source, name, "exec")
+            self.assertIn("# <- the run's records", source)
+            here = importlib.util.find_spec(needs) is not None if needs else int(torch.__version__.split(".")[0]) >= 2
+            if here:
+                continue  # shown by check_torch_gpu.py, where there is time for it
+            with self.assertRaises(SystemExit) as left, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                importlib.import_module(name)
+            self.assertEqual(left.exception.code, 77, name)
+
+    def test_the_lightning_script_with_a_stand_in(self):
+        """Lightning's contract as far as the script needs it: several loaders in a list give one batch of each a step."""
+
+        class Trainer:
+            global_step, accumulate_grad_batches, loggers = 0, 1, ()
+
+            def __init__(self, max_steps, callbacks, **_):
+                self.max_steps, self.callbacks = max_steps, callbacks
+
+            def fit(self, model, loaders):
+                several = isinstance(loaders, (list, tuple))
+                batches = (list(step) for step in zip(*loaders)) if several else loaders
+                self.optimizers = [model.configure_optimizers()]
+                self.callbacks[0].on_train_start(self, model)
+                for n, batch in zip(range(self.max_steps), batches):
+                    loss = model.training_step(batch, n)
+                    self.optimizers[0].zero_grad()
+                    loss.backward()
+                    self.optimizers[0].step()
+                    self.global_step += 1
+                    self.callbacks[0].on_train_batch_end(self, model, {"loss": loss.detach()}, batch, n)
+                self.callbacks[0].on_train_end(self, model)
+
+        stand_in = types.ModuleType("lightning.pytorch")
+        stand_in.Trainer, stand_in.LightningModule, stand_in.Callback = Trainer, nn.Module, object
+        package = types.ModuleType("lightning")
+        package.pytorch = stand_in
+        folder, before = self.folder(), evenkeel._patch._undo[:]
+        sys.path.insert(0, str(ROOT / "examples"))
+        self.addCleanup(sys.path.remove, str(ROOT / "examples"))
+        modules = {"lightning": package, "lightning.pytorch": stand_in}
+        with unittest.mock.patch.dict(sys.modules, modules), open(os.devnull, "w") as nowhere, \
+                unittest.mock.patch.object(sys, "argv", ["lightning_script.py", "--steps", "3", "--out", str(folder)]), \
+                contextlib.redirect_stdout(nowhere):
+            sys.modules.pop("lightning_script", None)
+            importlib.import_module("lightning_script").main()
+            sys.modules.pop("lightning_script")
+        while evenkeel._patch._undo != before:
+            evenkeel.unpatch()
+        lines = lines_of(folder)
+        self.assertEqual([line["step"] for line in lines], [0, 1, 2])
+        self.assertLess(lines[-1]["loss"], lines[0]["loss"])
 
 
 if __name__ == "__main__":
