@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import evenkeel
-from evenkeel import _plain, flash_attn
+from evenkeel import _attention, _plain, flash_attn
 from train_nano import Gpt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -66,6 +66,7 @@ def doors(_):
     error = apart(with_gradients(windowed, (q, k, v), d_o), with_gradients(
         lambda *t: _plain.plain_attention(*t, _plain.band(128, 128, True, (20, 0), "cuda"))[0], (q, k, v), d_o))
     must(error < 1e-2, f"a window: {error}")
+    worst = max(worst, forms(make))
     gradients = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -77,6 +78,51 @@ def doors(_):
     must(all(c["kernel"] != "pytorch" for c in evenkeel.coverage()), str(evenkeel.coverage()))
     print(evenkeel.coverage())
     return f"packed, windows, log-sum-exp; worst error {worst:.1e}; draws repeat from a seed and differ by seed"
+
+
+def forms(make):
+    """Slopes, sinks, values of another head size, the gradient of the log-sum-exp, both 16-bit types, batched and packed: against
+    plain PyTorch; the largest error. And compiled as a whole."""
+    worst, T, N = 0.0, 150, 200
+    slopes, sinks = torch.tensor([0.5, 0.1, 0.0, 0.03], device="cuda"), torch.tensor([0.3, -2.0, 1.0, 4.0], device="cuda")
+    sinks.requires_grad_()
+    for dtype, D_v in ((BF16, 64), (torch.float16, 64), (BF16, 40)):
+        x = [t.detach().to(dtype).requires_grad_() for t in (make(2, 4, T, 64), make(2, 2, N, 64), make(2, 2, N, D_v))] + [sinks]
+        d_o, d_l = make(2, 4, T, D_v).detach().to(dtype), torch.randn(2, 4, T, device="cuda")
+        both = lambda fn: torch.autograd.grad(fn(*x), x, [d_o, d_l])
+        ours = lambda q, k, v, s: _attention.run("forms", q, k, v, True, slopes=slopes, sinks=s)
+        plain = lambda q, k, v, s: _plain.plain_attention(q, k, v, _plain.band(T, N, True, device="cuda"),
+                                                          _plain.alibi_bias(slopes, T, N), sinks=s)
+        error = apart(both(ours), both(plain))
+        print(f"  slopes, sinks, gradient of L, {dtype}, values of {D_v}: {error:.1e}")
+        must(error < 1e-2, f"slopes and sinks: {error}")
+        worst = max(worst, error)
+    torch._dynamo.reset()
+    must(apart(both(torch.compile(ours, fullgraph=True)), both(plain)) < 1e-2, "slopes and sinks, compiled")
+    starts = torch.tensor([0, 70, 71, 150], device="cuda", dtype=torch.int32)
+    q, k, v = make(150, 4, 64), make(150, 2, 64), make(150, 2, 64)
+    x, d_o, d_l = (q, k, v, sinks), make(150, 4, 64).detach(), torch.randn(4, 150, device="cuda")
+    ours = lambda q, k, v, s: _attention.run_packed("forms", q, k, v, starts, starts, 79, 79, True, slopes=slopes, sinks=s)
+
+    def plain(q, k, v, s):
+        parts = []
+        for a, b in zip(starts.tolist(), starts.tolist()[1:]):
+            o, lse = _plain.plain_attention(*(t[a:b].transpose(0, 1).unsqueeze(0) for t in (q, k, v)),
+                                            _plain.band(b - a, b - a, True, device="cuda"),
+                                            _plain.alibi_bias(slopes, b - a, b - a), sinks=s)
+            parts.append((o[0].transpose(0, 1), lse[0]))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+    error = apart(*(torch.autograd.grad(fn(*x), x, [d_o, d_l]) for fn in (ours, plain)))
+    print(f"  the same, packed: {error:.1e}")
+    must(error < 1e-2, f"slopes and sinks, packed: {error}")
+    first = lambda t: t.transpose(1, 2)
+    x = [make(2, 4, T, 64), make(2, 2, N, 64), make(2, 2, N, 64)]
+    door = lambda *t: first(flash_attn.flash_attn_func(*map(first, t), causal=True, alibi_slopes=slopes))
+    expected = lambda *t: _plain.plain_attention(*t, _plain.band(T, N, True, device="cuda"), _plain.alibi_bias(slopes, T, N))[0]
+    d_o = make(2, 4, T, 64).detach()
+    must(apart(with_gradients(door, x, d_o), with_gradients(expected, x, d_o)) < 1e-2, "alibi_slopes of flash_attn_func")
+    return max(worst, error)
 
 
 def registry(_):

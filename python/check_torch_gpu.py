@@ -100,6 +100,8 @@ def kernels(_):
     cases = [(dict(B=2, H=12, G=12, T=1024, N=1024, D=64, packed=True), True),
              (dict(B=1, H=4, G=2, T=257, N=257, D=128), True), (dict(B=2, H=3, G=3, T=65, N=33, D=40), False),
              (dict(B=2, H=3, G=1, T=31, N=77, D=20), False), (dict(B=1, H=2, G=2, T=1, N=5, D=64), False),
+             (dict(B=2, H=4, G=2, T=300, N=300, D=64, dtype=torch.float16), True),
+             (dict(B=1, H=2, G=2, T=77, N=190, D=128, dtype=torch.float16), False),
              (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True),
              (dict(B=3, H=4, G=4, T=96, N=96, D=32, dtype=torch.float32, packed=True), True)]
     for case, causal in cases:
@@ -124,12 +126,12 @@ def kernels(_):
     must(error < 1e-2, f"a mask: {error}")
     evenkeel.attention(q, k, v).sum().backward()
     must(bool(torch.isfinite(q.grad).all()), "a gradient that is one number everywhere")
-    for bad, words in (((q.half(), k.half(), v.half()), "float16"), ((q.double(), k.double(), v.double()), "float64"),
+    for bad, words in ((tensors(1, 1, 1, 8, 8, 20, dtype=torch.float16)[:3], "20"), ((q.double(), k.double(), v.double()), "float64"),
                        ((q, k.cpu(), v), "cpu"), (tensors(1, 1, 1, 8, 8, 136)[:3], "136"), ((q[0], k, v), "4 axes")):
         try:
             evenkeel.attention(*bad)
         except (TypeError, ValueError) as error:
-            must("evenkeel.attention: expected" in str(error) and words in str(error), str(error))
+            must("evenkeel.attention: " in str(error) and "expected" in str(error) and words in str(error), str(error))
         else:
             raise AssertionError(f"expected an exception with {words}")
     must(name == "hopper" or torch.cuda.get_device_capability() != (9, 0), f"expected the Hopper kernels, found {why}")
@@ -155,21 +157,24 @@ def opcheck(_):
         saved = []
         for value in (0x55, 0xAA):
             with memory_full_of(value), torch.no_grad():
-                saved.append(_ops.forward_op(q, k, v, None, None, plan, False, 0.0, 0.0, -1, -1, 0, 0)[2])
+                saved.append(_ops.forward_op(q, k, v, None, None, None, None, plan, False, 0.0, 0.0, -1, -1, 0, 0)[2])
         must(torch.equal(*saved), f"expected every byte of `saved` to be written with {plan}, found "
              f"{(saved[0] != saved[1]).sum().item()} of {saved[0].numel()} that were not")
     count = 0
-    for case, plan in ((dict(B=2, H=4, G=2, T=48, N=48, D=64), "flash2,stabiliser=wide_output"),
-                       (dict(B=2, H=4, G=2, T=48, N=48, D=64), "flash2,stabiliser=consistent"),
-                       (dict(B=1, H=2, G=2, T=33, N=20, D=24, dtype=torch.float32), "fp32")):
+    some = torch.linspace(-1, 1, 4)
+    for case, plan, extras in ((dict(B=2, H=4, G=2, T=48, N=48, D=64), "flash2,stabiliser=wide_output", (None, None)),
+                               (dict(B=2, H=4, G=2, T=48, N=48, D=64), "flash2,stabiliser=consistent", (some.abs(), some)),
+                               (dict(B=1, H=2, G=2, T=33, N=20, D=24, dtype=torch.float32), "fp32", (None, None))):
         q, k, v, d_o = tensors(**case)
         for device in ("cuda", "cpu"):
             x = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
-            options = (None, None, plan, False, 0.0, 0.0, -1, -1, 0, 0)
-            torch.library.opcheck(_ops.forward_op, (*x, *options))
+            slopes, sinks = (None if t is None else t.to(device) for t in extras)
+            rest = (None, None, slopes, sinks, plan, False, 0.0, 0.0, -1, -1, 0, 0)
+            torch.library.opcheck(_ops.forward_op, (*x, *rest))
             with torch.no_grad():
-                o, lse, saved = _ops.forward_op(*x, *options)
-            torch.library.opcheck(_ops.backward_op, (d_o.to(device), *[t.detach() for t in x], o, lse, saved, *options))
+                o, lse, saved = _ops.forward_op(*x, *rest)
+            given = (d_o.to(device), *[t.detach() for t in x], o, lse, saved, None if sinks is None else torch.ones_like(lse))
+            torch.library.opcheck(_ops.backward_op, (*given, *rest))
             count += 2
     return f"{count} calls"
 

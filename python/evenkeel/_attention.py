@@ -3,17 +3,20 @@ import ctypes
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from . import _coverage, _library, _ops, _packed, _watch_calls
 
-DEFAULT_PLANS = {torch.bfloat16: "flash2,stabiliser=wide_output", torch.float32: "fp32", torch.float64: "fp32"}
-DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.bfloat16, torch.float32, torch.float64)}
+DEFAULT_PLANS = {torch.bfloat16: "flash2,stabiliser=wide_output", torch.float16: "flash2,stabiliser=wide_output",
+                 torch.float32: "fp32", torch.float64: "fp32"}
+DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32),
+          "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 LARGEST_HEADS = _library.largest_heads()  # asked once, here: code that torch compiles cannot ask the library
 
 
 def whole_plan(dtype, plan, stabiliser):
     """The plan's text with the stabiliser in it, in front of clauses for layers and heads. Without both: the dtype's
-    default, which is FlashAttention-2's roundings with the remedy for BF16, and no rounding for FP32 and FP64."""
+    default, which is FlashAttention-2's roundings with the remedy for BF16 and FP16, and no rounding for FP32 and FP64."""
     if plan is None and stabiliser is None:
         return DEFAULT_PLANS[dtype]
     if plan is None:
@@ -64,16 +67,46 @@ def unsuited(q, k, v):
     if q.numel() == 0 or k.numel() == 0:
         return ValueError, f"expected tensors with no empty axis, found q {tuple(q.shape)} and k {tuple(k.shape)}"
     B, H, _, D = q.shape
-    if k.shape != v.shape:
-        return ValueError, f"expected k and v of one shape, found k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if k.shape[:3] != v.shape[:3] or v.shape[3] == 0:
+        return ValueError, f"expected k and v of as many heads and keys, found k {tuple(k.shape)} and v {tuple(v.shape)}"
     if k.shape[0] != B or k.shape[3] != D:
         return ValueError, (f"expected k of shape ({B}, key heads, keys, {D}) beside q {tuple(q.shape)}, "
                             f"found {tuple(k.shape)}")
     if H % k.shape[1] != 0:
         return ValueError, f"expected query heads in whole groups for {k.shape[1]} key heads, found {H} query heads"
+    D = max(D, v.shape[3])
     if device in LARGEST_HEADS and D > LARGEST_HEADS[device]:
         return ValueError, f"expected a head size from 1 to {LARGEST_HEADS[device]} on a GPU, found {D}"
-    return unsuited_gpu(q.device.index or 0) if device == "cuda" else None
+    if device != "cuda":
+        return None
+    why = unsuited_gpu(q.device.index or 0)
+    if why is None and q.dtype == torch.float16:
+        refused = refusal(q.device.index or 0, "float16", int(D), DEFAULT_PLANS[q.dtype], False, False)
+        why = (ValueError, refused) if refused else None
+    return why
+
+
+@_coverage.at_compilation
+def refusal(gpu, dtype, D, plan, slopes, sinks):
+    """Why no kernels take such calls; "" where some do. gpu: its number, or -1 for the CPU; dtype: its name."""
+    return _asked_refusal(gpu, dtype, D, plan, slopes, sinks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked_refusal(gpu, dtype, D, plan, slopes, sinks):
+    device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
+    for text in _ops.plans_of(plan):
+        kernel, why = _kernel_of(device, getattr(torch, dtype), (1, 1, 1, 1, 1, D), _ops.Forms(slopes=slopes, sinks=sinks),
+                                 (text, False, 0.0, 0.0, -1, -1, 0, 0))
+        if kernel == "refused":
+            return why
+    return ""
+
+
+def taken_by_a_kernel(q, v, plan, slopes=False, sinks=False):
+    """Whether some kernels take such calls with slopes by distance, with sinks."""
+    gpu = q.device.index or 0 if q.device.type == "cuda" else -1
+    return not refusal(gpu, str(q.dtype).replace("torch.", ""), int(max(q.shape[3], v.shape[3])), plan, slopes, sinks)
 
 
 @_coverage.at_compilation
@@ -87,7 +120,7 @@ def _asked_gpu(index):
     if getattr(torch.version, "hip", None):
         return RuntimeError, f"expected an NVIDIA GPU, found ROCm {torch.version.hip}"
     device = torch.device("cuda", index)
-    problem = _ops._problem(device, torch.bfloat16, (1, 1, 1, 1, 1, 8), False, "flash2", False, 0.0, 0.0, -1, -1, 0, 0, 0)
+    problem = _ops._problem(device, torch.bfloat16, (1, 1, 1, 1, 1, 8), _ops.Forms(), "flash2", False, 0.0, 0.0, -1, -1, 0, 0, 0)
     name, why = ctypes.c_char_p(), ctypes.c_char_p()
     with _ops._on(device) if torch.cuda.is_available() else _ops._Nowhere():
         status = _library.library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why))
@@ -171,26 +204,57 @@ def local_tensors(function, *tensors):
     return tuple(t.to_local() for t in tensors), lambda o: type(q).from_local(o, q.device_mesh, q.placements, run_check=False)
 
 
-def listed(door, q, k, visible, options):
+def listed(door, q, k, forms, options):
     """One call of our kernels, for coverage()."""
     kernel, why = "compiled", ""
     if not compiling():
         *before, _, layer = options
-        kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k), visible is not None,
+        kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k), forms,
                                  (_ops.plans_of(before[0])[0], *before[1:], 0, layer))
     _coverage.note(door, _coverage.shape_text(q), str(q.dtype).replace("torch.", ""), kernel, options[0], why)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel_of(device, dtype, shape, masked, options):
+def _kernel_of(device, dtype, shape, forms, options):
     try:
-        return _ops.chosen_kernel(device, dtype, shape, masked, *options)
+        return _ops.chosen_kernel(device, dtype, shape, forms, *options)
     except (ValueError, _library.EvenkeelError) as error:  # the call itself says it
         return "refused", str(error)
 
 
+def one_head_size(q, k, v, scale):
+    """q, k, v with as many features each, filled with zeros, and the scale of the original ones."""
+    D, D_v = q.shape[-1], v.shape[-1]
+    if D == D_v:
+        return q, k, v, scale
+    fill = lambda t: F.pad(t, (0, max(D, D_v) - t.shape[-1])) if t.shape[-1] < max(D, D_v) else t
+    return fill(q), fill(k), fill(v), D ** -0.5 if scale is None else scale
+
+
+def numbers_of_heads(numbers, q, heads, name, function):
+    """Slopes or sinks as the kernels take them: (H), FP32."""
+    if numbers is None:
+        return None
+    if not isinstance(numbers, torch.Tensor) or tuple(numbers.shape) != (heads,) or numbers.device != q.device:
+        found = (tuple(numbers.shape), numbers.device) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
+        raise ValueError(f"{function}: expected {name} of {heads} numbers, one for each query head, on {q.device}, found {found}")
+    return numbers.to(torch.float32).contiguous()
+
+
+def sinks_beside(q, v, plan, sinks):
+    """Whether sinks are computed beside the kernels, from the log-sum-exp: where no kernels take them, and where the call is
+    recorded, since a capture knows no sinks."""
+    return sinks is not None and (_watch_calls.is_recording() or not taken_by_a_kernel(q, v, plan, sinks=True))
+
+
+def with_sinks(o, lse, sinks, by_row):
+    """A sink takes exp(s) of the row's sum: what is left of the probability is the keys'. by_row: from the axes of lse to o's."""
+    sinks = sinks.view(-1, 1)
+    return o * by_row(torch.sigmoid(lse - sinks)).unsqueeze(-1).to(o.dtype), torch.logaddexp(lse, sinks.expand_as(lse))
+
+
 def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=None, scale=None, softcap=0.0,
-        window=(-1, -1), step=None, layer=0, door=None):
+        window=(-1, -1), step=None, layer=0, door=None, slopes=None, sinks=None):
     """Checked attention; the last row sees the last key. Returns o, lse."""
     wrap = lambda o: o
     if all(isinstance(t, torch.Tensor) for t in (q, k, v)):
@@ -201,28 +265,29 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
         require(unsuited_mask(visible, shape, q.device), function)
         visible = visible.to(torch.uint8).expand(shape)
     plan = whole_plan(q.dtype, plan, stabiliser)
+    features = v.shape[3]
+    q, k, v, scale = one_head_size(q, k, v, scale)
+    slopes = numbers_of_heads(slopes, q, q.shape[1], "alibi_slopes", function)
+    sinks = numbers_of_heads(sinks, q, q.shape[1], "sinks", function)
     device_step, step = step_of(step, plan, q, function)
     options = (plan, bool(causal), scale_of(scale, function), float(softcap or 0.0), int(window[0]), int(window[1]), step,
                int(layer))
-    call = lambda: _ops.forward_op(q, k, v, visible, device_step, *options)
-    listed(door or function, q, k, visible, options)
+    beside = sinks_beside(q, v, plan, sinks)
+    extras = (visible, device_step, slopes, None if beside else sinks)
+    call = lambda: _ops.forward_op(q, k, v, *extras, *options)
+    listed(door or function, q, k, _ops._forms(visible, slopes, extras[3]), options)
     if compiling():
         o, lse, _ = call()
     else:
-        o, lse, _ = _watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible)
+        o, lse, _ = (_watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible) if slopes is None
+                     else _watch_calls.not_recorded(call, "expected attention without slopes by distance (ALiBi), found some"))
         _watch_calls.tell_lse(lse)
-    return wrap(o), lse
+    if beside:
+        o, lse = with_sinks(o, lse, sinks, lambda x: x)
+    return wrap(o[..., :features]) if features < o.shape[-1] else wrap(o), lse
 
 
-def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, causal=False, plan=None, stabiliser=None,
-               scale=None, softcap=0.0, window=(-1, -1), step=None, layer=0, door=None):
-    """The same for packed sequences: q (R, H, D), k, v (S, G, D), starts (sequences + 1) of int32. Returns o (R, H, D) and
-    lse (H, R)."""
-    require(next(((TypeError, f"expected {name} to be a tensor, found {type(t).__name__}") for name, t in zip("qkv", (q, k, v))
-                  if not isinstance(t, torch.Tensor)), None), function)
-    q, k, v = under_autocast(q, k, v)
-    rows_first = [t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v)]
-    require(unsuited(*rows_first), function)
+def check_starts(q, k, starts_q, starts_k, function):
     for name, starts, rows in (("cu_seqlens_q", starts_q, q.shape[0]), ("cu_seqlens_k", starts_k, k.shape[0])):
         if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or starts.shape[0] < 2 or starts.device != q.device:
             raise ValueError(f"{function}: expected {name} of one axis with 2 or more numbers on {q.device}, found "
@@ -232,26 +297,48 @@ def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, caus
     if starts_q.shape != starts_k.shape:
         raise ValueError(f"{function}: expected as many sequences of rows as of keys, found {starts_q.shape[0] - 1} and "
                          f"{starts_k.shape[0] - 1}")
+
+
+def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, causal=False, plan=None, stabiliser=None,
+               scale=None, softcap=0.0, window=(-1, -1), step=None, layer=0, door=None, slopes=None, sinks=None):
+    """The same for packed sequences: q (R, H, D), k, v (S, G, D), starts (sequences + 1) of int32. Returns o (R, H, D) and
+    lse (H, R)."""
+    require(next(((TypeError, f"expected {name} to be a tensor, found {type(t).__name__}") for name, t in zip("qkv", (q, k, v))
+                  if not isinstance(t, torch.Tensor)), None), function)
+    q, k, v = under_autocast(q, k, v)
+    require(unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v))), function)
+    check_starts(q, k, starts_q, starts_k, function)
     plan = whole_plan(q.dtype, plan, stabiliser)
+    features = v.shape[2]
+    q, k, v, scale = one_head_size(q, k, v, scale)
+    slopes = numbers_of_heads(slopes, q, q.shape[1], "alibi_slopes", function)
+    sinks = numbers_of_heads(sinks, q, q.shape[1], "sinks", function)
     device_step, step = step_of(step, plan, q, function)
     options = (plan, bool(causal), scale_of(scale, function), float(softcap or 0.0), int(window[0]), int(window[1]), step,
                int(layer))
     starts_q, starts_k = (t.to(torch.int32).contiguous() for t in (starts_q, starts_k))
-    call = lambda: _packed.packed_op(q, k, v, starts_q, starts_k, device_step, int(longest_q), int(longest_k), *options)
-    listed(door or function, rows_first[0], rows_first[1], None, options)
+    heads_first = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+    beside = sinks_beside(heads_first[0], heads_first[2], plan, sinks)
+    extras = (device_step, slopes, None if beside else sinks)
+    call = lambda: _packed.packed_op(q, k, v, starts_q, starts_k, *extras, int(longest_q), int(longest_k), *options)
+    listed(door or function, heads_first[0], heads_first[1], _ops._forms(None, slopes, extras[2]), options)
     if compiling():
         o, lse, _ = call()
     else:
-        o, lse, _ = _watch_calls.seen_packed(call, q, k, v, starts_q, starts_k, options[2], options[3], options[1],
-                                             options[4:6])
+        o, lse, _ = (_watch_calls.seen_packed(call, q, k, v, starts_q, starts_k, options[2], options[3], options[1], options[4:6])
+                     if slopes is None
+                     else _watch_calls.not_recorded(call, "expected attention without slopes by distance (ALiBi), found some"))
         _watch_calls.tell_lse(lse.unsqueeze(0))
-    return o, lse
+    if beside:
+        o, lse = with_sinks(o, lse, sinks, lambda x: x.t())
+    return o[..., :features] if features < o.shape[-1] else o, lse
 
 
 def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, step=None,
-              layer=0, return_lse=False, door="evenkeel.attention"):
-    """Attention of q (B, H, T, D) over k, v (B, G, N, D), H a multiple of G; returns o (B, H, T, D), and the
-    log-sum-exp of every row (B, H, T) where return_lse is set. Both have gradients (the log-sum-exp's without softcap).
+              layer=0, return_lse=False, door="evenkeel.attention", alibi_slopes=None, sinks=None):
+    """Attention of q (B, H, T, D) over k, v (B, G, N, D), H a multiple of G; returns o (B, H, T, D of v), and the
+    log-sum-exp of every row (B, H, T) where return_lse is set. Both have gradients (the log-sum-exp's with softcap where the
+    kernels take it: not with FP32 on a GPU).
 
     is_causal: row i sees keys up to i, as in torch's scaled_dot_product_attention.
     plan: a precision plan, "bf16_all,row_sum=fp32"; stabiliser: the remedy, "wide_output", "consistent", "zero_sum", ...
@@ -259,6 +346,10 @@ def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=No
     step: of the random numbers, for plans that draw some; a number, or one int32 on q's device. None: drawn from PyTorch's
     generator, so it differs from call to call and repeats after torch.manual_seed.
     layer: for plans with clauses for layers.
+    alibi_slopes: (H); a score falls by slope times the distance of row and key, the last row being at the last key. For BF16
+    and FP16, and on a CPU; not with softcap. They have no gradient.
+    sinks: (H), one more score of every row without a value: it takes its share of the probability, and the log-sum-exp counts
+    it. They have a gradient.
     """
     name = "evenkeel.attention"
     if is_causal and attn_mask is not None:
@@ -269,7 +360,8 @@ def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=No
             k, v = k[:, :, :T], v[:, :, :T] if isinstance(v, torch.Tensor) and v.dim() == 4 else v
         elif T > N:  # rows beyond the last key see all of them
             is_causal, attn_mask = False, torch.ones(T, N, dtype=torch.bool, device=q.device).tril()
-    o, lse = run(name, q, k, v, is_causal, attn_mask, plan, stabiliser, scale, softcap, (-1, -1), step, layer, door)
+    o, lse = run(name, q, k, v, is_causal, attn_mask, plan, stabiliser, scale, softcap, (-1, -1), step, layer, door, alibi_slopes,
+                 sinks)
     return (o, lse) if return_lse else o
 
 
@@ -293,7 +385,7 @@ def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser
 
 
 def kernel_choice(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, layer=0):
-    """Which kernel runs ("hopper", "any_plan" or "cpu"), and why."""
+    """Which kernel runs ("hopper", "ampere", "any_plan" or "cpu"), and why."""
     name = "evenkeel.kernel_choice"
     require(unsuited(q, k, v), name)
     return _ops.kernel(q, k, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), scale_of(scale, name),

@@ -75,7 +75,7 @@ def note(door, shape, dtype, kernel, plan, why):
 
 def coverage():
     """The attention calls of the last step: a list of dicts (door, shape of q, dtype, kernel, plan, why, calls); print it
-    for a table. kernel is "hopper", "any_plan" or "cpu", or "pytorch" where PyTorch's own code ran, and `why` says why."""
+    for a table. kernel is "hopper", "ampere", "any_plan" or "cpu", or "pytorch" where PyTorch's own code ran, and `why` says why."""
     names = ("door", "shape", "dtype", "kernel", "plan", "why")
     with _lock:
         return Coverage({**dict(zip(names, key)), "calls": calls} for key, calls in _calls.items())

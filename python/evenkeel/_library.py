@@ -6,7 +6,7 @@ import pathlib
 
 ABI_VERSION = 1
 CPU, CUDA = 0, 1
-BF16, FP32, FP64 = 0, 1, 2
+BF16, FP32, FP64, FP16 = 0, 1, 2, 3
 BAD_ARGUMENT = 1
 
 
@@ -28,6 +28,7 @@ class Attention(ctypes.Structure):
         ("query_rows", ctypes.c_int64), ("key_rows", ctypes.c_int64),
         ("visible", Tensor), ("tile_keys", ctypes.c_int64), ("step", ctypes.c_uint32), ("layer", ctypes.c_uint32),
         ("device_step", ctypes.c_void_p), ("with_facts", ctypes.c_int32), ("aligned", ctypes.c_int32),
+        ("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("with_grad_lse", ctypes.c_int32), ("reserved", ctypes.c_int32),
     ]
 
 
@@ -45,7 +46,7 @@ class Backward(ctypes.Structure):
         *[(name, Tensor) for name in ("q", "k", "v", "grad_output", "o")],
         *[(name, ctypes.c_void_p) for name in ("lse", "saved", "workspace")],
         *[(name, Tensor) for name in ("dq", "dk", "dv")],
-        *[(name, ctypes.c_void_p) for name in ("delta", "residual", "residual_floor", "delta_error")],
+        *[(name, ctypes.c_void_p) for name in ("delta", "residual", "residual_floor", "delta_error", "grad_lse", "dsinks")],
     ]
 
 

@@ -6,7 +6,7 @@ No check of its own: the library checks, and says what it expected and found.
 import ctypes
 import functools
 import re
-from typing import Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 
@@ -16,7 +16,9 @@ from ._library import check, library
 Tensor = torch.Tensor
 NAME = "evenkeel.attention"
 NAMESPACE = re.sub(r"\W", "_", __package__)  # of the operations: a copy of the package under another name has its own
-TYPES = {torch.bfloat16: _library.BF16, torch.float32: _library.FP32, torch.float64: _library.FP64}
+TYPES = {torch.bfloat16: _library.BF16, torch.float32: _library.FP32, torch.float64: _library.FP64,
+         torch.float16: _library.FP16}
+HALVES = (torch.bfloat16, torch.float16)
 
 
 # "@name" -> plans, of which the first holds now and every one may: a plan that may change while compiled code runs (the
@@ -29,21 +31,42 @@ def plans_of(plan):
     return PLAN_TABLES[plan] if plan in PLAN_TABLES else (plan,)
 
 
-def _problem(device, dtype, shape, masked, plan, causal, scale, softcap, window_left, window_right, step, layer, facts):
+def in_format(plan, dtype):
+    """flash2 stands for its roundings in the format of the tensors: of a plan that begins with it, the text for this dtype."""
+    if dtype != torch.float16:
+        return plan
+    sites = "".join(f",{site}=fp16" for site in ("probs", "output", "probs_bwd", "dscores", "dq", "dk", "dv"))
+    return re.sub(r"^\s*flash2\b", "flash2" + sites, plan)
+
+
+class Forms(NamedTuple):
+    """What a call comes with, besides numbers: kernels are chosen by it."""
+    masked: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    grad_lse: bool = False
+
+
+def _problem(device, dtype, shape, forms, plan, causal, scale, softcap, window_left, window_right, step, layer, facts):
     """The options of a call; `shape` is (B, H, G, T, N, D)."""
     a = _library.Attention()
     library().evenkeel_attention_defaults(ctypes.byref(a), ctypes.sizeof(a))
     a.device = _library.CUDA if device.type == "cuda" else _library.CPU
-    # The CPU has no BF16 tensors: they are widened, which is exact.
-    a.type = _library.FP32 if device.type == "cpu" and dtype == torch.bfloat16 else TYPES[dtype]
+    # The CPU has no tensors of 16 bits: they are widened, which is exact.
+    a.type = _library.FP32 if device.type == "cpu" and dtype in HALVES else TYPES[dtype]
     a.B, a.H, a.G, a.T, a.N, a.D = shape
-    a.plan = plans_of(plan)[0].encode()
+    a.plan = in_format(plans_of(plan)[0], dtype).encode()
     a.scale, a.softcap, a.causal = scale, softcap, causal
     a.window_left, a.window_right = window_left, window_right
     a.step, a.layer = step % 2**32, layer
-    a.with_facts = facts
-    if masked:
-        a.visible.data = 1  # for the sizes; a call sets the mask itself
+    a.with_facts, a.with_grad_lse = facts, forms.grad_lse
+    # For the sizes; a call sets the addresses themselves.
+    if forms.masked:
+        a.visible.data = 1
+    if forms.slopes:
+        a.slopes = 1
+    if forms.sinks:
+        a.sinks = 1
     return a
 
 
@@ -52,27 +75,27 @@ def _shape(q, k):
 
 
 @functools.lru_cache(maxsize=4096)
-def _asked_sizes(device, dtype, shape, masked, *options):
+def _asked_sizes(device, dtype, shape, forms, *options):
     sizes = _library.Sizes()
-    problem = _problem(device, dtype, shape, masked, *options)
+    problem = _problem(device, dtype, shape, forms, *options)
     with _on(device):
         check(library().evenkeel_attention_sizes(ctypes.byref(problem), ctypes.byref(sizes)), NAME)
     return sizes.saved, sizes.workspace
 
 
-def _sizes(q, shape, masked, options):
+def _sizes(q, shape, forms, options):
     """Bytes of `saved` and of the workspace: the most that any plan of the name needs. Neither depends on the step, which
     may be a symbol."""
     plan, *before, _, layer, facts = options
-    asked = [_asked_sizes(q.device, q.dtype, shape, masked, text, *before, 0, layer, facts) for text in plans_of(plan)]
+    asked = [_asked_sizes(q.device, q.dtype, shape, forms, text, *before, 0, layer, facts) for text in plans_of(plan)]
     return max(saved for saved, _ in asked), max(workspace for _, workspace in asked)
 
 
-def _saved(q, k, masked, options):
+def _saved(q, k, forms, options):
     """Memory for what forward leaves to backward: bytes, (B, H, T, of a row). Those of a row depend on neither B, T nor N
     (evenkeel.h), which may be symbols here: code compiled for one length serves others."""
     H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
-    of_all_heads, _ = _sizes(q, (1, H, G, 1, 1, D), masked, options)
+    of_all_heads, _ = _sizes(q, (1, H, G, 1, 1, D), forms, options)
     return q.new_empty((*q.shape[:3], of_all_heads // H), dtype=torch.uint8)
 
 
@@ -110,8 +133,8 @@ def _is_aligned(x):
 def _readable(x):
     """x as the library reads it. A copy where the fast kernels could not: it costs far less than the slow ones."""
     if x.device.type == "cpu":
-        return x.float() if x.dtype == torch.bfloat16 else x
-    if x.dtype == torch.bfloat16 and x.shape[3] % 8 == 0 and not _is_aligned(x):
+        return x.float() if x.dtype in HALVES else x
+    if x.dtype in HALVES and x.shape[3] % 8 == 0 and not _is_aligned(x):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     return x
 
@@ -128,24 +151,34 @@ def _with_step(device_step, options):
     return None, (*before, int(device_step) % 2**32, layer, facts)
 
 
-def _forward(q, k, v, visible, device_step, options, ties=None):
-    """o (B, H, T, D), lse (B, H, T), saved (as _saved has it)."""
+def _set_extras(a, visible, device_step, slopes, sinks):
+    """The addresses of a call's own tensors."""
+    if visible is not None:
+        a.visible = _view(visible)
+    for name, tensor in (("device_step", device_step), ("slopes", slopes), ("sinks", sinks)):
+        if tensor is not None:
+            setattr(a, name, tensor.data_ptr())
+
+
+def _forms(visible, slopes, sinks, grad_lse=None):
+    return Forms(visible is not None, slopes is not None, sinks is not None, grad_lse is not None)
+
+
+def _forward(q, k, v, visible, device_step, slopes, sinks, options, ties=None):
+    """o (B, H, T, D), lse (B, H, T), saved (as _saved has it). slopes, sinks: (H), FP32, or None."""
     device_step, options = _with_step(device_step, options)
     shape, dtype, device = _shape(q, k), q.dtype, q.device
-    masked = visible is not None
-    saved_bytes, workspace_bytes = _sizes(q, shape, masked, options)
-    saved, workspace = _saved(q, k, masked, options), q.new_empty(workspace_bytes, dtype=torch.uint8)
+    forms = _forms(visible, slopes, sinks)
+    saved_bytes, workspace_bytes = _sizes(q, shape, forms, options)
+    saved, workspace = _saved(q, k, forms, options), q.new_empty(workspace_bytes, dtype=torch.uint8)
     if saved.numel() != saved_bytes:
         raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.shape[3]} bytes of every row, found one "
                                      f"that saves {saved_bytes} bytes of {q.shape[:3].numel()} rows")
     q, k, v = _readable(q), _readable(k), _readable(v)
     o = _like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    a = _problem(device, dtype, shape, False, *options)
-    if visible is not None:
-        a.visible = _view(visible)
-    if device_step is not None:
-        a.device_step = device_step.data_ptr()
+    a = _problem(device, dtype, shape, Forms(), *options)
+    _set_extras(a, visible, device_step, slopes, sinks)
     p = _library.Forward(struct_size=ctypes.sizeof(_library.Forward), q=_view(q), k=_view(k), v=_view(v), o=_view(o),
                          lse=lse.data_ptr(), saved=saved.data_ptr(), workspace=workspace.data_ptr())
     if ties is not None:
@@ -155,67 +188,93 @@ def _forward(q, k, v, visible, device_step, options, ties=None):
     return o.to(dtype), lse, saved
 
 
-def _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options, facts=None):
-    """dq (B, H, T, D), dk, dv (B, G, N, D). facts: tensors to be filled, by name."""
+def _backward(grad_output, q, k, v, o, lse, saved, grad_lse, visible, device_step, slopes, sinks, options, facts=None):
+    """dq (B, H, T, D), dk, dv (B, G, N, D), dsinks (H; none without sinks: 0). facts: tensors to be filled, by name."""
     device_step, options = _with_step(device_step, options)
     shape, dtype, device = _shape(q, k), q.dtype, q.device
-    workspace = q.new_empty(_sizes(q, shape, visible is not None, options)[1], dtype=torch.uint8)
+    forms = _forms(visible, slopes, sinks, grad_lse)
+    workspace = q.new_empty(_sizes(q, shape, forms, options)[1], dtype=torch.uint8)
     grad_output, q, k, v, o = (_readable(x) for x in (grad_output, q, k, v, o))
-    dq, dk, dv = _like(q), _like(k), _like(v)
-    a = _problem(device, dtype, shape, False, *options)
-    if visible is not None:
-        a.visible = _view(visible)
-    if device_step is not None:
-        a.device_step = device_step.data_ptr()
+    dq, dk, dv, dsinks = _like(q), _like(k), _like(v), _like_sinks(q, sinks)
+    a = _problem(device, dtype, shape, Forms(grad_lse=forms.grad_lse), *options)
+    _set_extras(a, visible, device_step, slopes, sinks)
     p = _library.Backward(struct_size=ctypes.sizeof(_library.Backward), q=_view(q), k=_view(k), v=_view(v),
                           grad_output=_view(grad_output), o=_view(o), lse=lse.data_ptr(), saved=saved.data_ptr(),
                           workspace=workspace.data_ptr(), dq=_view(dq), dk=_view(dk), dv=_view(dv))
+    if sinks is not None:
+        p.dsinks = dsinks.data_ptr()
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+        p.grad_lse = grad_lse.data_ptr()
     for name, tensor in (facts or {}).items():
         setattr(p, name, tensor.data_ptr())
     with _on(device):
         check(library().evenkeel_attention_backward(ctypes.byref(a), ctypes.byref(p), _stream(device)), NAME)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
-def all_gradients(run, tensors, grad_output, grad_lse, scale, softcap, name=NAME, by_row=lambda weight: weight):
-    """dq, dk, dv of both outputs; either gradient may be None. run: both passes (forward of q, k, v; backward of grad_output and
-    `tensors`, which are q, k, v, o, lse, saved) with the problem's options. by_row: from the axes of lse to those of q, without
-    the last one.
+def _like_sinks(q, sinks):
+    return q.new_zeros(0 if sinks is None else sinks.shape[0], dtype=torch.float32)
 
-    The gradient of the log-sum-exp adds to dq and dk: sum_j P_ij k_j is attention's output with k in the place of v, and
-    sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i. So no kernel needs to know dL."""
+
+@functools.lru_cache(maxsize=4096)
+def takes_grad_lse(device, dtype, shape, forms, *options):
+    """Whether the kernels that these calls run in take a gradient of the log-sum-exp. shape: with B, T and N of 1."""
+    forward = chosen_kernel(device, dtype, shape, forms, *options)[0]
+    try:
+        return chosen_kernel(device, dtype, shape, forms._replace(grad_lse=True), *options)[0] == forward
+    except ValueError:  # none of the device does
+        return False
+
+
+def all_gradients(run, tensors, grad_output, grad_lse, options, forms, name=NAME, by_row=lambda weight: weight):
+    """dq, dk, dv, dsinks of both outputs; either gradient may be None. run: both passes (forward of q, k, v; backward of
+    grad_output, `tensors`, which are q, k, v, o, lse, saved, and grad_lse) with the problem's options, which are from `plan` on.
+    by_row: from the axes of lse to those of q, without the last one.
+
+    Where the kernels do not take the gradient of the log-sum-exp: it adds to dq and dk; sum_j P_ij k_j is attention's output
+    with k in the place of v, and sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i."""
     forward, backward = run
-    q, k, v, _, lse, _ = tensors
+    q, k, v, o, lse, _ = tensors
+    H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1])
+    plan, causal, scale, softcap, left, right, _, layer = options
+    if grad_lse is not None:  # a row without keys has none
+        grad_lse = torch.where(torch.isfinite(lse), grad_lse, torch.zeros_like(grad_lse))
+        known = (plans_of(plan)[0], causal, scale, softcap, left, right, 0, layer)
+        if takes_grad_lse(q.device, q.dtype, (1, H, G, 1, 1, D), forms, *known):
+            return backward(torch.zeros_like(o) if grad_output is None else grad_output, *tensors, grad_lse)
     if grad_output is None:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv, dsinks = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
     else:
-        dq, dk, dv = backward(grad_output, *tensors)
+        dq, dk, dv, dsinks = backward(grad_output, *tensors, None)
     if grad_lse is None:
-        return dq, dk, dv
-    if softcap != 0:
-        raise NotImplementedError(f"{name}: expected no gradient of the log-sum-exp with softcap, found one")
-    # A row without keys has no gradient.
-    weight = by_row(torch.where(torch.isfinite(lse), grad_lse, torch.zeros_like(grad_lse))).unsqueeze(-1)
-    weight = weight * (scale or q.shape[-1] ** -0.5)
+        return dq, dk, dv, dsinks
+    if softcap != 0 or forms.sinks:
+        raise NotImplementedError(f"{name}: expected no gradient of the log-sum-exp with softcap or sinks, which these kernels "
+                                  "do not take, found one")
+    weight = by_row(grad_lse).unsqueeze(-1) * (scale or D ** -0.5)
     dq = dq + (weight * forward(q, k, k)[0]).to(q.dtype)
-    dk = dk + backward((weight * q).to(q.dtype), *tensors)[2]
-    return dq, dk, dv
+    dk = dk + backward((weight * q).to(q.dtype), *tensors, None)[2]
+    return dq, dk, dv, dsinks
 
 
 def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
-    *tensors, visible, device_step = saved_tensors
-    run = (lambda *t: forward(*t, visible, device_step, *options), lambda *t: backward(*t, visible, device_step, *options))
-    return all_gradients(run, tensors, grad_output, grad_lse, scale=options[2], softcap=options[3])
+    """Of the inputs of forward_op, as autograd wants them."""
+    *tensors, visible, device_step, slopes, sinks = saved_tensors
+    extras = (visible, device_step, slopes, sinks)
+    run = lambda *t: forward(*t, *extras, *options), lambda *t: backward(*t, *extras, *options)
+    *of_tensors, dsinks = all_gradients(run, tensors, grad_output, grad_lse, options, _forms(visible, slopes, sinks))
+    return (*of_tensors, None, None, None, dsinks if sinks is not None else None, *[None] * 8)
 
 
 class _Function(torch.autograd.Function):
     """Before torch 2.4."""
 
     @staticmethod
-    def forward(ctx, q, k, v, visible, device_step, *options):
+    def forward(ctx, q, k, v, visible, device_step, slopes, sinks, *options):
         ctx.options = options
-        o, lse, saved = _forward(q, k, v, visible, device_step, (*options, 0))
-        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
+        o, lse, saved = _forward(q, k, v, visible, device_step, slopes, sinks, (*options, 0))
+        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step, slopes, sinks)
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
         return o, lse, saved
@@ -223,10 +282,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, grad_lse, _saved):
-        forward = lambda *a: _forward(*a[:5], (*a[5:], 0))
-        backward = lambda *a: _backward(*a[:9], (*a[9:], 0))
-        gradients = _all_gradients(forward, backward, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
-        return (*gradients, *[None] * 10)
+        forward = lambda *a: _forward(*a[:7], (*a[7:], 0))
+        backward = lambda *a: _backward(*a[:12], (*a[12:], 0))
+        return _all_gradients(forward, backward, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
 
 
 HAS_CUSTOM_OPS = hasattr(torch.library, "custom_op") and hasattr(torch.library, "register_autograd")
@@ -234,40 +292,38 @@ HAS_CUSTOM_OPS = hasattr(torch.library, "custom_op") and hasattr(torch.library, 
 if HAS_CUSTOM_OPS:
 
     @torch.library.custom_op(f"{NAMESPACE}::attention", mutates_args=(), device_types=("cpu", "cuda"))
-    def forward_op(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor], device_step: Optional[Tensor], plan: str,
-                   causal: bool, scale: float, softcap: float, window_left: int, window_right: int, step: int,
-                   layer: int) -> Tuple[Tensor, Tensor, Tensor]:
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor], device_step: Optional[Tensor],
+                   slopes: Optional[Tensor], sinks: Optional[Tensor], plan: str, causal: bool, scale: float, softcap: float,
+                   window_left: int, window_right: int, step: int, layer: int) -> Tuple[Tensor, Tensor, Tensor]:
         options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
-        return _forward(q, k, v, visible, device_step, options)
+        return _forward(q, k, v, visible, device_step, slopes, sinks, options)
 
     @forward_op.register_fake
-    def _(q, k, v, visible, device_step, plan, causal, scale, softcap, window_left, window_right, step, layer):
-        options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
-        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), _saved(q, k, visible is not None, options)
+    def _(q, k, v, visible, device_step, slopes, sinks, *options):
+        saved = _saved(q, k, _forms(visible, slopes, sinks), (*options, 0))
+        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), saved
 
     @torch.library.custom_op(f"{NAMESPACE}::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
-                    visible: Optional[Tensor], device_step: Optional[Tensor], plan: str, causal: bool, scale: float,
-                    softcap: float, window_left: int, window_right: int, step: int,
-                    layer: int) -> Tuple[Tensor, Tensor, Tensor]:
+                    grad_lse: Optional[Tensor], visible: Optional[Tensor], device_step: Optional[Tensor],
+                    slopes: Optional[Tensor], sinks: Optional[Tensor], plan: str, causal: bool, scale: float, softcap: float,
+                    window_left: int, window_right: int, step: int, layer: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         options = (plan, causal, scale, softcap, window_left, window_right, step, layer, 0)
-        return _backward(grad_output, q, k, v, o, lse, saved, visible, device_step, options)
+        return _backward(grad_output, q, k, v, o, lse, saved, grad_lse, visible, device_step, slopes, sinks, options)
 
     @backward_op.register_fake
-    def _(grad_output, q, k, v, o, lse, saved, visible, device_step, plan, causal, scale, softcap, window_left,
-          window_right, step, layer):
-        return _like(q), _like(k), _like(v)
+    def _(grad_output, q, k, v, o, lse, saved, grad_lse, visible, device_step, slopes, sinks, *options):
+        return _like(q), _like(k), _like(v), _like_sinks(q, sinks)
 
     def _setup_context(ctx, inputs, output):
-        q, k, v, visible, device_step, *ctx.options = inputs
+        q, k, v, visible, device_step, slopes, sinks, *ctx.options = inputs
         o, lse, saved = output
-        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step)
+        ctx.save_for_backward(q, k, v, o, lse, saved, visible, device_step, slopes, sinks)
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
 
     def _autograd(ctx, grad_output, grad_lse, _saved):
-        gradients = _all_gradients(forward_op, backward_op, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
-        return (*gradients, *[None] * 10)
+        return _all_gradients(forward_op, backward_op, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
 
     forward_op.register_autograd(_autograd, setup_context=_setup_context)
 else:
@@ -281,19 +337,19 @@ def facts(q, k, v, grad_output, visible, *options):
     options = (*options, 1)
     rows = lambda dtype: q.new_zeros(q.shape[:3], dtype=dtype)
     told = {"ties": rows(torch.int32)}
-    o, lse, saved = _forward(q, k, v, visible, None, options, told["ties"])
+    o, lse, saved = _forward(q, k, v, visible, None, None, None, options, told["ties"])
     of_rows = {name: rows(torch.float32) for name in ("delta", "residual", "residual_floor")}
-    dq, dk, dv = _backward(grad_output, q, k, v, o, lse, saved, visible, None, options, of_rows)
+    dq, dk, dv, _ = _backward(grad_output, q, k, v, o, lse, saved, None, visible, None, None, None, options, of_rows)
     return {"o": o, "lse": lse, **told, "dq": dq, "dk": dk, "dv": dv, **of_rows}
 
 
 def kernel(q, k, visible, *options):
-    return chosen_kernel(q.device, q.dtype, _shape(q, k), visible is not None, *options)
+    return chosen_kernel(q.device, q.dtype, _shape(q, k), Forms(visible is not None), *options)
 
 
-def chosen_kernel(device, dtype, shape, masked, *options):
+def chosen_kernel(device, dtype, shape, forms, *options):
     """Which family of kernels, and why; shape is (B, H, G, T, N, D)."""
-    problem = _problem(device, dtype, shape, masked, *options, 0)
+    problem = _problem(device, dtype, shape, forms, *options, 0)
     name, why = ctypes.c_char_p(), ctypes.c_char_p()
     with _on(device):
         check(library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why)), NAME)

@@ -15,15 +15,15 @@ Tensor = torch.Tensor
 NAME = "evenkeel.attention_packed"
 
 
-def _row_bytes(q, k, options):
+def _row_bytes(q, k, forms, options):
     """Of `saved`, for one row of one head."""
     H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[2])
-    return _ops._sizes(q, (1, H, G, 1, 1, D), False, options)[0] // H
+    return _ops._sizes(q, (1, H, G, 1, 1, D), forms, options)[0] // H
 
 
-def _new_saved(q, k, starts_q, longest_q, options):
+def _new_saved(q, k, starts_q, longest_q, forms, options):
     rows = q.shape[0] if q.device.type == "cpu" else (starts_q.shape[0] - 1) * longest_q
-    return q.new_empty(rows * q.shape[1] * _row_bytes(q, k, options), dtype=torch.uint8)
+    return q.new_empty(rows * q.shape[1] * _row_bytes(q, k, forms, options), dtype=torch.uint8)
 
 
 def _heads_first(t):
@@ -36,44 +36,48 @@ def _sequences(starts_q, starts_k):
     return [(slice(*rows), slice(*keys)) for rows, keys in zip(zip(q, q[1:]), zip(k, k[1:])) if rows[1] > rows[0]]
 
 
-def _cpu_forward(q, k, v, starts_q, starts_k, longest_q, device_step, options):
+def _cpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, options):
     o, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
-    saved = _new_saved(q, k, starts_q, longest_q, options)
-    row = q.shape[1] * _row_bytes(q, k, options)
+    forms = _ops._forms(None, slopes, sinks)
+    saved = _new_saved(q, k, starts_q, longest_q, forms, options)
+    row = q.shape[1] * _row_bytes(q, k, forms, options)
     for rows, keys in _sequences(starts_q, starts_k):
         if keys.stop == keys.start:  # no key: the output is 0
             continue
-        found = _ops._forward(*(_heads_first(t[at]) for t, at in ((q, rows), (k, keys), (v, keys))), None, device_step, options)
+        found = _ops._forward(*(_heads_first(t[at]) for t, at in ((q, rows), (k, keys), (v, keys))), None, device_step, slopes,
+                              sinks, options)
         o[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
         saved[rows.start * row : rows.start * row + found[2].numel()] = found[2].flatten()
     return o, lse, saved
 
 
-def _cpu_backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, longest_q, device_step, options):
+def _cpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, options):
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    row = q.shape[1] * _row_bytes(q, k, options)
+    dsinks = _ops._like_sinks(q, sinks)
+    row = q.shape[1] * _row_bytes(q, k, _ops._forms(None, slopes, sinks), options)
     for rows, keys in _sequences(starts_q, starts_k):
         if keys.stop == keys.start:
             continue
         x = [_heads_first(t[at]) for t, at in ((grad_output, rows), (q, rows), (k, keys), (v, keys), (o, rows))]
         kept = saved[rows.start * row : rows.stop * row].clone()
-        found = _ops._backward(*x, lse[:, rows].contiguous().unsqueeze(0), kept, None, device_step, options)
+        of_rows = [None if t is None else t[:, rows].contiguous().unsqueeze(0) for t in (lse, grad_lse)]
+        found = _ops._backward(*x, of_rows[0], kept, of_rows[1], None, device_step, slopes, sinks, options)
         for to, at, gradient in ((dq, rows, found[0]), (dk, keys, found[1]), (dv, keys, found[2])):
             to[at] += gradient[0].transpose(0, 1)
-    return dq, dk, dv
+        dsinks += found[3]
+    return dq, dk, dv, dsinks
 
 
-def _packed_problem(q, k, starts_q, starts_k, longest_q, longest_k, device_step, options):
+def _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options, with_grad_lse=False):
     """The problem of the C interface, and what must live as long as the call."""
     B = starts_q.shape[0] - 1
     shape = (B, q.shape[1], k.shape[1], longest_q, longest_k, q.shape[2])
-    a = _ops._problem(q.device, q.dtype, shape, False, *options)
+    a = _ops._problem(q.device, q.dtype, shape, _ops.Forms(grad_lse=with_grad_lse), *options)
     kept = [starts_q[:-1].contiguous(), starts_k[:-1].contiguous(), (starts_q[1:] - starts_q[:-1]).contiguous(),
             (starts_k[1:] - starts_k[:-1]).contiguous()]
     a.query_offsets, a.key_offsets, a.query_lengths, a.key_lengths = (t.data_ptr() for t in kept)
     a.query_rows, a.key_rows = q.shape[0], k.shape[0]
-    if device_step is not None:
-        a.device_step = device_step.data_ptr()
+    _ops._set_extras(a, None, device_step, slopes, sinks)
     sizes = _library.Sizes()
     check(library().evenkeel_attention_sizes(ctypes.byref(a), ctypes.byref(sizes)), NAME)
     return a, kept, sizes
@@ -90,75 +94,93 @@ def _like(t):
     return _heads_first(torch.empty_like(t, memory_format=torch.contiguous_format))
 
 
-def _gpu_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, device_step, options):
+def _places(starts, rows):
+    """Of each row: its sequence, and its place in it."""
+    place = torch.arange(rows, device=starts.device, dtype=starts.dtype)
+    sequence = torch.searchsorted(starts[1:].contiguous(), place, right=True)
+    return sequence.long(), (place - starts[sequence]).long()
+
+
+def _by_sequence(of_rows, starts, longest, beyond):
+    """(H, rows) as the kernels have it, (sequences, H, longest)."""
+    sequence, place = _places(starts, of_rows.shape[1])
+    found = of_rows.new_full((starts.shape[0] - 1, of_rows.shape[0], longest), beyond)
+    found[sequence, :, place] = of_rows.t()
+    return found
+
+
+def _gpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options):
     with _ops._on(q.device):
-        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, longest_q, longest_k, device_step, options)
-        saved = _new_saved(q, k, starts_q, longest_q, options)
+        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options)
+        saved = _new_saved(q, k, starts_q, longest_q, _ops._forms(None, slopes, sinks), options)
         if saved.numel() < sizes.saved:
             raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.numel()} bytes, found {sizes.saved}")
         workspace = q.new_empty(sizes.workspace, dtype=torch.uint8)
         o, x = _like(q), [_ops._readable(_heads_first(t)) for t in (q, k, v)]
-        B, H, rows = starts_q.shape[0] - 1, q.shape[1], q.shape[0]
-        lse = q.new_empty((B, H, longest_q), dtype=torch.float32)
+        lse = q.new_empty((starts_q.shape[0] - 1, q.shape[1], longest_q), dtype=torch.float32)
         p = _library.Forward(struct_size=ctypes.sizeof(_library.Forward), o=_packed_view(o), lse=lse.data_ptr(),
                              saved=saved.data_ptr(), workspace=workspace.data_ptr(),
                              **{name: _packed_view(t) for name, t in zip("qkv", x)})
         check(library().evenkeel_attention_forward(ctypes.byref(a), ctypes.byref(p), _ops._stream(q.device)), NAME)
-    # From (B, H, longest) to (H, R): the sequence of each row and its place in it.
-    place = torch.arange(rows, device=q.device, dtype=starts_q.dtype)
-    sequence = torch.searchsorted(starts_q[1:].contiguous(), place, right=True)
-    within = place - starts_q[sequence]
-    return o[0].transpose(0, 1), lse[sequence.long(), :, within.long()].t().contiguous(), saved
+    sequence, place = _places(starts_q, q.shape[0])
+    return o[0].transpose(0, 1), lse[sequence, :, place].t().contiguous(), saved
 
 
-def _gpu_backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, longest_q, longest_k, device_step, options):
+def _gpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, longest_q,
+                  longest_k, options):
     with _ops._on(q.device):
-        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, longest_q, longest_k, device_step, options)
+        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options,
+                                         grad_lse is not None)
         workspace = q.new_empty(sizes.workspace, dtype=torch.uint8)
-        place = torch.arange(q.shape[0], device=q.device, dtype=starts_q.dtype)
-        sequence = torch.searchsorted(starts_q[1:].contiguous(), place, right=True)
-        by_sequence = lse.new_full((starts_q.shape[0] - 1, q.shape[1], longest_q), -torch.inf)
-        by_sequence[sequence.long(), :, (place - starts_q[sequence]).long()] = lse.t()
-        dq, dk, dv = _like(q), _like(k), _like(v)
+        by_sequence = _by_sequence(lse, starts_q, longest_q, -torch.inf)
+        dq, dk, dv, dsinks = _like(q), _like(k), _like(v), _ops._like_sinks(q, sinks)
         x = [_ops._readable(_heads_first(t)) for t in (q, k, v, grad_output, o)]
         p = _library.Backward(struct_size=ctypes.sizeof(_library.Backward), lse=by_sequence.data_ptr(),
                               saved=saved.data_ptr(), workspace=workspace.data_ptr(), dq=_packed_view(dq),
                               dk=_packed_view(dk), dv=_packed_view(dv),
                               **{name: _packed_view(t) for name, t in zip(("q", "k", "v", "grad_output", "o"), x)})
+        if sinks is not None:
+            p.dsinks = dsinks.data_ptr()
+        if grad_lse is not None:
+            grad_lse = _by_sequence(grad_lse, starts_q, longest_q, 0.0)
+            p.grad_lse = grad_lse.data_ptr()
         check(library().evenkeel_attention_backward(ctypes.byref(a), ctypes.byref(p), _ops._stream(q.device)), NAME)
-    return tuple(t[0].transpose(0, 1) for t in (dq, dk, dv))
+    return (*(t[0].transpose(0, 1) for t in (dq, dk, dv)), dsinks)
 
 
-def _forward(q, k, v, starts_q, starts_k, device_step, longest_q, longest_k, *options):
-    options = (*options, 0)
+def _forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, *options):
+    options, extras = (*options, 0), (starts_q, starts_k, device_step, slopes, sinks)
     if q.device.type == "cpu":
-        return _cpu_forward(q, k, v, starts_q, starts_k, longest_q, device_step, options)
-    return _gpu_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, device_step, options)
+        return _cpu_forward(q, k, v, *extras, longest_q, options)
+    return _gpu_forward(q, k, v, *extras, longest_q, longest_k, options)
 
 
-def _backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, device_step, longest_q, longest_k, *options):
-    options = (*options, 0)
+def _backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k,
+              *options):
+    options, extras = (*options, 0), (starts_q, starts_k, device_step, slopes, sinks)
     if q.device.type == "cpu":
-        return _cpu_backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, longest_q, device_step, options)
-    return _gpu_backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, longest_q, longest_k, device_step, options)
+        return _cpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, *extras, options)
+    return _gpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, *extras, longest_q, longest_k, options)
 
 
 def _all_gradients(forward, backward, saved_tensors, grad_output, grad_lse, options):
-    """options: from longest_q on. lse is (H, rows), q (rows, H, D)."""
-    tensors, packing = saved_tensors[:6], saved_tensors[6:]
-    run = (lambda *t: forward(*t, *packing, *options), lambda *t: backward(*t, *packing, *options))
-    return _ops.all_gradients(run, tensors, grad_output, grad_lse, scale=options[4], softcap=options[5], name=NAME,
-                              by_row=lambda weight: weight.t())
+    """Of the inputs of packed_op; options: from longest_q on. lse is (H, rows), q (rows, H, D)."""
+    tensors, extras = saved_tensors[:6], saved_tensors[6:]
+    run = lambda *t: forward(*t, *extras, *options), lambda *t: backward(*t, *extras, *options)
+    *_, slopes, sinks = extras
+    *of_tensors, dsinks = _ops.all_gradients(run, tensors, grad_output, grad_lse, options[2:], _ops._forms(None, slopes, sinks),
+                                             name=NAME, by_row=lambda weight: weight.t())
+    return (*of_tensors, None, None, None, None, dsinks if sinks is not None else None, *[None] * 10)
 
 
 class _Function(torch.autograd.Function):
     """Before torch 2.4."""
 
     @staticmethod
-    def forward(ctx, q, k, v, starts_q, starts_k, device_step, *options):
-        ctx.options = options
-        o, lse, saved = _forward(q, k, v, starts_q, starts_k, device_step, *options)
-        ctx.save_for_backward(q, k, v, o, lse, saved, starts_q, starts_k, device_step)
+    def forward(ctx, *inputs):
+        ctx.options = inputs[8:]
+        o, lse, saved = _forward(*inputs)
+        ctx.save_for_backward(*inputs[:3], o, lse, saved, *inputs[3:8])
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
         return o, lse, saved
@@ -166,47 +188,48 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, grad_lse, _saved):
-        found = _all_gradients(_forward, _backward, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
-        return (*found, *[None] * 13)
+        return _all_gradients(_forward, _backward, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
 
 
 if _ops.HAS_CUSTOM_OPS:
 
     @torch.library.custom_op(f"{_ops.NAMESPACE}::attention_packed", mutates_args=(), device_types=("cpu", "cuda"))
     def packed_op(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, device_step: Optional[Tensor],
-                  longest_q: int, longest_k: int, plan: str, causal: bool, scale: float, softcap: float, window_left: int,
-                  window_right: int, step: int, layer: int) -> Tuple[Tensor, Tensor, Tensor]:
-        return _forward(q, k, v, starts_q, starts_k, device_step, longest_q, longest_k, plan, causal, scale, softcap,
-                        window_left, window_right, step, layer)
+                  slopes: Optional[Tensor], sinks: Optional[Tensor], longest_q: int, longest_k: int, plan: str, causal: bool,
+                  scale: float, softcap: float, window_left: int, window_right: int, step: int,
+                  layer: int) -> Tuple[Tensor, Tensor, Tensor]:
+        return _forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, plan, causal, scale,
+                        softcap, window_left, window_right, step, layer)
 
     @packed_op.register_fake
-    def _(q, k, v, starts_q, starts_k, device_step, longest_q, longest_k, *options):
+    def _(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, *options):
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return o, lse, _new_saved(q, k, starts_q, longest_q, (*options, 0))
+        return o, lse, _new_saved(q, k, starts_q, longest_q, _ops._forms(None, slopes, sinks), (*options, 0))
 
     @torch.library.custom_op(f"{_ops.NAMESPACE}::attention_packed_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def packed_backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
-                           starts_q: Tensor, starts_k: Tensor, device_step: Optional[Tensor], longest_q: int,
-                           longest_k: int, plan: str, causal: bool, scale: float, softcap: float, window_left: int,
-                           window_right: int, step: int, layer: int) -> Tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad_output, q, k, v, o, lse, saved, starts_q, starts_k, device_step, longest_q, longest_k, plan,
-                         causal, scale, softcap, window_left, window_right, step, layer)
+                           grad_lse: Optional[Tensor], starts_q: Tensor, starts_k: Tensor, device_step: Optional[Tensor],
+                           slopes: Optional[Tensor], sinks: Optional[Tensor], longest_q: int, longest_k: int, plan: str,
+                           causal: bool, scale: float, softcap: float, window_left: int, window_right: int, step: int,
+                           layer: int) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks,
+                         longest_q, longest_k, plan, causal, scale, softcap, window_left, window_right, step, layer)
 
     @packed_backward_op.register_fake
-    def _(grad_output, q, k, v, *_rest):
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    def _(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, *_rest):
+        gradients = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        return (*gradients, _ops._like_sinks(q, sinks))
 
     def _setup_context(ctx, inputs, output):
-        q, k, v, starts_q, starts_k, device_step, *ctx.options = inputs
+        ctx.options = inputs[8:]
         o, lse, saved = output
-        ctx.save_for_backward(q, k, v, o, lse, saved, starts_q, starts_k, device_step)
+        ctx.save_for_backward(*inputs[:3], o, lse, saved, *inputs[3:8])
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
 
     def _autograd(ctx, grad_output, grad_lse, _saved):
-        found = _all_gradients(packed_op, packed_backward_op, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
-        return (*found, *[None] * 13)
+        return _all_gradients(packed_op, packed_backward_op, ctx.saved_tensors, grad_output, grad_lse, ctx.options)
 
     packed_op.register_autograd(_autograd, setup_context=_setup_context)
 else:

@@ -1,4 +1,4 @@
-"""Attention in ordinary PyTorch operations: what the library's kernels do not take (dropout, biases, ALiBi, FP16, ...) is
+"""Attention in ordinary PyTorch operations: what the library's kernels do not take (dropout, biases, slopes that differ by sequence, ...) is
 computed here where PyTorch has no function for it. FP32 inside (FP64 for FP64); it keeps the (T, N) scores in memory."""
 import torch
 import torch.nn.functional as F

@@ -176,7 +176,7 @@ class Recording:
         self.calls.append(call)
         return call
 
-    def _skip(self, reason):
+    def skip(self, reason):
         self._linears.clear()
         self.skipped.add(reason)
 
@@ -188,21 +188,21 @@ class Recording:
     def add(self, q, k, v, scale, softcap, causal, visible, heads_axis, window=(-1, -1)):
         q, k, v = (t.to_local() if hasattr(t, "to_local") else t for t in (q, k, v))
         if q.dim() != 4 or q.shape[2] != k.shape[2] or k.shape != v.shape:
-            return self._skip(f"expected rows and keys of one sequence, found q {tuple(q.shape)}, k {tuple(k.shape)}")
+            return self.skip(f"expected rows and keys of one sequence, found q {tuple(q.shape)}, k {tuple(k.shape)}")
         first, end, sequence = 0, q.shape[2], slice(0, self.sequences)
         if visible is not None:
             by_head = visible.dim() == 4 and visible.shape[1] > 1 and visible.stride(1) != 0
             if visible.dtype not in (torch.bool, torch.uint8) or by_head:
-                return self._skip("expected a mask of bool that is the same for all heads, found another one")
+                return self.skip("expected a mask of bool that is the same for all heads, found another one")
             visible = visible.detach().reshape((1,) * (4 - visible.dim()) + tuple(visible.shape))[:1, :1]
             found = one_sequence(visible.expand(1, 1, q.shape[2], k.shape[2])[0, 0].bool().cpu())
             if found is None:
-                return self._skip("expected a mask with a stretch of rows that see each other alone, found none")
+                return self.skip("expected a mask with a stretch of rows that see each other alone, found none")
             first, end, causal = found
             sequence = slice(0, 1)
         end = self._end(first, end, causal, window)
         if end is None:
-            return self._skip(f"expected causal attention or at most {self.rows} rows, found {q.shape[2]}")
+            return self.skip(f"expected causal attention or at most {self.rows} rows, found {q.shape[2]}")
         part = lambda t: t.detach()[sequence, :, first:end]
         of_output = {1: lambda g: g, 2: lambda g: g.transpose(1, 2)}.get(heads_axis)
         if of_output is None:  # a function that brings the output to (B, T, H, D)
@@ -214,11 +214,11 @@ class Recording:
         rows, keys = starts_q.tolist(), starts_k.tolist()
         lengths = [(b - a, -a) for a, b, c, d in zip(rows, rows[1:], keys, keys[1:]) if (a, b) == (c, d) and b > a]
         if not lengths or k.shape != v.shape:
-            return self._skip("expected packed sequences with as many keys as rows, found none")
+            return self.skip("expected packed sequences with as many keys as rows, found none")
         length, first = max(lengths)
         first, end = -first, self._end(-first, length - first, causal, window)
         if end is None:
-            return self._skip(f"expected causal attention or at most {self.rows} rows, found {length}")
+            return self.skip(f"expected causal attention or at most {self.rows} rows, found {length}")
         part = lambda t: t.detach()[first:end].transpose(0, 1).unsqueeze(0)  # of (rows, heads, D)
         return self._take(part, lambda g: g, q, k, v, scale, softcap, causal)
 

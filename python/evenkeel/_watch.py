@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from . import _coverage, _program, _watch_calls
+from . import _coverage, _ops, _program, _watch_calls
 from ._capture import probe, spectral_norm, write_capture
 from ._drift import DriftRule
 from ._library import library
@@ -97,7 +97,9 @@ class Facts:
         """plan: a text, or None for the dtype's own; by_head: a function of layer and number of heads, a plan for each."""
         for call in calls:
             call.on_host()
-        layers = [probe(call, layer, by_head(layer, call.q.shape[1]) if by_head else plan_of(call.dtype, plan))
+        in_format = lambda call, plans: [_ops.in_format(text, call.dtype) for text in plans]
+        layers = [probe(call, layer, in_format(call, by_head(layer, call.q.shape[1]) if by_head else
+                                               [plan_of(call.dtype, plan)] * call.q.shape[1]))
                   for layer, call in enumerate(calls)]
         self.by_head = {name: [[_short(x) for x in fields[name]] for fields in layers] for name in layers[0]}
         self.sequences = calls[0].q.shape[0]

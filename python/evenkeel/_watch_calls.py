@@ -16,6 +16,17 @@ def stop():
     _recording = None
 
 
+def is_recording():
+    return _recording is not None
+
+
+def not_recorded(call, why):
+    """call()'s result; a recording is told why it does not have the call."""
+    if _recording is not None and not getattr(_inside, "call", False):
+        _recording.skip(why)
+    return call()
+
+
 def listen_to_lse(listener):
     global _lse_listener
     _lse_listener = listener

@@ -4,7 +4,7 @@
     evenkeel.flash_attn.install()                          # then `import flash_attn` finds this module, everywhere
 
 Layouts, defaults and results are flash_attn's (2.8): q (B, T, H, D), k, v (B, N, G, D); with causal the last row sees the last
-key. Always deterministic. What our kernels do not take (dropout, ALiBi, FP16, head sizes beyond theirs) is computed by
+key. Always deterministic. What our kernels do not take (dropout, slopes that differ by sequence, head sizes beyond theirs) is computed by
 evenkeel._plain in FP32, with one warning; evenkeel.coverage() lists each call. Where flash_attn would return the
 probabilities (return_attn_probs), the third result is None. configure() chooses the plan for all of these functions.
 """
@@ -14,7 +14,7 @@ import types
 import torch
 
 from . import _coverage, _layers
-from ._attention import run, run_packed, under_autocast, unsuited
+from ._attention import run, run_packed, taken_by_a_kernel, under_autocast, unsuited, whole_plan
 from ._plain import alibi_bias, and_masks, band, plain_attention
 
 __version__ = "2.8.3"  # of the interface: libraries ask for it
@@ -30,15 +30,20 @@ def _chosen(plan, stabiliser):
     return (_settings["plan"], _settings["stabiliser"]) if plan is None and stabiliser is None else (plan, stabiliser)
 
 
-def _not_taken(door, q, k, v, dropout_p, alibi_slopes, scale=None):
+def _not_taken(q, k, v, dropout_p, alibi_slopes, scale, softcap, plan, stabiliser):
     """Why not by our kernels, of tensors (B, H, T, D); None: by ours."""
     if dropout_p:
         return ValueError, f"expected dropout_p of 0, found {dropout_p}"
-    if alibi_slopes is not None:
-        return ValueError, "expected no alibi_slopes, found some"
     if scale == 0:
         return ValueError, "expected a scale other than 0, found 0"
-    return unsuited(q, k, v)
+    why = unsuited(q, k, v)
+    if why is not None or alibi_slopes is None:
+        return why
+    if alibi_slopes.dim() != 1 or softcap:
+        return ValueError, "expected alibi_slopes of one number a head and no softcap, found others"
+    if not taken_by_a_kernel(q, v, whole_plan(q.dtype, plan, stabiliser), slopes=True):
+        return ValueError, "expected no alibi_slopes with such tensors or such a plan on a GPU, found some"
+    return None
 
 
 def _check_tensors(door, axes, *tensors):
@@ -66,10 +71,10 @@ def _batched(door, q, k, v, dropout_p, scale, causal, window_size, softcap, alib
     causal, window = _window(causal, window_size)
     plan, stabiliser = _chosen(plan, stabiliser)
     layer = _layers.current.layer if layer is None else layer
-    why = _not_taken(door, q, k, v, dropout_p, alibi_slopes, scale)
+    why = _not_taken(q, k, v, dropout_p, alibi_slopes, scale, softcap, plan, stabiliser)
     if why is None:
         o, lse = run("evenkeel." + door, q, k, v, causal, visible, plan, stabiliser, scale, softcap, window, None, layer,
-                     door=door)
+                     door=door, slopes=alibi_slopes)
         return o.transpose(1, 2), lse
     _coverage.not_taken(door, why, _settings["strict"], q, "PyTorch's operations in FP32")
     T, N = q.shape[2], k.shape[2]
@@ -115,11 +120,11 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     q, k, v = under_autocast(q, k, v)
     causal_flag, window = _window(causal, window_size)
     rows_first = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
-    why = _not_taken(door, *rows_first, dropout_p, alibi_slopes, softmax_scale)
+    chosen, layer = _chosen(plan, stabiliser), _layers.current.layer if layer is None else layer
+    why = _not_taken(*rows_first, dropout_p, alibi_slopes, softmax_scale, softcap, *chosen)
     if why is None:
-        chosen, layer = _chosen(plan, stabiliser), _layers.current.layer if layer is None else layer
         o, lse = run_packed("evenkeel." + door, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal_flag,
-                            *chosen, softmax_scale, softcap, window, None, layer, door=door)
+                            *chosen, softmax_scale, softcap, window, None, layer, door=door, slopes=alibi_slopes)
     else:
         _coverage.not_taken(door, why, _settings["strict"], rows_first[0], "PyTorch's operations in FP32, by sequence")
         o, lse = _by_sequence(q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), dropout_p, softmax_scale, causal_flag,

@@ -4,7 +4,7 @@ import sys
 import torch
 
 from . import _coverage
-from ._attention import attention, run, run_packed, under_autocast, unsuited, unsuited_mask
+from ._attention import attention, run, run_packed, taken_by_a_kernel, under_autocast, unsuited, unsuited_mask, whole_plan
 
 DOOR = "transformers"
 # Keywords that do not change what attention computes here: positions and caches are in q, k, v and the mask already.
@@ -44,13 +44,13 @@ def same_sequence(starts_q, starts_k, T, N):
     return (sequence(starts_q, T).view(T, 1) == sequence(starts_k, N).view(1, N)).view(1, 1, T, N)
 
 
-def _packed(q, k, v, packing, causal, window, plan, stabiliser, scaling, softcap, layer):
+def _packed(q, k, v, packing, causal, window, plan, stabiliser, scaling, softcap, layer, sinks):
     """A packed batch: one row of sequences behind one another."""
     rows = [t[0].transpose(0, 1) for t in (q, k, v)]
     starts_q, starts_k, longest_q, longest_k = packing
-    o, lse = run_packed("evenkeel.hf", *rows, starts_q, starts_k, int(longest_q), int(longest_k), causal, plan, stabiliser,
-                        scaling, softcap, window, None, layer, door=DOOR)
-    return o.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    o, _ = run_packed("evenkeel.hf", *rows, starts_q, starts_k, int(longest_q), int(longest_k), causal, plan, stabiliser,
+                      scaling, softcap, window, None, layer, door=DOOR, sinks=sinks)
+    return o.transpose(0, 1).unsqueeze(0)
 
 
 def _forward(plan, stabiliser, strict):
@@ -78,8 +78,9 @@ def _forward(plan, stabiliser, strict):
             why = unsuited_mask(mask, (q.shape[0], q.shape[1], T, N), q.device)
         if why is None and dropout > 0:
             why = ValueError, f"expected a dropout of attention of 0 (attn_pdrop, attention_dropout), found {dropout}"
-        if why is None and s_aux is not None and softcap:
-            why = ValueError, "expected sinks (s_aux) or softcap, found both"
+        if why is None and s_aux is not None and softcap and \
+                not taken_by_a_kernel(q, v, whole_plan(q.dtype, plan, stabiliser), sinks=True):
+            why = ValueError, "expected sinks (s_aux) or softcap with such tensors on a GPU, found both"
         unknown = _unknown(options)
         if why is None and unknown:
             why = TypeError, f"expected no keywords that change attention, found {', '.join(unknown)}"
@@ -91,15 +92,15 @@ def _forward(plan, stabiliser, strict):
                                                      ("s_aux", s_aux)) if value is not None}
             return _eager(module, query, key, value, mask, causal, scaling, dropout, why, {**options, **given}, strict)
         layer = getattr(module, "layer_idx", None) or 0
+        if s_aux is not None:
+            s_aux = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux
         if packing[0] is not None:
-            o, lse = _packed(q, k, v, packing, causal, window, plan, stabiliser, scaling, softcap or 0.0, layer)
+            o = _packed(q, k, v, packing, causal, window, plan, stabiliser, scaling, softcap or 0.0, layer, s_aux)
         elif window != (-1, -1):
-            o, lse = run("evenkeel.hf", q, k, v, True, None, plan, stabiliser, scaling, softcap, window, None, layer, DOOR)
+            o, _ = run("evenkeel.hf", q, k, v, True, None, plan, stabiliser, scaling, softcap, window, None, layer, DOOR,
+                       sinks=s_aux)
         else:
-            o, lse = attention(q, k, v, causal, plan, stabiliser, mask, scaling, softcap or 0.0, layer=layer, return_lse=True,
-                               door=DOOR)
-        if s_aux is not None:  # a sink takes exp(s) of the row's sum: what is left of the probability is the keys'
-            o = o * torch.sigmoid(lse - s_aux.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1).to(o.dtype)
+            o = attention(q, k, v, causal, plan, stabiliser, mask, scaling, softcap or 0.0, layer=layer, door=DOOR, sinks=s_aux)
         return o.transpose(1, 2).contiguous(), None
 
     return evenkeel_attention

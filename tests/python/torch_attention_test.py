@@ -108,9 +108,9 @@ class Attention(TorchCase):
                 saved = []
                 for value in (0x55, 0xAA):
                     _ops._saved = lambda *arguments: fresh(*arguments).fill_(value)
-                    saved.append(_ops.forward_op(q, k, k, None, None, plan, *options)[2])
+                    saved.append(_ops.forward_op(q, k, k, None, None, None, None, plan, *options)[2])
                 self.assertTrue(torch.equal(*saved), f"{plan} {B} {T} {N}")
-                asked, _ = _ops._sizes(q, (B, 3, 3, T, N, 5), False, (plan, *options, 0))
+                asked, _ = _ops._sizes(q, (B, 3, 3, T, N, 5), _ops.Forms(), (plan, *options, 0))
                 self.assertEqual((tuple(saved[0].shape[:3]), saved[0].numel()), ((B, 3, T), asked))
 
     def test_facts(self):
@@ -163,7 +163,7 @@ class Attention(TorchCase):
         q, k, v = (t.detach() for t in drawn((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)))
         run = lambda *t, **o: lambda: evenkeel.attention(*t, **o)
         name = "evenkeel.attention: expected"
-        self.assert_says(TypeError, run(q.half(), k.half(), v.half()), name, "float32", "found float16")
+        self.assert_says(TypeError, run(*(t.to(torch.complex64) for t in (q, k, v))), name, "float32", "found complex64")
         self.assert_says(TypeError, run(q.long(), k.long(), v.long()), name, "found int64")
         self.assert_says(TypeError, run(q, k.double(), v), name, "one dtype", "float64")
         self.assert_says(TypeError, run(q, None, v), name, "k to be a tensor", "NoneType")
@@ -172,7 +172,10 @@ class Attention(TorchCase):
         self.assert_says(ValueError, run(q[0], k, v), name, "4 axes", "(4, 5, 8)")
         self.assert_says(ValueError, run(q.to("meta"), k.to("meta"), v.to("meta")), name, "CPU or a CUDA", "meta")
         self.assert_says(ValueError, run(q, k.to("meta"), v), name, "one device", "meta")
-        self.assert_says(ValueError, run(q, k, v[:, :, :5]), name, "one shape", "(2, 2, 5, 8)")
+        self.assert_says(ValueError, run(q, k, v[:, :, :5]), name, "as many heads and keys", "(2, 2, 5, 8)")
+        self.assert_says(ValueError, run(q, k, v, sinks=torch.zeros(2)), name, "sinks of 4 numbers", "(2,)")
+        self.assert_says(ValueError, run(q, k, v, alibi_slopes=[1]), name, "alibi_slopes of 4 numbers", "list")
+        self.assert_says(ValueError, run(q, k, v, alibi_slopes=torch.zeros(4), softcap=2.0), "evenkeel.attention", "softcap")
         self.assert_says(ValueError, run(q, k[..., :4], v[..., :4]), name, "8", "(2, 2, 6, 4)")
         self.assert_says(ValueError, run(q[:1], k, v), name, "(2, 2, 6, 8)")
         self.assert_says(ValueError, run(q[:, :3], k, v), name, "whole groups", "3 query heads")
@@ -256,13 +259,13 @@ class Patch(TorchCase):
                     for _ in range(2):
                         F.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
                         F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(3, 3))
-                        F.scaled_dot_product_attention(q.half(), q.half(), q.half())
+                        F.scaled_dot_product_attention(*[q.to(torch.complex64)] * 3)
                         F.scaled_dot_product_attention(q, q[:, :1], q[:, :1])
                     self.assertEqual(len(calls), 8)
                     words = [str(w.message) for w in caught]
                     self.assertEqual(len(words), 4, words)
                     self.assertIn("goes to PyTorch's own: expected dropout_p of 0, found 0.25", words[0])
-                    self.assertTrue(any("float16" in w for w in words) and any("enable_gqa" in w for w in words), words)
+                    self.assertTrue(any("complex64" in w for w in words) and any("enable_gqa" in w for w in words), words)
                 self.assertEqual(calls[0], {"attn_mask": None, "dropout_p": 0.25, "is_causal": False})
                 # And what is taken: three axes, a mask of bool, groups of heads, a scale.
                 flat = torch.randn(2, 5, 4)

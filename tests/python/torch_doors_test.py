@@ -4,12 +4,13 @@ import contextlib
 import sys
 import types
 import unittest
+import unittest.mock
 import warnings
 
 from torch_cases import TorchCase, drawn, evenkeel, exact, lower, main, torch, with_gradients
 
 import torch.nn.functional as F  # noqa: E402
-from evenkeel import _attention, _coverage, _plain, flash_attn, hf  # noqa: E402
+from evenkeel import _attention, _coverage, _ops, _plain, _recording, flash_attn, hf  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -90,9 +91,17 @@ class LogSumExp(DoorCase):
             lse = evenkeel.attention(*x, is_causal=causal, attn_mask=mask, return_lse=True)[1]
             plain = _plain.plain_attention(*x, visible)[1]
             self.assert_near(torch.autograd.grad(lse, x[:2], d_l), torch.autograd.grad(plain, x[:2], d_l), 3e-6)
-        x = drawn(*[(1, 1, 4, 4)] * 3)
+
+    def test_with_softcap_by_the_kernels_alone(self):
+        x, d_l = drawn(*[(1, 1, 4, 4)] * 3), torch.randn(1, 1, 4)
         lse = evenkeel.attention(*x, softcap=2.0, return_lse=True)[1]
-        self.assert_says(NotImplementedError, lambda: lse.sum().backward(), "softcap")
+        plain = _plain.plain_attention(*x, softcap=2.0)[1]
+        self.assert_near(torch.autograd.grad(lse, x[:2], d_l), torch.autograd.grad(plain, x[:2], d_l), 3e-6)
+        with unittest.mock.patch.object(_ops, "takes_grad_lse", lambda *_: False):
+            lse = evenkeel.attention(*x, softcap=2.0, return_lse=True)[1]
+            self.assert_says(NotImplementedError, lambda: lse.sum().backward(), "softcap")
+            self.test_its_gradient()  # and by two more passes
+            Packed("test_is_each_sequence_by_itself").test_is_each_sequence_by_itself()
 
     def test_context_parallel_keys_in_two_parts(self):
         q, k, v = drawn((1, 2, 12, 8), (1, 2, 20, 8), (1, 2, 20, 8))
@@ -103,6 +112,77 @@ class LogSumExp(DoorCase):
             return sum(o * (lse - both).exp().unsqueeze(-1) for o, lse in parts)
 
         self.assert_near(with_gradients(in_parts, (q, k, v)), with_gradients(exact, (q, k, v)), 3e-6)
+
+
+class Forms(DoorCase):
+    """Slopes, sinks, values with another head size, FP16; batched and packed, all gradients, the log-sum-exp's too."""
+
+    def compare(self, run, plain, x, tolerance=4e-6):
+        """Both return o and lse."""
+        draw, results = torch.Generator().manual_seed(4), []
+        for fn in (run, plain):
+            o, lse = fn(*x)
+            draw.manual_seed(4)
+            d_o, d_l = (torch.randn(t.shape, generator=draw).to(t.dtype) for t in (o, lse))
+            results.append([o, lse, *torch.autograd.grad([o, lse], x, [d_o, d_l])])
+        self.assert_near(*results, tolerance)
+
+    def test_slopes_sinks_and_other_values(self):
+        slopes, sinks = torch.tensor([0.5, 0.1, 0.0, 1.0]), torch.tensor([0.3, -2.0, 1.0, 4.0]).requires_grad_()
+        for D_v in (8, 5, 12):
+            x = [*drawn((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, D_v)), sinks]
+            visible = torch.ones(6, 9, dtype=torch.bool).tril(3)
+            run = lambda q, k, v, s: _attention.run("it", q, k, v, True, slopes=slopes, sinks=s)
+            plain = lambda q, k, v, s: _plain.plain_attention(q, k, v, visible, _plain.alibi_bias(slopes, 6, 9), sinks=s)
+            self.compare(run, plain, x)
+            narrow = lambda *t: evenkeel.attention(*t[:3], sinks=t[3], return_lse=True)
+            self.compare(narrow, lambda *t: _plain.plain_attention(*t[:3], sinks=t[3]), x)
+            with unittest.mock.patch.object(_attention, "taken_by_a_kernel", lambda *_, **o: False):  # beside the kernels
+                self.compare(narrow, lambda *t: _plain.plain_attention(*t[:3], sinks=t[3]), x)
+        self.assertEqual({call["kernel"] for call in evenkeel.coverage()}, {"cpu"})
+        wrong = lambda q, k, v, s: plain(q, k, v, s + 0.01)  # the test of the test
+        self.assertRaises(AssertionError, lambda: self.compare(run, wrong, x))
+
+    def test_packed(self):
+        slopes, sinks = torch.tensor([0.5, 0.1, 0.0, 1.0]), torch.tensor([0.3, -2.0, 1.0, 4.0]).requires_grad_()
+        rows = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+        for D_v in (8, 6):
+            x = [*drawn((8, 4, 8), (8, 2, 8), (8, 2, D_v)), sinks]
+
+            def plain(q, k, v, s):
+                parts = []
+                for a, b in ((0, 3), (3, 8)):
+                    part = [t[a:b].transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+                    o, lse = _plain.plain_attention(*part, lower(b - a, b - a), _plain.alibi_bias(slopes, b - a, b - a), sinks=s)
+                    parts.append((o[0].transpose(0, 1), lse[0]))
+                return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], 1)
+
+            run = lambda q, k, v, s: _attention.run_packed("it", q, k, v, rows, rows, 5, 5, True, slopes=slopes, sinks=s)
+            self.compare(run, plain, x)
+
+    def test_halves(self):
+        x = drawn((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), dtype=torch.float16)
+        self.compare(lambda *t: evenkeel.attention(*t, is_causal=True, return_lse=True),
+                     lambda *t: _plain.plain_attention(*t, lower(6, 6)), x, 4e-3)
+        choice = lambda *t, **o: evenkeel.attention(*t, step=0, **o)
+        wide = [t.float() for t in x]
+        sites = "flash2" + "".join(f",{s}=fp16" for s in ("probs", "output", "probs_bwd", "dscores", "dq", "dk", "dv"))
+        self.assertTrue(torch.equal(choice(*x, plan="flash2").float(), choice(*wide, plan=sites)))
+        self.assertFalse(torch.equal(choice(*x, plan="flash2").float(), choice(*wide, plan="flash2")))
+        self.assertEqual(_ops.in_format("flash2,keel=1; head 1: output=fp32", torch.float16),
+                         sites + ",keel=1; head 1: output=fp32")
+        self.assertEqual(_ops.in_format("flash2", BF16), "flash2")
+
+    def test_a_recording_has_calls_as_captures_know_them(self):
+        q, k, v = drawn(*[(1, 2, 6, 8)] * 3)
+        recording = _recording.Recording(torch.nn.Linear(1, 1))
+        with recording.running():
+            o = evenkeel.attention(q, k, v, is_causal=True, sinks=torch.zeros(2))
+            o.sum().backward()
+            evenkeel.attention(q, k, v, is_causal=True, alibi_slopes=torch.ones(2))
+        self.assertEqual(len(recording.calls), 1)  # without the sink: its share is a factor of the output's gradient
+        self.assertTrue((recording.calls[0].d_o < 1).all())
+        self.assertIn("ALiBi", str(recording.skipped))
 
 
 class Plain(DoorCase):
@@ -176,12 +256,14 @@ class Packed(DoorCase):
     def test_what_kernels_do_not_take_and_bad_input(self):
         q, k, v, rows, keys, *longest = self.parts(self.LENGTHS[1])
         slopes = torch.tensor([0.5, 0.25, 0.125, 0.0])
-        with quiet() as caught:
-            found = with_gradients(lambda *t: flash_attn.flash_attn_varlen_func(*t, rows, keys, *longest, causal=True,
-                                                                               alibi_slopes=slopes), (q, k, v))
         bias = lambda T, N: _plain.alibi_bias(slopes, T, N)
-        self.assert_near(found, with_gradients(lambda *t: self.by_formula(*t, rows, keys, True, bias=bias)[0], (q, k, v)), 2e-6)
-        self.assertIn("alibi_slopes", str(caught[0].message))
+        expected = with_gradients(lambda *t: self.by_formula(*t, rows, keys, True, bias=bias)[0], (q, k, v))
+        for given, warned in ((slopes, 0), (slopes.expand(len(rows) - 1, 4), 1)):  # slopes of each sequence: in PyTorch
+            with quiet() as caught:
+                found = with_gradients(lambda *t: flash_attn.flash_attn_varlen_func(*t, rows, keys, *longest, causal=True,
+                                                                                   alibi_slopes=given), (q, k, v))
+            self.assert_near(found, expected, 2e-6)
+            self.assertEqual(["alibi_slopes" in str(w.message) for w in caught], [True] * warned)
         empty = torch.tensor([0, 3, 3, 9], dtype=torch.int32)  # a sequence with neither rows nor keys
         o = flash_attn.flash_attn_varlen_func(q, k[:9], v[:9], empty, empty, 6, 6)
         self.assertTrue(torch.isfinite(o).all())
@@ -205,7 +287,7 @@ class FlashAttn(DoorCase):
                 half = flash_attn.flash_attn_func(q.half(), k.half(), v.half())
                 torch.manual_seed(1)
                 dropped = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
-        self.assertEqual(len(caught), 3, [str(w.message) for w in caught])
+        self.assertEqual(len(caught), 2, [str(w.message) for w in caught])
         distance = (torch.arange(9).view(1, 9) - torch.arange(4, 9).view(5, 1)).abs()
         scores = 3 * torch.tanh(first(q) @ first(k).repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5 / 3)
         scores = (scores - slopes.view(2, 4, 1, 1) * distance).masked_fill(~torch.ones(5, 9, dtype=torch.bool).tril(4), -torch.inf)
@@ -214,7 +296,7 @@ class FlashAttn(DoorCase):
         self.assert_near([half], [first(exact(first(q), first(k), first(v)))], 2e-3)
         self.assertFalse(torch.allclose(dropped, first(exact(first(q), first(k), first(v)))))
         listed = evenkeel.coverage()
-        self.assertEqual([call["kernel"] for call in listed], ["pytorch"] * 3)
+        self.assertEqual([call["kernel"] for call in listed], ["pytorch", "cpu", "pytorch"])
         self.assertEqual([call["calls"] for call in listed], [2, 2, 2])
         self.assertFalse(listed.covered)
         self.assertIn("alibi_slopes", str(listed))
@@ -306,7 +388,7 @@ class Patched(DoorCase):
             self.assertEqual(len(evenkeel.coverage()), 1)  # a step of its own
             self.assertTrue(evenkeel.coverage().covered)
             self.assert_says(evenkeel.NotCovered, lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), "dropout_p")
-            self.assert_says(evenkeel.NotCovered, lambda: F.scaled_dot_product_attention(q.half(), q.half(), q.half()), "float16")
+            self.assert_says(evenkeel.NotCovered, lambda: F.scaled_dot_product_attention(*[q.to(torch.complex64)] * 3), "complex64")
         self.assertEqual(len(calls), 2)
         _coverage._calls.clear()
         self.assertFalse(evenkeel.coverage().covered)  # nothing seen is not covered
@@ -359,7 +441,8 @@ class Patched(DoorCase):
         aux = types.SimpleNamespace(lse=True)
         self.assertEqual(varlen.varlen_attn(q, k, v, starts, starts, 5, 5, return_aux=aux)[1].shape, (2, 8))
         with quiet() as caught:
-            self.assertEqual(varlen.varlen_attn(q.half(), k.half(), v.half(), starts, starts, 5, 5), "PyTorch's own")
+            other = [t.to(torch.complex64) for t in (q, k, v)]
+            self.assertEqual(varlen.varlen_attn(*other, starts, starts, 5, 5), "PyTorch's own")
             self.assertEqual(varlen.varlen_attn(q, k, v, starts, starts, 5, 5, seqused_k=starts), "PyTorch's own")
         self.assertEqual(len(caught), 2)
         active.pop().remove()
@@ -425,11 +508,10 @@ class Transformers(DoorCase):
         padding = (torch.arange(10) < 7).view(1, 1, 1, 10) & lower(10, 10)
         near(self.ours(padding.expand(1, 1, 10, 10)), padding)
         near(self.ours(is_causal=False, scaling=0.3), None, scale=0.3)
-        wide = [t.detach().half() for t in x]  # what is not taken keeps its softcap and its mask
-        with quiet():
-            found = self.forward(self.module, *wide, padding.expand(1, 1, 10, 10), softcap=2.0)[0].transpose(1, 2)
+        with quiet():  # what is not taken keeps its softcap and its mask
+            found = self.ours(padding.expand(1, 1, 10, 10), softcap=2.0, temperature=1.0)
         self.assertEqual(self.seen[-1]["softcap"], 2.0)
-        self.assert_near([found], [_plain.plain_attention(*wide, padding, softcap=2.0)[0]], 2e-3)
+        near(found, padding, softcap=2.0)
         with quiet():
             self.ours(dropout=0.1)
         self.assertEqual(self.seen[-1]["dropout"], 0.1)
