@@ -18,15 +18,17 @@ TEST_F(DemoTest, finds_the_rounding_it_was_given_and_writes_the_page) {
   const std::string command = fmt::format("{} demo --out {}", EVENKEEL_PROGRAM, (folder / "demo").string());
   const Output demo = run_shell(command + " 2>&1");
   ASSERT_EQ(demo.code, 0) << demo.out;
-  const size_t summary = demo.out.find("What came out");
+  EXPECT_TRUE(demo.out.starts_with("This trains a small GPT-2 three times")) << demo.out;
+  const size_t summary = demo.out.find("3. What happened");
   ASSERT_NE(summary, std::string::npos) << demo.out;
-  const std::string lines = demo.out.substr(demo.out.find("\n\n", summary) + 2);
-  EXPECT_NE(lines.find("guilty:   layer 0 head 1, site row_sum\n"), std::string::npos) << lines;
-  EXPECT_NE(lines.find("verdict:  common_mode_drift"), std::string::npos) << lines;
-  EXPECT_NE(lines.find("\nhow sure: "), std::string::npos) << lines;
-  EXPECT_NE(demo.out.find("stored as e5m2"), std::string::npos) << demo.out;
-  // A story, not a listing: most of it fits on a screen.
-  EXPECT_LT(std::count(demo.out.begin(), demo.out.end(), '\n'), 80) << demo.out;
+  const std::string lines = demo.out.substr(summary);
+  EXPECT_NE(lines.find("cause:    row_sum of layer 0 head 1 (drift)\n"), std::string::npos) << lines;
+  EXPECT_NE(lines.find("verdict:  Drift: rounding row_sum (e5m2) in layer 0 head 1"), std::string::npos)
+      << lines;
+  EXPECT_NE(lines.find("\nhow sure: sure"), std::string::npos) << lines;
+  EXPECT_NE(demo.out.find("One addition of that sum: "), std::string::npos) << demo.out;
+  // A story that fits on a screen.
+  EXPECT_LE(std::count(demo.out.begin(), demo.out.end(), '\n'), 36) << demo.out;
   const std::string page = read_whole_file(folder / "demo/report.html", 5'000'000);
   for (const char* run : {"row_sum-e5m2", "zero_sum", "fp32"})
     EXPECT_NE(page.find(run), std::string::npos) << run;

@@ -106,7 +106,7 @@ TEST(Guard, only_tells_where_that_is_all_it_may) {
   const Output mended = run_shell(EVENKEEL_PROGRAM + command.substr(8) + " --guard=off 2>&1");
   ASSERT_EQ(mended.code, 0) << command << "\n" << mended.out;
   double offset = 0;
-  for (const double value : read_run_record(planted.run().string() + "-mended").offset.back())
+  for (const double value : read_run_record(planted.run().string() + "-cured").offset.back())
     offset = std::max(offset, value);
   EXPECT_LT(offset, 100);
 }

@@ -69,7 +69,7 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
   planted.train();
   Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
-  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
+  EXPECT_EQ(found.verdict.cause, Cause::drift);
   EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
   // Healthy and drifting replays lie on the two sides of the limit, which follows from the control.
@@ -83,7 +83,7 @@ TEST(Isolate, names_the_one_site_of_the_one_head_that_rounds_halves_up) {
       << found.verdict.next_command;
   const Output mended = run_shell(as_typed(found.verdict.next_command) + " 2>&1");
   ASSERT_EQ(mended.code, 0) << mended.out;
-  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string() + "-mended");
+  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string() + "-cured");
   EXPECT_EQ(told.code, 0) << told.out;
   ASSERT_TRUE(found.evidence.zero_sum && found.evidence.wide_pv && found.evidence.placebo);
   EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));  // the sham: noise whose rows sum to zero
@@ -100,7 +100,7 @@ TEST(Isolate, names_the_planted_head_and_site_of_a_llama) {
   planted.train();
   Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
-  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift) << found.verdict.words;
+  EXPECT_EQ(found.verdict.cause, Cause::drift) << found.verdict.words;
   EXPECT_EQ(found.evidence.guilty, std::vector<int64_t>{1});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
   ASSERT_NE(found.evidence.zero_sum, nullptr);
@@ -125,7 +125,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   Replays replays(planted.run(), keeping());
   const Isolation found = isolated(planted, replays);
   EXPECT_EQ(replays.fresh_trials(), static_cast<int64_t>(replays.trials().size()) - 5);
-  EXPECT_EQ(found.verdict.cause, Cause::common_mode_drift);
+  EXPECT_EQ(found.verdict.cause, Cause::drift);
   EXPECT_EQ(found.evidence.layers, std::vector<int64_t>{0});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
   // What is kept is enough for a verdict.
@@ -136,7 +136,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   // The report has it from here.
   const nlohmann::json kept = try_parse_json(read_whole_file(planted.run() / "verdict.json", 1 << 20));
   ASSERT_TRUE(kept.is_object());
-  EXPECT_EQ(kept["cause"], "common_mode_drift");
+  EXPECT_EQ(kept["cause"], "drift");
   EXPECT_EQ(kept["sites"], nlohmann::json{"row_sum"});
   EXPECT_EQ(kept["formats"].size(), 1u);
   EXPECT_EQ(kept["next_command"], found.verdict.next_command);
@@ -183,7 +183,7 @@ TEST(Isolate, is_not_sure_where_the_replayed_stretch_does_not_show_the_symptom) 
   IsolateOptions options;
   options.steps = kSteps;
   const Isolation answer = isolate(of_again, options);
-  EXPECT_EQ(answer.verdict.cause, Cause::common_mode_drift) << answer.verdict.words;
+  EXPECT_EQ(answer.verdict.cause, Cause::drift) << answer.verdict.words;
   EXPECT_EQ(answer.evidence.sites, std::vector<Site>{Site::row_sum});
   EXPECT_TRUE(answer.evidence.shows_symptom);
 }

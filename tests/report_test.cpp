@@ -292,8 +292,8 @@ TEST_F(ReportTest, has_every_panel_in_the_order_of_the_story) {
 TEST_F(ReportTest, a_verdict_fills_the_chain) {
   const Json verdict = {
       {"schema", 1},
-      {"cause", "common_mode_drift"},
-      {"words", "Common-mode drift: rounding row_sum. zero_sum heals it."},
+      {"cause", "drift"},
+      {"words", "Drift: rounding row_sum. zero_sum prevents it."},
       {"certainty", "sure"},
       {"evidence", {"first link", "second link"}},
       {"heads", {{{"layer", 2}, {"head", 1}}}},

@@ -1,5 +1,5 @@
-// `evenkeel demo`: the whole job on this machine, nothing staged. Three trainings side by side, the one that drifts taken
-// apart by replays down to one addition, a real BF16 step of a GPU, and the report.
+// `evenkeel demo`: the whole job on this machine, nothing staged. It trains three runs side by side, finds by replays which
+// rounding makes one of them drift, and writes the report. --verbose adds every replay and a recorded step of a GPU's run.
 #include "cli/demo.h"
 
 #include <fmt/format.h>
@@ -40,6 +40,7 @@ double seconds_since(Clock::time_point start) {
 
 // How much is done. Sizes are such that the drift is well past doubt at the end.
 struct Scale {
+  const char* time = "";     // on two idle cores, in words
   RunConfig config;          // of all three runs, but for the plan
   bool synthetic = false;    // text, unless another is asked for
   int64_t replay_steps = 0;  // of a replay
@@ -47,6 +48,7 @@ struct Scale {
 
 Scale full_scale() {
   Scale scale;
+  scale.time = "a few minutes";
   scale.config.model = model_preset("micro");
   scale.config.sequences = 16;
   scale.config.schedule.peak = 9e-3;
@@ -59,6 +61,7 @@ Scale full_scale() {
 // So small a model drifts on some texts only, and later on others: it has one on which it is known to.
 Scale short_scale() {
   Scale scale;
+  scale.time = "about half a minute";
   scale.synthetic = true;
   scale.config.seed = 3;
   scale.config.model = model_preset("micro");
@@ -79,19 +82,18 @@ void complete(RunConfig& config, const std::string& data) {
   config.facts_every = 10;
   config.probe_every = 50;
   config.checkpoints_kept = 20;
-  config.divergence = 0;  // what goes wrong shall go on
+  config.divergence = 0;  // a run that fails shall continue
 }
 
 // --- the text
 
 // The project's own sources and documents, in one file: what is edited meanwhile does not change the runs' batches.
 // Synthetic text where that is wanted, or where the sources are not here.
-std::string own_text(const fs::path& folder, bool synthetic, bool quiet) {
+std::string own_text(const fs::path& folder, bool synthetic) {
   const fs::path root = EVENKEEL_SOURCE_DIR, file = folder / "text.txt";
   WholeFileWriter writer(file);
   if (synthetic || !fs::exists(root / "src")) {
     writer.append(synthetic_text(/*seed=*/1, /*bytes=*/400'000));
-    if (!quiet) fmt::print("text: synthetic\n");
   } else {
     std::vector<std::string> paths = {(root / "README.md").string(), (root / "src").string()};
     for (const fs::directory_entry& entry :
@@ -99,7 +101,6 @@ std::string own_text(const fs::path& folder, bool synthetic, bool quiet) {
       if (entry.path().extension() == ".md") paths.push_back(entry.path().string());
     std::sort(paths.begin(), paths.end());
     for (const TextFile& text : find_text_files(paths).files) writer.append(MappedFile(text.path).text());
-    if (!quiet) fmt::print("text: the project's own sources and documents\n");
   }
   writer.commit();
   return file.string();
@@ -116,21 +117,21 @@ struct Run {
 };
 
 std::string line_of(const Run& run) {
-  return fmt::format("  {:<38} {}  offset {:>6.0f}  loss {:.3f}", run.words, sparkline(run.offsets),
+  return fmt::format("   {:<33}{}  offset {:>4.0f}  loss {:.3f}", run.words, sparkline(run.offsets),
                      run.offsets.empty() ? 0.0 : run.offsets.back(), run.loss);
 }
 
-// A line each, rewritten in place on a terminal; elsewhere every now and then, unless it is quiet.
+// A line each, rewritten in place on a terminal; elsewhere every 100 steps where that is wanted.
 class RunLines {
  public:
-  RunLines(const std::vector<Run>& runs, bool quiet)
-      : runs_(runs), terminal_(isatty(STDERR_FILENO) != 0), quiet_(quiet) {}
+  RunLines(const std::vector<Run>& runs, bool wanted)
+      : runs_(runs), terminal_(isatty(STDERR_FILENO) != 0), wanted_(wanted) {}
 
   void show(int64_t step, int64_t steps) {
-    if (!terminal_ && quiet_) return;
+    if (!terminal_ && !wanted_) return;
     if (!terminal_) {
       if (step > 0 && step % 100 == 0) {
-        fmt::print("  step {:>4}: offsets", step);
+        fmt::print("   step {:>4}: offsets", step);
         for (const Run& run : runs_) fmt::print(" {:>8.0f}", run.offsets.back());
         fmt::print(", losses");
         for (const Run& run : runs_) fmt::print(" {:.3f}", run.loss);
@@ -144,7 +145,7 @@ class RunLines {
     clear();
     for (const Run& run : runs_) fmt::print(stderr, "{}\n", line_of(run));
     const double rate = static_cast<double>(step + 1) / seconds_since(start_);
-    fmt::print(stderr, "  step {} of {}, {:.0f} s left\n", step, steps - 1,
+    fmt::print(stderr, "   step {} of {}, {:.0f} s left\n", step, steps - 1,
                static_cast<double>(steps - step - 1) / rate);
     drawn_ = true;
   }
@@ -155,15 +156,15 @@ class RunLines {
 
  private:
   const std::vector<Run>& runs_;
-  const bool terminal_, quiet_;
+  const bool terminal_, wanted_;
   bool drawn_ = false;
   const Clock::time_point start_ = Clock::now();
   Clock::time_point shown_{};
 };
 
 // Step by step in turn, each with all threads: the lines grow side by side on any number of cores.
-void train_side_by_side(std::vector<Run>& runs, const RunConfig& config, bool quiet) {
-  RunLines lines(runs, quiet);
+void train_side_by_side(std::vector<Run>& runs, const RunConfig& config, bool verbose) {
+  RunLines lines(runs, verbose);
   for (int64_t step = 0; step < config.schedule.steps; ++step) {
     for (Run& run : runs) {
       const StepReport report = run.run->step();
@@ -180,9 +181,31 @@ void train_side_by_side(std::vector<Run>& runs, const RunConfig& config, bool qu
   for (Run& run : runs) {
     run.run->trainer().save();
     run.run.reset();
-    if (!quiet) fmt::print("{}\n", line_of(run));
   }
 }
+
+// One line on a terminal: which replay, and how long the search will take.
+class SearchLine {
+ public:
+  void show(int64_t done, int64_t step, const Window& window) {
+    if (!terminal_ || seconds_since(shown_) < 0.2) return;
+    shown_ = Clock::now();
+    const double replays = static_cast<double>(done) + static_cast<double>(step - window.begin + 1) /
+                                                           static_cast<double>(window.end - window.begin);
+    const double left =
+        seconds_since(start_) * std::max(kUsualReplays - replays, 0.0) / std::max(replays, 0.1);
+    fmt::print(stderr, "\r   replay {} of about {:.0f}, {:.0f} s left\033[K", done + 1, kUsualReplays, left);
+  }
+  void clear() const {
+    if (terminal_) fmt::print(stderr, "\r\033[K");
+  }
+
+ private:
+  static constexpr double kUsualReplays = 13;  // of the demo's own runs
+  const bool terminal_ = isatty(STDERR_FILENO) != 0;
+  const Clock::time_point start_ = Clock::now();
+  Clock::time_point shown_{};
+};
 
 // --- a step of a GPU's run
 
@@ -247,20 +270,28 @@ fs::path fresh_folder() {
 
 class Demo {
  public:
-  Demo(const Scale& scale, fs::path out, bool json)
-      : scale_(scale), config_(scale.config), out_(std::move(out)), json_(json), colour_(use_colour()) {}
+  Demo(const Scale& scale, fs::path out, bool json, bool verbose)
+      : scale_(scale),
+        config_(scale.config),
+        out_(std::move(out)),
+        json_(json),
+        verbose_(verbose && !json),
+        colour_(use_colour()) {}
 
   void run(const std::string& text) {
     fs::create_directories(out_);
-    say_heading("1. Three trainings, the same batches");
+    say("This trains a small GPT-2 three times, finds the rounding that makes one run drift, and writes a "
+        "report.\nIt takes {} on two idle cores and needs no GPU.\n\n",
+        scale_.time);
+    say_heading("1. Train: the same weights and batches, three ways to compute attention");
     train(text);
     const double trained = seconds_since(start_);
-    say_heading("\n2. Which rounding did it");
+    say_heading("2. Find the rounding: replay recorded steps with parts of attention in FP32");
     search();
     capture_guilty_layer();
     isolated_ = seconds_since(start_) - trained;
-    say_heading("\n3. A step of a GPU's BF16 run, replayed here");
-    look_at_capture();
+    if (verbose_) say_heading("A recorded step of a GPU's BF16 run, replayed here");
+    if (verbose_ || json_) look_at_capture();
     report_ = out_ / "report.html";
     std::vector<fs::path> folders;
     for (const Run& run : runs_) folders.push_back(run.folder);
@@ -283,35 +314,64 @@ class Demo {
   }
 
   void train(const std::string& text) {
-    complete(config_, text.empty() ? own_text(out_, scale_.synthetic, json_) : text);
-    runs_.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "softmax row sum in 8 bits (e5m2)"});
+    complete(config_, text.empty() ? own_text(out_, scale_.synthetic) : text);
+    runs_.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "row sum of softmax in 8 bits"});
     runs_.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
-    runs_.push_back({"fp32", "fp32", "FP32"});
-    say("A model of {} layers and {} heads, {} steps. The offset is the part of the scores that softmax "
-        "cannot "
-        "see; bars show\nits size from 1 to 100,000, on a logarithmic scale.\n\n",
-        config_.model.layers, config_.model.heads, config_.schedule.steps - 1);
+    runs_.push_back({"fp32", "fp32", "all of attention in FP32"});
+    say("   Bars: the offset, the part of the scores that softmax cannot see, from 1 to 100,000, over {} "
+        "steps.\n",
+        config_.schedule.steps - 1);
     for (Run& run : runs_) {
       config_.plan = run.plan;
       config_.checkpoint_every = &run == &runs_[0] ? 100 : 0;  // replays start from them
       run.folder = out_ / run.name;
       run.run = std::make_unique<GuardedRun>(run.folder, Trainer::start(run.folder, config_));
     }
-    train_side_by_side(runs_, config_, json_);
+    train_side_by_side(runs_, config_, verbose_);
+    for (const Run& run : runs_) say("{}\n", line_of(run));
+    say("\n");
   }
 
   void search() {
-    say("$ evenkeel isolate {} --steps {}\n", runs_[0].folder.string(), scale_.replay_steps);
+    SearchLine line;
     Replays::Options of_replays;
     of_replays.keep = true;
+    of_replays.progress = [&](const TrialSetup&, int64_t step, const Window& window) {
+      line.show(static_cast<int64_t>(replays_->trials().size()), step, window);
+    };
     replays_ = std::make_unique<Replays>(runs_[0].folder, of_replays);
     IsolateOptions of_search;
     of_search.steps = scale_.replay_steps;
-    of_search.tell = [this](const std::string& link) { say("  {}\n", link); };
+    of_search.tell = [&](const std::string& link) {
+      line.clear();
+      if (verbose_) say("   {}\n", link);
+    };
+    if (verbose_) say("   $ evenkeel isolate {} --steps {}\n", runs_[0].folder.string(), scale_.replay_steps);
     found_ = isolate(*replays_, of_search);
+    line.clear();
     write_verdict(found_, *replays_);  // for the report
-    if (found_.bits)
-      say("\nthe addition there with the largest rounding error\n{}", short_trace(*found_.bits));
+    print_proof();
+  }
+
+  // The replays that prove it, and the addition with the largest rounding error.
+  void print_proof() const {
+    const Evidence& e = found_.evidence;
+    const auto row = [&](const std::string& words, const Trial* trial) {
+      if (trial) say("   {:<60}offset {:>4.0f}\n", words, trial->health.offset);
+    };
+    if (e.recorded)
+      say("   {} replays of steps {} to {}:\n", replays_->trials().size(), e.window.begin, e.window.end);
+    row("as recorded", e.recorded);
+    row(fmt::format("with {} in FP32", guilty_in_words()), e.cured);
+    row("with zero_sum there", e.zero_sum);
+    row("with zero_sum everywhere", e.zero_sum_all);
+    row("with all of attention in FP32", e.control);
+    if (found_.bits && verbose_)
+      say("\n   the addition there with the largest rounding error\n{}", short_trace(*found_.bits));
+    else if (found_.bits && !found_.bits->roundings.empty())
+      say("   One addition of that sum: {} = {}, stored as {}.\n", found_.bits->expression,
+          found_.bits->exact, found_.bits->value);
+    say("\n");
   }
 
   // For the page's panels.
@@ -336,12 +396,14 @@ class Demo {
         capture_->words, capture_->trace, capture_->file.string());
   }
 
+  // "row_sum of layer 0 head 1"
   std::string guilty_in_words() const {
     const Evidence& e = found_.evidence;
-    std::string text = e.guilty.empty() ? "no heads found" : heads_in_words(e.guilty, config_.model.heads);
+    std::string sites;
     for (size_t n = 0; n < e.sites.size(); ++n)
-      text += fmt::format("{}{}", n == 0 ? ", site " : ", ", name(e.sites[n]));
-    return text;
+      sites += fmt::format("{}{}", n == 0 ? "" : ", ", name(e.sites[n]));
+    const std::string heads = e.guilty.empty() ? "no heads" : heads_in_words(e.guilty, config_.model.heads);
+    return sites.empty() ? heads : fmt::format("{} of {}", sites, heads);
   }
 
   std::string next_command() const {
@@ -350,25 +412,20 @@ class Demo {
   }
 
   void print_summary(double trained) const {
-    const Evidence& e = found_.evidence;
-    heading("What came out", colour_);
-    for (const Run& run : runs_)
-      fmt::print("{:<34} offset {:>6.0f}, loss {:.3f}\n", run.words, run.offsets.back(), run.loss);
-    fmt::print("symptom:  {}\n", e.symptom.words.empty() ? "none" : e.symptom.words);
-    fmt::print("guilty:   {}\n", guilty_in_words());
-    const auto offset_of = [](const Trial* trial) {
-      return trial ? fmt::format("{:.0f}", trial->health.offset) : std::string("not tried");
-    };
+    heading("3. What happened", colour_);
     fmt::print(
-        "proof:    offset {} as recorded, {} with that in FP32, {} with zero_sum there{}, {} all in FP32\n",
-        offset_of(e.recorded), offset_of(e.cured), offset_of(e.zero_sum),
-        e.zero_sum_all ? fmt::format(" ({} everywhere)", offset_of(e.zero_sum_all)) : "",
-        offset_of(e.control));
-    fmt::print("verdict:  {}: {}\n", name(found_.verdict.cause), found_.verdict.words);
+        "   Softmax ignores a constant that is added to a row of scores, so each row of the gradient dS "
+        "must\n"
+        "   sum to zero. Rounding breaks that sum: the row leaks, and nothing pulls the constant back.\n\n");
+    if (verbose_)
+      fmt::print("symptom:  {}\n",
+                 found_.evidence.symptom.words.empty() ? "none" : found_.evidence.symptom.words);
+    fmt::print("cause:    {} ({})\n", guilty_in_words(), name(found_.verdict.cause));
+    fmt::print("verdict:  {}\n", found_.verdict.words);
     fmt::print("how sure: {}\n", found_.verdict.certainty);
     fmt::print("time:     {:.0f} s: {:.0f} training, {:.0f} for {} replays\n", seconds_since(start_), trained,
                isolated_, replays_->trials().size());
-    fmt::print("page:     {}\n", fs::absolute(report_).string());
+    fmt::print("report:   {}\n", fs::absolute(report_).string());
     fmt::print("next:     {}\n", next_command());
   }
 
@@ -397,7 +454,7 @@ class Demo {
   const Scale& scale_;
   RunConfig config_;
   const fs::path out_;
-  const bool json_, colour_;
+  const bool json_, verbose_, colour_;
   std::vector<Run> runs_;
   std::unique_ptr<Replays> replays_;
   Isolation found_;
@@ -411,15 +468,21 @@ class Demo {
 int run_demo(int argc, char** argv) {
   std::vector<std::string> plans;
   std::string text, out;
-  bool full = false, story = false, json = false;
+  bool full = false, quick = false, verbose = false, story = false, json = false;
   Options options(
-      "demo [--full] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
-      "The whole job on this machine, in about half a minute on two idle cores and without a GPU: trains a "
-      "small\n"
-      "model three times side by side, of which one drifts; finds the guilty layer, heads and rounding by\n"
-      "replays; and writes the report. --story: the mechanism in the small, from one addition to one head.",
+      "demo [--quick | --full] [--verbose] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
+      "The whole job on this machine, without a GPU, in about half a minute on two idle cores: trains a "
+      "small "
+      "model\n"
+      "three times, of which one run drifts; finds the layer, heads and rounding that did it by replays; "
+      "writes "
+      "the\n"
+      "report. --story: the mechanism in the small, from one addition to one head.",
       "demo --out demo");
+  options.flag("--quick", "a small model on synthetic text, well within a minute (the default)", quick);
   options.flag("--full", "a larger model, on the project's own text: a few minutes", full);
+  options.flag("--verbose", "also every replay, the bits of an addition, and a recorded step of a GPU's run",
+               verbose);
   options.value("--text", "FOLDER",
                 "text to train on (default: synthetic; --full: the project's own sources and documents)",
                 text);
@@ -431,8 +494,10 @@ int run_demo(int argc, char** argv) {
   for (const std::string& plan : plans)
     parse_plan(plan);  // an unknown name is an error before the work starts
   require(plans.empty() || story, "--plan: expected together with --story");
+  require(!quick || !full, "expected --quick or --full, found both");
   if (story) {
-    require(!full && text.empty() && out.empty(), "--story: expected no --full, --text or --out with it");
+    require(!quick && !full && !verbose && text.empty() && out.empty(),
+            "--story: expected no --quick, --full, --verbose, --text or --out with it");
     tell_story(plans, json);
     return 0;
   }
@@ -441,7 +506,7 @@ int run_demo(int argc, char** argv) {
   require_data(!fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder)),
                "--out {}: expected a folder that is not there or is empty", folder.string());
   const Scale scale = full ? full_scale() : short_scale();
-  Demo(scale, folder, json).run(text);
+  Demo(scale, folder, json, verbose).run(text);
   return 0;
 }
 

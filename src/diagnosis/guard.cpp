@@ -82,7 +82,7 @@ int64_t Guard::checkpoint_before(int64_t step) const {
 }
 
 std::string Guard::command_with(const std::string& clauses, int64_t last_good) const {
-  return train_command(folder_, config_, checkpoint_before(last_good), clauses, "mended");
+  return train_command(folder_, config_, checkpoint_before(last_good), clauses, "cured");
 }
 
 void Guard::decide(int64_t step, const Model& model) {

@@ -305,7 +305,7 @@ bool heals(const Evidence& e, const Trial* trial) { return trial && e.heals(*tri
 // With the smallest change that was seen to heal; on no evidence of one, with more replays.
 std::string mending_command(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   for (const Trial* const remedy : {e.zero_sum, e.zero_sum_all, e.consistent, e.wide_output, e.cured})
-    if (heals(e, remedy)) return train_command(run, config, e.window.begin, remedy->setup.clauses, "mended");
+    if (heals(e, remedy)) return train_command(run, config, e.window.begin, remedy->setup.clauses, "cured");
   return isolate_command(run, " --budget 80");
 }
 
@@ -331,15 +331,17 @@ void add_heads(const Evidence& e, const std::string& where, int64_t H, std::vect
 
 std::string words_of_rounding(const Evidence& e, Cause cause, const std::string& site,
                               const std::string& where) {
-  if (cause == Cause::common_mode_drift)
+  if (cause == Cause::drift)
     return fmt::format(
-        "Drift: rounding {} in {} makes rows of dS leak{}, and the offset grows, since softmax cannot see "
-        "it.{}",
-        site, where,
-        e.unbiased ? (e.heals(*e.unbiased) ? ", with its bias" : ", by noise as much as by bias") : "",
-        heals(e, e.zero_sum)       ? " stabiliser=zero_sum on these heads heals it."
-        : heals(e, e.zero_sum_all) ? " stabiliser=zero_sum on all heads heals it; on these alone it does not."
-                                   : "");
+        "Drift: rounding {} in {} makes rows of dS leak, and the leak makes the offset grow.{}{}", site,
+        where,
+        e.unbiased ? (e.heals(*e.unbiased) ? " The bias of the rounding drives it."
+                                           : " Noise drives it as much as bias does.")
+                   : "",
+        heals(e, e.zero_sum) ? " stabiliser=zero_sum on these heads prevents it."
+        : heals(e, e.zero_sum_all)
+            ? " stabiliser=zero_sum on all heads prevents it; on these alone it does not."
+            : "");
   return fmt::format("Rounding {} in {} harms this run, {}.", site, where,
                      e.measure == Evidence::Measure::offset ? "but not through a leak of dS"
                                                             : "and the offset plays no part in it");
@@ -349,8 +351,7 @@ Verdict judge_rounding(const Evidence& e, const std::filesystem::path& run, cons
   const int64_t H = config.model.heads;
   Verdict v;
   const bool through_the_sum = !e.zero_sum || heals(e, e.zero_sum) || heals(e, e.zero_sum_all);
-  v.cause = e.measure == Evidence::Measure::offset && through_the_sum ? Cause::common_mode_drift
-                                                                      : Cause::other_rounding;
+  v.cause = e.measure == Evidence::Measure::offset && through_the_sum ? Cause::drift : Cause::other_rounding;
   v.next_command = mending_command(e, run, config);
   add_control(e, config, v.evidence);
   const char* const more = "the budget of replays was spent; a larger --budget goes on from here";
@@ -382,10 +383,11 @@ Verdict judge_rounding(const Evidence& e, const std::filesystem::path& run, cons
   add_trials(e, site, v.evidence);
   v.words = words_of_rounding(e, v.cause, fmt::format("{} ({})", site, joined(formats, ", ")), where);
   const bool both = heals(e, e.cured) && e.alone_guilty && !e.heals(*e.alone_guilty);
-  v.certainty = both ? "sure: to leave it out heals, and to leave only it in does not"
-                : e.alone_guilty
-                    ? "fairly sure: to leave it out heals; by itself it does no harm within a window"
-                    : "fairly sure: to leave it out heals; the other way was not tried";
+  v.certainty =
+      both ? "sure: without this rounding the run heals, and with this rounding alone it drifts"
+      : e.alone_guilty
+          ? "fairly sure: without this rounding the run heals; by itself it does no harm within a window"
+          : "fairly sure: without this rounding the run heals; the other direction was not tried";
   return v;
 }
 
@@ -419,7 +421,7 @@ Verdict judge_data(const BadSequences& d, int64_t step, const std::filesystem::p
       "(loss {:.2f}) than any of ordinary steps (median {:.2f}); {} such sequences in all",
       d.steps_with, d.looked_at, step, d.loss, d.ordinary_loss, d.count));
   v.certainty = "fairly sure: hard text is not always bad text; look at it";
-  // With another seed the batches are others; the text must be mended by hand.
+  // With another seed the batches are others; the text must be corrected by hand.
   v.next_command =
       train_command(run, config, 0, "", "other-batches", fmt::format(" --seed {}", config.seed + 1));
   return v;

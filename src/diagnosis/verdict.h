@@ -55,16 +55,15 @@ Symptom find_symptom(const RunRecord& record);
 
 enum class Cause {
   healthy,
-  common_mode_drift,  // rows of dS that do not sum to zero move what softmax cannot see
-  other_rounding,     // FP32 heals it, and the common mode plays no part
-  learning_rate,      // FP32 fails alike, a slower run does not
-  data,               // particular batches
-  corruption,         // the record does not follow from the checkpoint: memory, hardware, or a hand
+  drift,           // rows of dS leak, and the offset grows ("common_mode_drift" in older records)
+  other_rounding,  // FP32 heals it, and the offset plays no part
+  learning_rate,   // FP32 fails alike, a slower run does not
+  data,            // particular batches
+  corruption,  // the record does not follow from the checkpoint: a memory or hardware fault, or edited files
   not_established,
 };
 inline constexpr std::array<std::string_view, 7> kCauseNames = {
-    "healthy", "common_mode_drift", "other_rounding", "learning_rate",
-    "data",    "corruption",        "not_established"};
+    "healthy", "drift", "other_rounding", "learning_rate", "data", "corruption", "not_established"};
 constexpr std::string_view name(Cause cause) { return kCauseNames[static_cast<size_t>(cause)]; }
 
 // Sequences of the steps whose loss jumped that a checkpoint's model, too, finds far harder than any of ordinary steps.

@@ -594,7 +594,7 @@ class GuardAndIsolate(TorchCase):
         folder, training, told = self.home, self.training, []
         found = evenkeel.isolate(training, {0: 0}, folder / "run", steps=150, budget=30, exact=True, tell=told.append)
         print(f"  {found['words']} ({found['replays']} replays)")
-        self.assertEqual(found["cause"], "common_mode_drift", json.dumps(found["evidence"], indent=1))
+        self.assertEqual(found["cause"], "drift", json.dumps(found["evidence"], indent=1))
         self.assertIn("row_sum", found["sites_alone"])
         self.assertTrue(any("symptom" in words for words in told))
         self.assertIn("evenkeel.patch(plan=", found["next_command"])
@@ -611,7 +611,7 @@ class GuardAndIsolate(TorchCase):
                                "--exact"], cwd=folder, capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))})
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertIn("verdict: common_mode_drift", done.stdout)
+        self.assertIn("verdict: drift", done.stdout)
         self.assertIn("next: ", done.stdout)
         done = subprocess.run([PROGRAM, "report", folder / "run", "-o", folder / "page.html"], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
