@@ -325,7 +325,7 @@ TEST_F(ReportTest, a_verdict_fills_the_chain) {
            {"value", -4.75}}}}}}};
   const fs::path a = make("a", {{"metrics.jsonl", metrics(30)}, {"verdict.json", verdict.dump()}});
   const std::string html = page_of({a});
-  EXPECT_TRUE(has(html, "<h1>Common-mode drift: rounding row_sum.</h1>"));
+  EXPECT_TRUE(has(html, "<h1>Drift: rounding row_sum.</h1>"));
   EXPECT_TRUE(has(html, "How sure? Sure."));
   EXPECT_TRUE(has(html, "both ways"));
   EXPECT_TRUE(has(html, "head 1 of layer 2"));  // the verdict's head, not the largest
