@@ -126,8 +126,8 @@ def main():
     expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
     config = tomllib.loads((folder / "config.toml").read_text())
     optimizer, schedule = config["optimizer"], config["schedule"]
-    for key in ("qk_norm", "gated_attention", "softcap", "qk_clip"):
-        expect(not config["model"][key], f"a plain GPT-2 without {key}", config["model"][key])
+    for key in ("qk_norm", "sinks", "gated_attention", "softcap", "qk_clip"):
+        expect(not config["model"].get(key), f"a plain GPT-2 without {key}", config["model"].get(key))
     expect(optimizer["kind"] == "adamw", "AdamW", optimizer["kind"])
     expect(schedule["course"] == "constant", "a constant learning rate", schedule["course"])
     starts, length = read_batches(options.batches or folder / "batches.bin")

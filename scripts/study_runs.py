@@ -152,6 +152,33 @@ def hostile():
 LR_INTEGRAL = 27  # of the learning rate over steps: 9,000 steps at 3e-3
 
 
+def llama():
+    """The same arithmetic in a Llama block (rotary positions, RMS norms, SwiGLU, grouped queries), with QK norm, and with sinks, which let
+    softmax see the offset; sinks and ALiBi in nano's own block."""
+    block = ["--preset", "llama-nano"]
+    found = []
+    for name, more in (
+        ("plain", block),
+        ("qk_norm", block + setting("model.qk_norm = true")),
+        ("sinks", block + setting("model.sinks = true")),
+        ("gpt2_sinks", setting("model.sinks = true")),
+        ("gpt2_alibi", setting('model.positions = "alibi"')),
+    ):
+        found += paired("llama", name, "flash2", 9_000, (3,), more)
+    return found
+
+
+def sinks():
+    """Does a softmax that sees the offset stop the drift? micro, where the same plan without sinks fails (derailing-row_sum_e5m2)."""
+    base, on = "fp32,row_sum=e5m2", setting("model.sinks = true")
+    found = micro("sinks", "row_sum_e5m2", base, (1, 2, 3), on)
+    found += micro("sinks", "row_sum_e5m2_zero_sum", base + ZERO, (1,), on)
+    found += micro("sinks", "fp32", "fp32", (1,), on)
+    found += micro("sinks", "alibi_row_sum_e5m2", base, (1, 2), setting('model.positions = "alibi"'))
+    found += micro("sinks", "alibi_fp32", "fp32", (1,), setting('model.positions = "alibi"'))
+    return found
+
+
 def rates():
     """Other learning rates to the same integral."""
     found = []
@@ -459,7 +486,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
+PARTS = (cure, size, matrix, hostile, llama, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
 
 
 def runs(only):

@@ -62,6 +62,8 @@ void expect_same(const Capture& a, const Capture& b) {
   EXPECT_EQ(a.tile_keys, b.tile_keys);
   EXPECT_EQ(a.positions, b.positions);
   EXPECT_EQ(a.rotary_base, b.rotary_base);
+  EXPECT_EQ(a.slopes, b.slopes);
+  EXPECT_EQ(a.sinks, b.sinks);
   EXPECT_EQ(a.plans, b.plans);
   for (Tensor<float> Capture::*t : {&Capture::x, &Capture::q, &Capture::k, &Capture::v, &Capture::d_o,
                                     &Capture::w_q, &Capture::w_k, &Capture::w_v})
@@ -98,6 +100,9 @@ TEST_F(CaptureTest, goes_through_a_file_to_the_bit) {
   c.positions = Positions::learned, c.rotary_base = 77.5f;
   write_capture(folder / "a", c);
   expect_same(read_capture(folder / "a"), c);
+  c.softcap = 0, c.slopes = {0.1f, 0.25f, 1e-9f, 3}, c.sinks = {-0.1f, 1e20f, 0, 2};
+  write_capture(folder / "a", c);
+  expect_same(read_capture(folder / "a"), c);
   c.x = c.w_q = c.w_k = c.w_v = Tensor<float>();
   c.loss = std::numeric_limits<double>::quiet_NaN();
   write_capture(folder / "a", c);
@@ -105,11 +110,12 @@ TEST_F(CaptureTest, goes_through_a_file_to_the_bit) {
 }
 
 TEST_P(CaptureOfFamily, is_what_attention_read_in_the_model) {
-  for (const bool qk_norm : {false, true})
+  for (const bool more : {false, true})
     for (const int threads : {1, 3}) {
       set_thread_count(threads);
       ModelConfig config = tiny().model;
-      config.qk_norm = qk_norm;
+      config.qk_norm = config.sinks = more;
+      if (more && !config.is_rotary()) config.positions = Positions::alibi;
       const auto model = make_model_cpu(config, 1);
       model->set_plan(ScopedPlan::parse("fp32,keel=1e-2; layer 1 head 1: row_sum=e5m2"));
       std::vector<int32_t> tokens(5 * 12), targets(5 * 12);

@@ -134,7 +134,7 @@ TEST(Model, layers_have_random_numbers_of_their_own) {
     for (const int layer : {0, 1}) std::ranges::fill(tensor(layer, name), 0.0f);
   for (const char* name :
        {"ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.q_norm.weight",
-        "attn.k_norm.weight", "attn.c_gate.weight", "attn.c_gate.bias"})
+        "attn.k_norm.weight", "attn.sinks", "attn.c_gate.weight", "attn.c_gate.bias"})
     std::ranges::copy(tensor(0, name), tensor(1, name).begin());
   model->write_parameters(parameters);
   const auto alike = [&](const char* plan) {

@@ -84,7 +84,7 @@ inline ModelConfig busy() {
   ModelConfig config = tiny();
   config.width = 40, config.heads = 4, config.context = 80, config.vocabulary = 130;
   config.bias = config.norm_bias = config.gated_attention = true;
-  config.qk_norm = true;
+  config.qk_norm = config.sinks = true;
   return config;
 }
 

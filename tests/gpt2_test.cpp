@@ -143,14 +143,20 @@ class SlowModel {
         for (int64_t h = 0; h < H; ++h) {
           const int64_t key = (H + h / (H / G)) * D, value = key + G * D;
           SlowFacts& fact = facts[at(l * H + h)];
+          // Of ALiBi, as its paper has them for a power of two, and for three heads.
+          const double slope = config_.positions != Positions::alibi ? 0
+                               : H == 2                              ? (h == 0 ? 1.0 / 16 : 1.0 / 256)
+                                        : std::vector{1.0 / 16, 1.0 / 256, 1.0 / 4}[at(h)];
+          const double* const sinks = find(layer + "attn.sinks");
           Doubles s;
-          double sum = 0, mean = 0;
+          double sum = sinks ? std::exp(sinks[h]) : 0, mean = 0;
           for (int64_t j = 0; j <= i; ++j) {
             double score = 0;
             for (int64_t d = 0; d < D; ++d) score += qkv[at(i)][at(h * D + d)] * qkv[at(j)][at(key + d)];
             score /= std::sqrt(static_cast<double>(D));
             fact.largest_score = std::max(fact.largest_score, score);
             mean += score / static_cast<double>(i + 1);
+            score -= slope * static_cast<double>(i - j);
             if (config_.softcap > 0) score = config_.softcap * std::tanh(score / config_.softcap);
             s.push_back(score);
             sum += std::exp(score);
@@ -218,6 +224,9 @@ const Option kOptions[] = {
     {"rotary", [](ModelConfig& c) { c.positions = Positions::rotary, c.rotary_base = 7; }},
     {"rotary_pairs", [](ModelConfig& c) { c.positions = Positions::rotary_pairs; }},
     {"no positions", [](ModelConfig& c) { c.positions = Positions::none; }},
+    {"alibi", [](ModelConfig& c) { c.positions = Positions::alibi, c.heads = 3; }},
+    {"sinks", [](ModelConfig& c) { c.sinks = true; }},
+    {"sinks, keel", [](ModelConfig& c) { c.sinks = true, c.positions = Positions::alibi; }, 0.3},
     {"swiglu", [](ModelConfig& c) { c.mlp = MlpKind::swiglu, c.hidden = 10; }},
     {"hidden 5, biases", [](ModelConfig& c) { c.hidden = 5, c.mlp = MlpKind::swiglu, c.bias = true; }},
     {"grouped queries", [](ModelConfig& c) { c.heads = 6, c.key_heads = 2; }},

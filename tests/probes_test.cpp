@@ -44,6 +44,7 @@ HeadProbe slow_probe(const Capture& c, int64_t h) {
         for (int64_t d = 0; d < D; ++d) score += element(c.q, b, h, i, d) * element(c.k, b, g, j, d);
         score *= a;
         const double bent = c.softcap > 0 ? std::tanh(score / c.softcap) : 0;
+        if (!c.slopes.empty()) score -= c.slopes[at(h)] * std::fabs(static_cast<double>(i - j));
         s.push_back(c.softcap > 0 ? c.softcap * bent : score);
         slope.push_back(1 - bent * bent);
         largest = std::max(largest, s.back());
@@ -60,6 +61,7 @@ HeadProbe slow_probe(const Capture& c, int64_t h) {
       largest_mean = std::max(largest_mean, std::fabs(mean));
       double l = 0;
       for (double x : s) l += std::exp(x - top);
+      if (!c.sinks.empty()) l += std::exp(c.sinks[at(h)] - top);
       const double L = top + std::log(l);
       largest_lse = std::max(largest_lse, std::fabs(L));
       rows["mean_lse"].push_back(L);
@@ -220,6 +222,11 @@ TEST(Probes, as_their_definitions_say) {
   for (PrecisionPlan& plan : c.plans) plan.keel = 1e-4f;
   c.softcap = 0;
   expect_alike(c, "keel");
+  c.sinks = {1.5f, -0.5f};
+  expect_alike(c, "sinks");
+  c.sinks = {60, -80};  // one takes nearly everything, the other nearly nothing
+  c.slopes = {0.5f, 0.125f};
+  expect_alike(c, "sinks and slopes");
 }
 
 TEST(Probes, all_scores_tie) {
@@ -258,6 +265,21 @@ TEST(Probes, sums_that_are_kept_leave_nothing) {
 }
 
 // With delta alone rounded, dQ is wrong by a rho (PK) in every row and by nothing else (the paper's equation 1).
+// What a sink takes from a row is no leak.
+TEST(Probes, a_sink_is_no_leak) {
+  Capture c = random_capture({2, 2, 2, 40, 8, 6}, "fp32");
+  c.sinks = {1, 2.5f};
+  for (const HeadProbe& p : probe(c)) {
+    EXPECT_GT(p.delta_rms, 1e-4);
+    EXPECT_LT(p.residual_rms, 1e-6 * p.delta_rms);
+  }
+  for (PrecisionPlan& plan : c.plans) plan.keel = 1e-4f;
+  for (const HeadProbe& p : probe(c)) EXPECT_LT(p.residual_rms, 1e-6 * p.delta_rms);
+  c.plans = {parse_plan("fp32,row_sum=e5m2"), parse_plan("fp32,row_sum=e5m2,stabiliser=zero_sum")};
+  EXPECT_GT(probe(c)[0].residual_rms, 1e-3 * probe(c)[0].delta_rms);
+  EXPECT_LT(probe(c)[1].residual_rms, 1e-6 * probe(c)[1].delta_rms);
+}
+
 TEST(Probes, the_leak_is_all_of_the_error_where_delta_alone_is_wrong) {
   const HeadProbe p = probe(random_capture({2, 1, 1, 40, 16, 8}, "fp32,delta=e8m2"))[0];
   EXPECT_GT(p.gradient_share, 1e-3);

@@ -201,9 +201,15 @@ void RowTile::measure_residual(int64_t keys, const Rounding& rounding) {
 void RowTile::write_facts(const BackwardTask& task) {
   for (int64_t i = 0; i < rows_; ++i) {
     const float lse = *task.saved.lse.at(b_, h_, row_ + i);
-    // keel leaves 2 z L sum P in the row on purpose, and a gradient of L its own part.
+    // keel leaves 2 z L sum P in the row on purpose, a gradient of L its own part, and a sink what it takes itself.
     const double dL = task.out.grad_lse.present() ? double{*task.out.grad_lse.at(b_, h_, row_ + i)} : 0.0;
-    const double meant = lse == RowShift::kNone ? 0 : (2.0 * plan().keel * lse + dL) * prob_sum_[at(i)];
+    double meant = 0;
+    if (lse != RowShift::kNone) {
+      const double pull = 2.0 * plan().keel * lse + dL;
+      meant = pull * prob_sum_[at(i)];
+      if (!call_.problem.sinks.empty())
+        meant += std::exp(double{call_.problem.sinks[at(h_)]} - lse) * (delta_[at(i)] + pull);
+    }
     if (task.out.residual.present()) *task.out.residual.at(b_, h_, row_ + i) = residual_[at(i)] - meant;
     if (task.out.residual_floor.present())
       *task.out.residual_floor.at(b_, h_, row_ + i) = std::sqrt(floor_[at(i)]);

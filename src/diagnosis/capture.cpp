@@ -18,7 +18,7 @@ constexpr std::string_view kVersionKey = "evenkeel_capture", kVersion = "1";
 template <class Range>
 std::string listed(const Range& values, const char* separator = ", ") {
   std::string text;
-  for (const auto& value : values) text += (text.empty() ? "" : separator) + std::to_string(value);
+  for (const auto& value : values) text += (text.empty() ? "" : separator) + fmt::format("{}", value);
   return text;
 }
 
@@ -82,13 +82,15 @@ class Words {
     const auto found = words_.find(key);
     return found == words_.end() ? otherwise : found->second;
   }
-  double number(const std::string& key) const {
-    const std::string& word = text(key);
-    double value = 0;
-    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-    require_data(error == std::errc() && end == word.data() + word.size(),
-                 "{}: expected a number as '{}' in the metadata, found '{}'", file_, key, word);
-    return value;
+  double number(const std::string& key) const { return number_in(key, text(key)); }
+  // Empty where there is no such key.
+  std::vector<float> numbers(const std::string& key) const {
+    std::vector<float> values;
+    if (words_.contains(key))
+      for_each_part(text(key), ',', [&](const std::string& part) {
+        values.push_back(static_cast<float>(number_in(key, part)));
+      });
+    return values;
   }
   int64_t integer(const std::string& key, int64_t most) const { return integer_in(key, text(key), most); }
   std::vector<int64_t> integers(const std::string& key, int64_t most) const {
@@ -110,6 +112,13 @@ class Words {
   }
 
  private:
+  double number_in(const std::string& key, const std::string& word) const {
+    double value = 0;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+    require_data(error == std::errc() && end == word.data() + word.size(),
+                 "{}: expected a number as '{}' in the metadata, found '{}'", file_, key, word);
+    return value;
+  }
   int64_t integer_in(const std::string& key, const std::string& word, int64_t most) const {
     int64_t value = 0;
     const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
@@ -169,6 +178,8 @@ AttentionProblem Capture::attention_problem() const {
   config.plans = plans;
   config.scale = scale;
   config.softcap = softcap;
+  config.slopes = slopes;
+  config.sinks = sinks;
   config.mask.causal = causal;
   config.tile_keys = tile_keys;
   config.step = static_cast<uint32_t>(step);
@@ -199,6 +210,13 @@ Capture capture_of(const LayerCapture& from, const ModelConfig& config, const Pa
   c.tile_keys = config.tile_keys;
   c.positions = config.positions;
   c.rotary_base = config.rotary_base;
+  const std::vector<float> slopes =
+      config.positions == Positions::alibi ? alibi_slopes(config.heads) : std::vector<float>();
+  const ParameterTensor* const sinks = table.find(fmt::format("h.{}.attn.sinks", layer));
+  for (const int64_t h : heads) {
+    if (!slopes.empty()) c.slopes.push_back(slopes[static_cast<size_t>(h)]);
+    if (sinks) c.sinks.push_back(parameters[static_cast<size_t>(sinks->offset + h)]);
+  }
   c.x = from.x;
   c.q = pick(from.q, heads);
   const std::vector<int64_t> key_heads = key_heads_of(config, heads);
@@ -234,22 +252,24 @@ void write_capture(const std::filesystem::path& file, const Capture& capture) {
         header.shape.push_back(static_cast<uint64_t>(tensor.shape()[static_cast<size_t>(n)]));
     headers.push_back(std::move(header));
   });
-  SafetensorsWriter writer(
-      file, headers,
-      {{std::string(kVersionKey), std::string(kVersion)},
-       {"source", capture.source},
-       {"model", capture.model},
-       {"step", fmt::format("{}", capture.step)},
-       {"layer", fmt::format("{}", capture.layer)},
-       {"heads", listed(capture.heads, ",")},
-       {"loss", fmt::format("{}", capture.loss)},
-       {"scale", fmt::format("{}", capture.scale)},
-       {"softcap", fmt::format("{}", capture.softcap)},
-       {"causal", capture.causal ? "1" : "0"},
-       {"tile_keys", fmt::format("{}", capture.tile_keys)},
-       {"positions", std::string(kPositionNames[static_cast<size_t>(capture.positions)])},
-       {"rotary_base", fmt::format("{}", capture.rotary_base)},
-       {"plans", join_plans(capture.plans)}});
+  std::map<std::string, std::string> words{
+      {std::string(kVersionKey), std::string(kVersion)},
+      {"source", capture.source},
+      {"model", capture.model},
+      {"step", fmt::format("{}", capture.step)},
+      {"layer", fmt::format("{}", capture.layer)},
+      {"heads", listed(capture.heads, ",")},
+      {"loss", fmt::format("{}", capture.loss)},
+      {"scale", fmt::format("{}", capture.scale)},
+      {"softcap", fmt::format("{}", capture.softcap)},
+      {"causal", capture.causal ? "1" : "0"},
+      {"tile_keys", fmt::format("{}", capture.tile_keys)},
+      {"positions", std::string(kPositionNames[static_cast<size_t>(capture.positions)])},
+      {"rotary_base", fmt::format("{}", capture.rotary_base)},
+      {"plans", join_plans(capture.plans)}};
+  if (!capture.slopes.empty()) words["slopes"] = listed(capture.slopes, ",");
+  if (!capture.sinks.empty()) words["sinks"] = listed(capture.sinks, ",");
+  SafetensorsWriter writer(file, headers, words);
   for_each_tensor(capture, [&](const char* name, const Tensor<float>& tensor, bool) {
     if (!tensor.values().empty()) writer.append(name, std::as_bytes(std::span(tensor.values())));
   });
@@ -278,6 +298,8 @@ Capture read_capture(const Safetensors& file, const std::string& name) {
   c.causal = words.integer("causal", 1) == 1;
   c.tile_keys = words.integer("tile_keys", 1 << 20);
   c.plans = words.plans("plans");
+  c.slopes = words.numbers("slopes");
+  c.sinks = words.numbers("sinks");
   const std::string positions = words.text_or("positions", "none");
   const auto named = std::find(std::begin(kPositionNames), std::end(kPositionNames), positions);
   require_data(named != std::end(kPositionNames), "{}: positions: expected one of {}, found '{}'", name,

@@ -5,7 +5,7 @@
 //   w_q (H, C, D)   w_k w_v (G, C, D)
 // All F32. Its metadata, all text: evenkeel_capture (the version, 1), source, model, step, layer, heads ("0,3"), loss,
 // scale, softcap, causal (0 or 1), tile_keys, plans (one a head, separated by ';'); and where they are known, positions
-// (rotary, rotary_pairs, ...) and rotary_base.
+// (rotary, rotary_pairs, ...) and rotary_base; slopes and sinks (one number a head, separated by ',') where heads have them.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,7 @@ struct Capture {
   int64_t tile_keys = 64;
   Positions positions = Positions::none;  // how places reached q and k; none: not at all, or not known
   float rotary_base = 10000;
+  std::vector<float> slopes, sinks;  // (H) each, or empty: attention_problem.h has their meaning
   std::vector<PrecisionPlan> plans;  // (H)
   Tensor<float> x;                   // (B, 1, T, C), or empty
   Tensor<float> q, d_o;              // (B, H, T, D)

@@ -71,6 +71,8 @@ double norm(std::span<const double> x) {
   return std::sqrt(dot(x.data(), x.data(), static_cast<int64_t>(x.size())));
 }
 
+constexpr double kNoSink = -std::numeric_limits<double>::infinity();
+
 // One head of a capture: sizes, and its rows in FP64 where a sum needs them.
 struct Head {
   const Capture& capture;
@@ -94,6 +96,8 @@ struct Head {
   bool has_x() const { return !capture.x.values().empty(); }
   int64_t C() const { return capture.x.shape()[3]; }
   int64_t keys_of(int64_t row) const { return capture.causal ? row + 1 : T; }
+  double slope() const { return capture.slopes.empty() ? 0 : double{capture.slopes[at(h)]}; }
+  double sink() const { return capture.sinks.empty() ? kNoSink : double{capture.sinks[at(h)]}; }
 
   // S of a row, FP64: (keys)
   void scores(int64_t b, int64_t row, std::vector<double>& s) const {
@@ -103,16 +107,16 @@ struct Head {
       double sum = 0;
       const float *qi = q(b, row), *kj = k(b, j);
       for (int64_t d = 0; d < D; ++d) sum += double{qi[d]} * kj[d];
-      sum *= scale;
+      sum = scale * sum - slope() * static_cast<double>(std::abs(row - j));
       s[at(j)] = c > 0 ? c * std::tanh(sum / c) : sum;
     }
   }
 };
 
 // L of a row of scores, which become its probabilities.
-double softmax(std::vector<double>& s) {
-  const double m = *std::max_element(s.begin(), s.end());
-  double l = 0;
+double softmax(std::vector<double>& s, double sink) {
+  const double m = std::max(sink, *std::max_element(s.begin(), s.end()));
+  double l = std::exp(sink - m);
   for (double& x : s) l += x = std::exp(x - m);
   for (double& x : s) x /= l;
   return m + std::log(l);
@@ -155,7 +159,7 @@ struct ScoreSums {
          largest_spread = 0, lse = 0, largest_lse = 0, entropy = 0, sink = 0, heaviest = 0;
 
   // Scores become probabilities; returns L.
-  double add(std::span<double> s) {
+  double add(std::span<double> s, double sink_score) {
     const auto keys = static_cast<double>(s.size());
     double sum = 0, squares = 0, top = -std::numeric_limits<double>::infinity();
     for (double x : s) sum += x, top = std::max(top, x);
@@ -168,21 +172,22 @@ struct ScoreSums {
     mean += row_mean;
     largest_mean = std::max(largest_mean, std::fabs(row_mean));
     spread += std::sqrt(squares / keys);
-    // With x = S - m: -sum P log P = log l - sum x exp(x) / l.
-    double l = 0, weighted = 0;
+    // With x = S - m: -sum P log P = log l sum P - sum x exp(x) / l, of the keys alone.
+    const double m = std::max(top, sink_score), of_sink = std::exp(sink_score - m);
+    double l = of_sink, weighted = 0;
     for (double& x : s) {
-      const double below = x - top;
+      const double below = x - m;
       x = std::exp(below);
       l += x;
       weighted += below * x;
     }
-    const double log_l = std::log(l), L = top + log_l;
+    const double log_l = std::log(l), L = m + log_l;
     for (double& x : s) x /= l;
     lse += L;
     largest_lse = std::max(largest_lse, std::fabs(L));
-    entropy += log_l - weighted / l;
+    entropy += log_l * ((l - of_sink) / l) - weighted / l;
     sink += s[0];
-    heaviest += 1 / l;
+    heaviest += std::exp(top - m) / l;
     return L;
   }
   void tell(HeadProbe& p, double rows) const {
@@ -223,14 +228,14 @@ ExactHead probe_scores(const Head& head, HeadProbe& p) {
         double* const row = s.data() + i * T;
         const int64_t seen = head.keys_of(first + i);
         for (int64_t j = 0; j < seen; ++j) {
-          row[j] *= head.scale;
+          row[j] = head.scale * row[j] - head.slope() * static_cast<double>(std::abs(first + i - j));
           if (softcap > 0) {
             const double bent = std::tanh(row[j] / softcap);
             row[j] = softcap * bent;
             slope[at(i * T + j)] = 1 - bent * bent;
           }
         }
-        L[at(i)] = sums.add({row, at(seen)});
+        L[at(i)] = sums.add({row, at(seen)}, head.sink());
         std::fill(row + seen, row + keys, 0.0);
       }
       // Now s is P.
@@ -455,7 +460,7 @@ std::vector<double> pk_rows(const Capture& capture, int64_t head_number) {
   for (int64_t b = 0; b < head.B; ++b)
     for (int64_t i = 0; i < head.T; ++i) {
       head.scores(b, i, s);
-      if (!std::isfinite(softmax(s))) continue;
+      if (!std::isfinite(softmax(s, head.sink()))) continue;
       double* const row = pk.data() + (b * head.T + i) * head.D;
       for (int64_t j = 0; j < head.keys_of(i); ++j)
         for (int64_t d = 0; d < head.D; ++d) row[d] += s[at(j)] * head.k(b, j)[d];

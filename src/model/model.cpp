@@ -78,7 +78,11 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
   return facts;
 }
 
-Model::Model(const ModelConfig& config) : config_(config), table_(config) {
+Model::Model(const ModelConfig& config)
+    : config_(config),
+      table_(config),
+      slopes_(config.positions == Positions::alibi ? alibi_slopes(config.heads) : std::vector<float>()),
+      no_sinks_(config.sinks ? static_cast<size_t>(config.heads) : 0) {
   facts_.assign(static_cast<size_t>(config.layers * config.heads), kNoFacts);
   const auto find = [&](const std::string& name) {
     const ParameterTensor* tensor = table_.find(name);
@@ -88,11 +92,11 @@ Model::Model(const ModelConfig& config) : config_(config), table_(config) {
     const auto in_layer = [&](const char* name) { return find(fmt::format("h.{}.{}", l, name)); };
     offsets_.push_back({in_layer("ln_1.weight"), in_layer("ln_1.bias"), in_layer("attn.c_attn.weight"),
                         in_layer("attn.c_attn.bias"), in_layer("attn.q_norm.weight"),
-                        in_layer("attn.k_norm.weight"), in_layer("attn.c_gate.weight"),
-                        in_layer("attn.c_gate.bias"), in_layer("attn.c_proj.weight"),
-                        in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"), in_layer("ln_2.bias"),
-                        in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"), in_layer("mlp.c_proj.weight"),
-                        in_layer("mlp.c_proj.bias")});
+                        in_layer("attn.k_norm.weight"), in_layer("attn.sinks"),
+                        in_layer("attn.c_gate.weight"), in_layer("attn.c_gate.bias"),
+                        in_layer("attn.c_proj.weight"), in_layer("attn.c_proj.bias"), in_layer("ln_2.weight"),
+                        in_layer("ln_2.bias"), in_layer("mlp.c_fc.weight"), in_layer("mlp.c_fc.bias"),
+                        in_layer("mlp.c_proj.weight"), in_layer("mlp.c_proj.bias")});
   }
   wte_ = find("wte.weight");
   wpe_ = find("wpe.weight");
@@ -128,6 +132,8 @@ AttentionProblem Model::attention_problem(int64_t layer, int64_t B, int64_t T) c
   p.type = config_.tensor_type();
   p.plans = plans_[static_cast<size_t>(layer)];
   p.softcap = config_.softcap;
+  p.slopes = slopes_;
+  p.sinks = no_sinks_;
   p.mask.causal = true;
   p.tile_keys = config_.tile_keys;
   p.layer = static_cast<uint32_t>(layer);

@@ -78,8 +78,8 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what t
 
 // Where a layer's tensors lie in the flat buffer; -1: no such tensor.
 struct LayerOffsets {
-  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, gate, gate_bias, proj, proj_bias, ln2_gain,
-      ln2_bias, fc, fc_bias, out, out_bias;
+  int64_t ln1_gain, ln1_bias, qkv, qkv_bias, q_gain, k_gain, sinks, gate, gate_bias, proj, proj_bias,
+      ln2_gain, ln2_bias, fc, fc_bias, out, out_bias;
 };
 
 class Model {
@@ -96,8 +96,8 @@ class Model {
   // gradients alone. std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
-  // What a layer asks of attention for B sequences of T tokens: sizes, type, mask, plans; the call's own step, facts and
-  // scale of keel come on top.
+  // What a layer asks of attention for B sequences of T tokens: sizes, type, mask, plans, slopes; the call's own step, facts
+  // and scale of keel come on top, and so do the values of the sinks, which are 0 here. Slopes and sinks: in host memory.
   AttentionProblem attention_problem(int64_t layer, int64_t B, int64_t T) const;
 
   // Flat buffers of table().size() floats in the backend's own memory (host or device), for its optimiser.
@@ -149,9 +149,11 @@ class Model {
   std::vector<HeadFacts> facts_;                    // (L, H)
   std::vector<LayerCapture> captures_;              // (L); empty tensors where not asked for
   uint64_t plan_version_ = 0;                       // counts set_plan
+  const std::vector<float> slopes_;                 // (H), of ALiBi; else empty
 
  private:
   std::vector<std::vector<PrecisionPlan>> plans_;  // (L, H)
+  const std::vector<float> no_sinks_;              // (H) zeros where heads have sinks; else empty
 };
 
 // What apply_qk_clip multiplies W_Q and W_K with: (L, H), 1 for a head that is left alone.

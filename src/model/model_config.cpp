@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -68,6 +69,8 @@ void validate(const ModelConfig& config) {
           config.norm_epsilon);
   require(config.norm == NormKind::layer_norm || !config.norm_bias,
           "[model] expected no norm_bias with rms_norm, which has none, got one");
+  require(!(config.positions == Positions::alibi && config.softcap > 0),
+          "[model] expected positions other than alibi with softcap, got a softcap of {}", config.softcap);
   const auto limit = [](const char* what, float value) {
     require(std::isfinite(value) && value >= 0, "[model] expected {} of 0 (off) or more, got {}", what,
             value);
@@ -79,6 +82,18 @@ void validate(const ModelConfig& config) {
   require(!(config.qk_clip > 0 && config.key_head_count() != config.heads),
           "[model] expected qk_clip only where each head has its own keys, got {} key heads for {} heads",
           config.key_head_count(), config.heads);
+}
+
+std::vector<float> alibi_slopes(int64_t heads) {
+  const auto whole = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(heads)));
+  std::vector<float> slopes;
+  for (int64_t n = 1; n <= heads; ++n) {
+    const double exponent =
+        n <= whole ? -8.0 * static_cast<double>(n) / static_cast<double>(whole)
+                   : -4.0 * static_cast<double>(2 * (n - whole) - 1) / static_cast<double>(whole);
+    slopes.push_back(static_cast<float>(std::exp2(exponent)));
+  }
+  return slopes;
 }
 
 // --- Parameters
@@ -126,6 +141,7 @@ ParameterTable::ParameterTable(const ModelConfig& config) {
       add(layer + "attn.q_norm.weight", {config.head_size()}, one);
       add(layer + "attn.k_norm.weight", {config.head_size()}, one);
     }
+    if (config.sinks) add(layer + "attn.sinks", {config.heads}, zero);
     if (config.gated_attention) linear(layer + "attn.c_gate", C, normal, {{"", 0, Q}});
     linear(layer + "attn.c_proj", Q, residual, {{"", 0, C}});
     norm(layer + "ln_2");
@@ -168,10 +184,10 @@ std::string describe(const ModelConfig& c) {
               : fmt::format("{}, {} positions, {}", kNormNames[static_cast<size_t>(c.norm)],
                             kPositionNames[static_cast<size_t>(c.positions)],
                             kMlpNames[static_cast<size_t>(c.mlp)]);
-  return fmt::format("{}, {} layers, {} heads{}, width {}, context {}, vocabulary {}{}{}, linear layers {}",
+  return fmt::format("{}, {} layers, {} heads{}, width {}, context {}, vocabulary {}{}{}{}, linear layers {}",
                      family, c.layers, c.heads,
                      c.key_head_count() == c.heads ? "" : fmt::format(" on {} key heads", c.key_head_count()),
-                     c.width, c.context, c.vocabulary, c.qk_norm ? ", qk_norm" : "",
+                     c.width, c.context, c.vocabulary, c.qk_norm ? ", qk_norm" : "", c.sinks ? ", sinks" : "",
                      c.gated_attention ? ", gated attention" : "",
                      c.precision == LinearPrecision::bf16 ? "bf16" : "fp32");
 }

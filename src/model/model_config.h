@@ -31,8 +31,9 @@ inline constexpr std::string_view kNormNames[] = {"layer_norm", "rms_norm"};
 //   rotary         q and k of each head are turned by their place, features p and p + D / 2 together
 //   rotary_pairs   the same, features 2 p and 2 p + 1 together
 //   none           not at all: the causal mask alone tells places apart
-enum class Positions { learned, rotary, rotary_pairs, none };
-inline constexpr std::string_view kPositionNames[] = {"learned", "rotary", "rotary_pairs", "none"};
+//   alibi          each head's scores fall with the distance, by a slope of its own (alibi_slopes)
+enum class Positions { learned, rotary, rotary_pairs, none, alibi };
+inline constexpr std::string_view kPositionNames[] = {"learned", "rotary", "rotary_pairs", "none", "alibi"};
 
 //   gelu     out(GELU(fc(x))), the tanh form
 //   swiglu   out(silu(gate) up), with gate and up side by side in fc(x)
@@ -48,12 +49,13 @@ struct ModelConfig {
   NormKind norm = NormKind::layer_norm;
   Positions positions = Positions::learned;
   MlpKind mlp = MlpKind::gelu;
-  float rotary_base = 10000;     // pair p of D / 2 turns by base^(-2 p / D) a place
-  float norm_epsilon = 1e-5f;    // of RMS norms; LayerNorm's is 1e-5
-  bool bias = false;             // of linear layers
-  bool norm_bias = false;        // of LayerNorms
-  bool tied_embeddings = true;   // the output layer is wte
-  bool qk_norm = false;          // q and k of each head over their root mean square, times a learnt gain (D)
+  float rotary_base = 10000;    // pair p of D / 2 turns by base^(-2 p / D) a place
+  float norm_epsilon = 1e-5f;   // of RMS norms; LayerNorm's is 1e-5
+  bool bias = false;            // of linear layers
+  bool norm_bias = false;       // of LayerNorms
+  bool tied_embeddings = true;  // the output layer is wte
+  bool qk_norm = false;         // q and k of each head over their root mean square, times a learnt gain (D)
+  bool sinks = false;  // each head has one more score, learnt, that every row sees and that has no value
   bool gated_attention = false;  // O times sigmoid(x W), value by value; x is what q, k and v are made of
   float softcap = 0;             // scores become c tanh(S / c); 0 is off
   float qk_clip = 0;             // largest score that apply_qk_clip leaves to a head; 0 is off
@@ -91,6 +93,10 @@ inline constexpr std::string_view kModelPresets[] = {"micro",       "nano",     
 inline constexpr std::string_view kDefaultPreset = "gpt2";  // what a ModelConfig is by itself
 ModelConfig model_preset(std::string_view name);            // std::invalid_argument lists the known ones
 void validate(const ModelConfig& config);  // std::invalid_argument: what was expected, what was found
+
+// Of ALiBi, (heads): 2^(-8 n / p) for n = 1 to p, the largest power of two that is not above the heads; the rest takes every
+// second one of 2^(-4 n / p).
+std::vector<float> alibi_slopes(int64_t heads);
 
 enum class ParameterInit { normal, residual, one, zero };
 

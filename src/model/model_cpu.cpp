@@ -147,6 +147,8 @@ class ModelCpu final : public Model {
   void query_key_backward(const LayerMemory& m, const LayerOffsets& w);
   Classifier output_layer(const int32_t* targets, float* losses) const;
 
+  // Of a layer's backward pass: delta of every row is there.
+  void add_sink_gradients(int64_t layer);
   void add_facts(const StepContext& context);  // of the part at hand
   void add_score_facts(int64_t layer);
   void write_facts(const StepContext& context);
@@ -164,13 +166,14 @@ class ModelCpu final : public Model {
 
   int64_t B_ = 0, T_ = 0, N_ = 0;  // of the part at hand
   std::vector<LayerMemory> layers_;
-  Array x_, lnf_, mean_, rstd_;        // (N, C), (N, C), (N), (N)
-  Array rounded_, dln_, do_, dgate_;   // (N, C), (N, C), (N, H D), (N, H D)
-  Array dqkv_, dactivated_, dhidden_;  // as what they are gradients of; dactivated_: SwiGLU's
-  Array losses_, batch_dx_;            // (B T), (B T, C): of the whole batch
-  float* dx_ = nullptr;                // the part's rows of batch_dx_
-  std::vector<FactSums> fact_sums_;    // (L, H): added up in the order of the batch
-  int64_t first_ = 0;                  // the part's first sequence in the batch
+  Array x_, lnf_, mean_, rstd_;         // (N, C), (N, C), (N), (N)
+  Array rounded_, dln_, do_, dgate_;    // (N, C), (N, C), (N, H D), (N, H D)
+  Array dqkv_, dactivated_, dhidden_;   // as what they are gradients of; dactivated_: SwiGLU's
+  Array losses_, batch_dx_;             // (B T), (B T, C): of the whole batch
+  float* dx_ = nullptr;                 // the part's rows of batch_dx_
+  std::vector<FactSums> fact_sums_;     // (L, H): added up in the order of the batch
+  std::vector<double> sink_gradients_;  // (L, H): likewise
+  int64_t first_ = 0;                   // the part's first sequence in the batch
 };
 
 ModelCpu::ModelCpu(const ModelConfig& config, uint64_t seed)
@@ -232,6 +235,7 @@ AttentionProblem ModelCpu::attention_problem(int64_t layer, const StepContext& c
                                              float keel_scale) const {
   AttentionProblem problem = Model::attention_problem(layer, B_, T_);
   for (PrecisionPlan& plan : problem.plans) plan.keel *= keel_scale;
+  if (config_.sinks) problem.sinks = {master(offsets_[at(layer)].sinks), at(config_.heads)};
   problem.step = context.step;
   problem.first_sequence = context.first_sequence;
   problem.allow_nonfinite = true;  // a run that diverges is a finding of those above
@@ -384,6 +388,7 @@ double ModelCpu::forward_backward(const Batch& batch, float loss_scale, const St
   losses_.resize(at(rows));
   batch_dx_.assign(at(rows * C), 0.0f);
   fact_sums_.assign(facts_.size(), {});
+  sink_gradients_.assign(config_.sinks ? facts_.size() : 0, 0.0);
   if (context.capture_sequences > 0) start_captures(batch, context);
   // The loss is a mean over tokens, and so is the z-loss of keel.
   const float gradient_scale = loss_scale / static_cast<float>(rows);
@@ -408,6 +413,9 @@ double ModelCpu::forward_backward(const Batch& batch, float loss_scale, const St
     }
     add_facts(context);
   }
+  for (size_t n = 0; n < sink_gradients_.size(); ++n)
+    gradient(offsets_[n / at(config_.heads)].sinks)[n % at(config_.heads)] +=
+        static_cast<float>(sink_gradients_[n]);
   embedding_backward(batch.tokens.data(), batch_dx_.data(), batch.B, batch.T, C, config_.vocabulary,
                      gradient(wte_), gradient(wpe_));
   write_facts(context);
@@ -473,8 +481,10 @@ void ModelCpu::attention_backward_layer(int64_t l, const StepContext& context, f
   out.dv = key_heads(dqkv_.data() + Q + K, all);
   if (context.residual_facts) {
     m.residual.resize(at(N_ * H));
-    m.delta.resize(at(N_ * H));
     out.residual = per_row(m.residual);
+  }
+  if (context.residual_facts || config_.sinks) {
+    m.delta.resize(at(N_ * H));
     out.delta = per_row(m.delta);
   }
   const AttentionProblem attention = attention_problem(l, context, keel_scale);
@@ -483,11 +493,13 @@ void ModelCpu::attention_backward_layer(int64_t l, const StepContext& context, f
     AttentionProblem part = attention;
     part.first_sequence += first;
     AttentionBackward to = sequences_of(out, first, count);
-    if (!facts) to.residual = {}, to.delta = {};
+    if (!facts) to.residual = {};
+    if (!facts && !config_.sinks) to.delta = {};
     attention_backward(part, sequences_of(attention_inputs(m), first, count),
                        sequences_of(query_heads(do_.data(), Q), first, count),
                        sequences_of(attention_memory(m, false), first, count), to);
   });
+  if (config_.sinks) add_sink_gradients(l);
   query_key_backward(m, w);
   round(dqkv_);
   linear_backward(dqkv_.data(), m.ln1.data(), operand(w.qkv), N_, C, all, dln_.data(), gradient(w.qkv),
@@ -499,6 +511,20 @@ void ModelCpu::attention_backward_layer(int64_t l, const StepContext& context, f
     round(dln_);
   }
   norm_backward(m.x, w.ln1_gain, w.ln1_bias, m.mean1, m.rstd1);
+}
+
+// A sink's gradient is that of a score without a value: - P delta, over all rows. One after another in FP64, so that the
+// parts of a batch change no bit.
+void ModelCpu::add_sink_gradients(int64_t layer) {
+  const LayerMemory& m = layers_[at(layer)];
+  const int64_t H = config_.heads;
+  const float* const sinks = master(offsets_[at(layer)].sinks);
+  for (int64_t h = 0; h < H; ++h) {
+    double& sum = sink_gradients_[at(layer * H + h)];
+    for (int64_t b = 0; b < B_; ++b)
+      for (size_t n = at((b * H + h) * T_), end = n + at(T_); n < end; ++n)
+        sum -= std::exp(double{sinks[h]} - double{m.lse[n]}) * double{m.delta[n]};
+  }
 }
 
 // query_key_forward in reverse, on dqkv_.

@@ -187,6 +187,7 @@ Type type_for(const ModelConfig& c) {
     if (missing) lacks.push_back(std::move(what));
   };
   lack(c.gated_attention, "gated_attention");
+  lack(c.sinks, "sinks");
   lack(c.softcap > 0, "softcap");
   const bool llama = c.norm == NormKind::rms_norm;
   lack(c.positions != (llama ? Positions::rotary : Positions::learned),

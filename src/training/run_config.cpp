@@ -57,6 +57,7 @@ void walk_model(Walker& w, RunConfig& c) {
   w.key("norm_bias", c.model.norm_bias, {"LayerNorms have a bias"});
   w.key("tied_embeddings", c.model.tied_embeddings, {"the output layer is the token embedding"});
   w.key("qk_norm", c.model.qk_norm, {"q and k are normalised per head"});
+  w.key("sinks", c.model.sinks, {"each head has one more score, learnt, that has no value"});
   w.key("gated_attention", c.model.gated_attention, {"the output of attention is gated"});
   w.key("softcap", c.model.softcap, {"scores become c tanh(S / c); 0: off"});
   w.key("qk_clip", c.model.qk_clip, {"largest score left to a head by scaling W_Q and W_K; 0: off"});

@@ -18,15 +18,19 @@ class Pieces {
   }
   float* stream(int64_t columns) { return carver_.take<float>(rows_ * columns); }
   // Parts of the gradient at `offset`; nullptr where there is no such tensor.
-  float* sum(int64_t offset, int64_t columns) {
+  float* sum(int64_t offset, int64_t columns) { return sum_of(blocks_, offset, columns); }
+  // The same where there is one part alone.
+  float* whole_sum(int64_t offset, int64_t columns) { return sum_of(1, offset, columns); }
+
+ private:
+  float* sum_of(int64_t blocks, int64_t offset, int64_t columns) {
     if (offset < 0) return nullptr;
-    float* parts = carver_.take<float>(blocks_ * columns);
+    float* parts = carver_.take<float>(blocks * columns);
     sums_.push_back(
-        {parts, shape_.gradients + offset, static_cast<int32_t>(blocks_), static_cast<int32_t>(columns)});
+        {parts, shape_.gradients + offset, static_cast<int32_t>(blocks), static_cast<int32_t>(columns)});
     return parts;
   }
 
- private:
   const ActivationShape& shape_;
   const int64_t rows_, blocks_;
   Carver& carver_;
@@ -41,6 +45,7 @@ LayerSums take_sums(Pieces& pieces, const ModelConfig& config, const LayerOffset
           pieces.sum(w.qkv_bias, config.qkv_width()),
           pieces.sum(w.q_gain, D),
           pieces.sum(w.k_gain, D),
+          pieces.whole_sum(w.sinks, config.heads),
           pieces.sum(w.gate_bias, config.query_width()),
           pieces.sum(w.proj_bias, C),
           pieces.sum(w.ln2_gain, C),

@@ -18,8 +18,8 @@ inline constexpr int64_t kInputHeader = Carver::kAlignment / sizeof(int32_t);  /
 
 // Of one sum over rows: its parts by blocks, until the end of the step.
 struct LayerSums {
-  float *ln1_gain, *ln1_bias, *qkv_bias, *q_gain, *k_gain, *gate_bias, *proj_bias, *ln2_gain, *ln2_bias,
-      *fc_bias, *out_bias;
+  float *ln1_gain, *ln1_bias, *qkv_bias, *q_gain, *k_gain, *sinks, *gate_bias, *proj_bias, *ln2_gain,
+      *ln2_bias, *fc_bias, *out_bias;
 };
 
 // What a layer's forward pass keeps for its backward pass. `void*`: of the type of activations.

@@ -16,6 +16,8 @@ DeviceTensor AttentionLayers::heads_of(void* data, int64_t first, int64_t row_st
 AttentionProblem AttentionLayers::problem(int64_t layer) const {
   AttentionProblem problem = model_.attention_problem(layer, kind_.B, kind_.T);
   for (PrecisionPlan& plan : problem.plans) plan.keel *= kind_.gradient_scale();
+  problem.slopes = slopes_;
+  if (!sinks_.empty()) problem.sinks = {sinks_[at(layer)], at(config_.heads)};
   problem.fact_sequences = kind_.fact_sequences;
   problem.device_step = a_->input;
   problem.aligned = config_.head_size() % 8 == 0;
@@ -96,6 +98,7 @@ void AttentionLayers::backward(int64_t layer) {
   out.dq = heads_of(a_->dqkv, 0, all);
   out.dk = heads_of(a_->dqkv, Q, all);
   out.dv = heads_of(a_->dqkv, Q + K, all);
+  out.dsinks = m.sums.sinks;
   if (call.problem().with_facts && kind_.residual_facts) {
     out.residual = m.residual;
     out.delta = m.delta;

@@ -8,6 +8,8 @@
 #pragma once
 
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/attention_call.h"
@@ -25,6 +27,10 @@ class AttentionLayers {
   AttentionLayers(const Model& model, WorkStream& stream)
       : model_(model), config_(model.config()), stream_(stream) {}
   ~AttentionLayers() { cudaStreamSynchronize(second_stream_); }
+  // In device memory: slopes (H), or empty; the sinks of each layer, (L) pointers to (H), or empty.
+  void set_head_values(std::span<const float> slopes, std::vector<const float*> sinks) {
+    slopes_ = slopes, sinks_ = std::move(sinks);
+  }
 
   // What runs in one layer. A second pass computes the facts that the kernels which train do not return.
   struct LayerCalls {
@@ -76,6 +82,8 @@ class AttentionLayers {
   const ModelConfig& config_;
   WorkStream& stream_;
   WorkStream second_stream_;
+  std::span<const float> slopes_;
+  std::vector<const float*> sinks_;
   StreamMark forked_, joined_;
   DeviceMemory memory_;
 

@@ -45,7 +45,9 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
       token_runs_(config_.vocabulary),
       results_(output_bytes(facts_.size())),
       output_(output_bytes(facts_.size())) {
-  choose_kernel(attention_problem(0, 1, config_.context), cuda_device());  // throws where no kernels take it
+  AttentionProblem plain = attention_problem(0, 1, config_.context);
+  plain.slopes = plain.sinks = {};      // whether kernels take them depends on the plan, which is to come
+  choose_kernel(plain, cuda_device());  // throws where no kernels take it
   const int64_t most = config_.width % 4 == 0 ? 4 * kLargestWidth : kLargestWidth;
   require(config_.width <= most, "[model] expected a width up to {} on the GPU, got {}", most, config_.width);
 
@@ -55,6 +57,11 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
   zero_gradients();
   if (config_.is_rotary())
     turns_ = DeviceMemory(rotary_turns(config_.rotary_base, config_.context, config_.head_size()));
+  if (!slopes_.empty()) slopes_on_device_ = DeviceMemory(slopes_);
+  std::vector<const float*> sinks;  // (L)
+  for (const LayerOffsets& w : offsets_)
+    if (config_.sinks) sinks.push_back(master(w.sinks));
+  attention_.set_head_values({slopes_on_device_.as<float>(), slopes_.size()}, std::move(sinks));
   if (is_bf16()) operands_ = DeviceMemory(at(table_.size()) * sizeof(uint16_t));
   stream_.wait();
 }
@@ -184,8 +191,11 @@ void ModelCuda::write_facts(const CallKind& kind) {
              stream_);
 }
 
-double ModelCuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& context) {
+double ModelCuda::forward_backward(const Batch& batch, float loss_scale, const StepContext& asked) {
   check_batch(batch, /*with_targets=*/true);
+  StepContext context = asked;
+  // The kernels that return these facts take neither slopes nor sinks: the facts stay NaN.
+  if (config_.sinks || !slopes_.empty()) context.tie_facts = context.residual_facts = false;
   CallKind kind{batch.B, batch.T, true, loss_scale};
   kind.score_facts = context.score_facts;
   kind.tie_facts = context.tie_facts;

@@ -121,7 +121,8 @@ class ModelCuda final : public Model {
   WorkStream stream_;
   DeviceProducts products_;
   DeviceMemory parameters_, gradients_, operands_;
-  DeviceMemory turns_;  // (context, D / 2, 2): of rotary positions
+  DeviceMemory turns_;             // (context, D / 2, 2): of rotary positions
+  DeviceMemory slopes_on_device_;  // (H): of ALiBi
   bool operands_fresh_ = false;
   Arena arena_;
   AttentionLayers attention_;
