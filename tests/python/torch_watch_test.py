@@ -325,6 +325,24 @@ class Conform(TorchCase):
         self.assertIn("1 of 2, random", told.getvalue())
 
 
+class Scoreboard(TorchCase):
+    def test_a_kernel_that_crashes_does_not_end_the_others(self):
+        folder = self.folder()
+        (folder / "kernels.py").write_text("import os\n"
+                                           "def crash(q, k, v, is_causal=False): os.abort()\n"
+                                           "def no_mask(q, k, v): return q\n"
+                                           "KERNELS = {'mine: crash': crash, 'mine: no mask': no_mask, 'mine: absent': 'not here'}\n")
+        done = subprocess.run([sys.executable, ROOT / "scripts" / "scoreboard", "--device", "cpu", "--with", folder / "kernels.py",
+                               "--only", "mine", "--jobs", "2", "--out", folder / "page.md", "--json", folder / "found.json"],
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = json.loads((folder / "found.json").read_text())
+        self.assertIn("code -6", found["mine: crash"]["why_not"])
+        self.assertIn("is_causal (or causal)", found["mine: no mask"]["why_not"])
+        self.assertEqual(found["mine: absent"]["why_not"], "not here")
+        self.assertIn("| mine: crash | not judged: its process ended", (folder / "page.md").read_text())
+
+
 class HuggingFace(TorchCase):
     def setUp(self):
         try:

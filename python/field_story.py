@@ -1,0 +1,427 @@
+#!/usr/bin/env python3
+"""A GPT in plain PyTorch that drifts: told beforehand by Monitor's forecast, mended by Guard in a Trainer while it runs, found by
+evenkeel.isolate. Three processes, of which the last starts when the first has ended.
+
+    field_story.py --evenkeel PROGRAM --folder FOLDER [--size nano|tiny] [--device cuda|cpu] [--steps N] [--tokens FOLDER]
+                   [--seconds S] [--part unguarded|guarded|isolate]
+
+unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: the forecast, the alarm, checkpoints; it ends some steps after
+           the alarm
+guarded    the same with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift; in transformers'
+           Trainer where that is here, else in a plain loop
+isolate    which rounding it was: replays from the unguarded run's checkpoints
+
+Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000. --size tiny, for a CPU: a
+model that drifts in 300 steps or so by a coarse plan of ours in the place of FLASH. --tokens: a folder of `evenkeel data prepare`
+(default: made from this machine's Python sources, as scripts/study does). FOLDER/story.json has what each part found. Exit codes:
+0 the story holds, 1 it does not, 3 a part failed, 77 no PyTorch.
+"""
+import argparse
+import contextlib
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import warnings
+
+try:
+    import numpy as np
+    import torch
+    import torch.nn as nn
+    import torch.nn.functional as F
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+import evenkeel  # noqa: E402
+from check_model import read_safetensors  # noqa: E402
+from twin_torch import read_batches, read_tokens  # noqa: E402
+
+COMMON = ["--schedule", "constant", "--seed", "3", "--set", "run.divergence = 0.0", "--plan", "flash2"]
+SIZES = {
+    "nano": dict(options="--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda".split(), steps=5000, every=25,
+                 save_every=250, after_alarm=700, drifts=None, guarded="flash2", replay=200,
+                 small=["--set", "model.layers = 1", "--set", "model.heads = 1", "--set", "model.width = 64"]),
+    "tiny": dict(options="--preset micro --sequences 4 --lr 2e-2 --warmup 1 --threads 1 --set".split() +
+                 ["model.layers = 2", "--set", "model.heads = 1", "--set", "model.width = 32", "--set", "model.context = 32",
+                  "--set", "optimizer.weight_decay = 0.1", "--set", "optimizer.clip = 0.0"],
+                 steps=900, every=5, save_every=50, after_alarm=600, drifts="fp32,row_sum=e5m2", guarded="fp32,row_sum=e5m2",
+                 replay=60, small=[]),
+}
+
+
+# --- The model and its training, as anyone writes them
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, bias):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width, bias), "c_proj": nn.Linear(width, width, bias)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width, bias), "c_proj": nn.Linear(4 * width, width, bias)})
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.attn["c_attn"](self.ln_1(x)).split(C, dim=2))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C)
+        x = x + self.attn["c_proj"](o)
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    """GPT-2 with the names of its weights."""
+
+    def __init__(self, weights, heads):
+        super().__init__()
+        (vocabulary, width), layers = weights["wte.weight"].shape, sum(name.endswith("ln_1.weight") for name in weights)
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(weights["wpe.weight"].shape[0], width)
+        self.h = nn.ModuleList(Block(width, heads, "h.0.attn.c_attn.bias" in weights) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+
+    def forward(self, tokens, targets):
+        """tokens, targets (B, T); the loss."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+
+
+def as_linear(name, tensor):
+    """A weight of the checkpoint, whose matrices are (in, out), as the module has it."""
+    return tensor.t() if tensor.dim() == 2 and name not in ("wte.weight", "wpe.weight") else tensor
+
+
+class Training:
+    """From the first checkpoint of a run of `evenkeel train`, on its batches; as evenkeel.isolate takes one."""
+
+    def __init__(self, options):
+        self.size, self.device = SIZES[options.size], options.device
+        first = options.folder / "first"
+        self.checkpoint = first / "checkpoints" / "step-00000001"
+        self.weights = read_safetensors(self.checkpoint / "model.safetensors")
+        self.states = read_safetensors(self.checkpoint / "optimizer.safetensors")
+        config = json.loads((options.folder / "settings.json").read_text())
+        self.heads, self.lr, self.warmup = config["heads"], config["lr"], config["warmup"]
+        self.optimizer_options = config["optimizer"]
+        starts, self.length = read_batches(options.folder / "batches" / "batches.bin")
+        mine, _ = read_batches(first / "batches.bin")
+        if not np.array_equal(starts[0], mine[0]):
+            sys.exit("field_story.py: expected the batches of the first step in both runs, found others")
+        self.starts = torch.from_numpy(starts.copy()).to(self.device)
+        self.tokens = torch.from_numpy(read_tokens(pathlib.Path(config["tokens"])).astype(np.int32)).to(self.device)
+        self.place = torch.arange(self.length, device=self.device)
+        self.load(None)
+
+    def load(self, checkpoint):
+        """checkpoint: a file of save(); None: the beginning, of which step 1 is next."""
+        self.model = Gpt(self.weights, self.heads)
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                if name in self.weights:
+                    p.copy_(as_linear(name, self.weights[name]))
+                else:  # a norm without bias
+                    p.zero_().requires_grad_(False)
+        self.model = self.model.to(self.device).train()
+        given, on_gpu = self.optimizer_options, self.device == "cuda"
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        groups = [{"params": [p for p in named.values() if (p.dim() == 2) == decay],
+                   "weight_decay": given["weight_decay"] if decay else 0.0} for decay in (True, False)]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(given["beta1"], given["beta2"]), eps=given["epsilon"],
+                                           **({"fused": True} if on_gpu else {}))
+        for name, p in named.items():
+            state = lambda kind: as_linear(name, self.states[f"{kind}.{name}"]).float().contiguous().to(self.device)
+            self.optimizer.state[p] = {"step": torch.tensor(1.0, device=self.device if on_gpu else "cpu"),
+                                       "exp_avg": state("first"), "exp_avg_sq": state("second")}
+        if checkpoint is not None:
+            weights, state = torch.load(checkpoint, map_location=self.device)
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state)
+
+    def save(self, file):
+        partial = pathlib.Path(str(file) + ".partial")
+        torch.save((self.model.state_dict(), self.optimizer.state_dict()), partial)
+        partial.rename(file)
+
+    def rate(self, step):
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup))
+
+    def rows(self, step):
+        return self.tokens[self.starts[step][:, None] + self.place].long()
+
+    def mixed(self):
+        return torch.autocast("cuda", dtype=torch.bfloat16) if self.device == "cuda" else contextlib.nullcontext()
+
+    def step(self, step, factor=1.0):
+        """The loss and the gradient's norm, tensors."""
+        rows = self.rows(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * self.rate(step)
+        with self.mixed():
+            loss = self.model(rows[:, :-1], rows[:, 1:])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optimizer_options["clip"] or math.inf)
+        self.optimizer.step()
+        return loss.detach(), norm
+
+    def steps(self, begin, end, lr_factor):
+        for step in range(begin, end):
+            yield self.step(step, lr_factor)
+
+
+# --- The three parts
+
+
+def offsets_of(folder):
+    """step -> the largest offset of any head."""
+    found = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "probe" in line:
+            sizes = [float(x) for layer in line["probe"]["offset"] for x in layer]
+            found[line["step"]] = max(x if math.isfinite(x) else math.inf for x in sizes)
+    return found
+
+
+def flash(size):
+    """What chooses the kernel that drifts."""
+    if size["drifts"] is not None:
+        return evenkeel.patched(size["drifts"])
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+def unguarded(options):
+    training, size = Training(options), SIZES[options.size]
+    told, folder = [], options.folder / "unguarded"
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    note = lambda step, numbers: told.append((step, numbers)) if "evenkeel/forecast_fails" in numbers else None
+    alarm = None
+    with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], first_step=1,
+                                                                  plan=size["guarded"], loggers=[note]) as monitor:
+        warnings.simplefilter("ignore")
+        for step in range(1, options.steps):
+            if step % size["save_every"] == 0:
+                training.save(folder / "checkpoints" / f"{step}.pt")
+            loss, norm = training.step(step)
+            monitor.step(loss, lr=training.rate(step), gradient_norm=norm)
+            if monitor.alarms and alarm is None:
+                alarm = step
+            if alarm is not None and step >= alarm + size["after_alarm"]:
+                break
+        forecast = None
+        with contextlib.suppress(evenkeel.EvenkeelError):
+            forecast = monitor.forecast()
+    fails = [(step, numbers.get("evenkeel/forecast_step")) for step, numbers in told if numbers["evenkeel/forecast_fails"]]
+    offsets = offsets_of(folder)
+    return {"steps": step + 1, "alarm": monitor.alarms[0] if monitor.alarms else None, "forecasts": len(told),
+            "forecast_first": {"at": fails[0][0], "failure_at": fails[0][1]} if fails else None,
+            "forecast_last": None if forecast is None else forecast.get("words"), "largest_offset": max(offsets.values()),
+            "healthy_offset": sorted(offsets.values())[len(offsets) // 4]}
+
+
+class Wrapped(nn.Module):
+    """Returns what transformers' Trainer expects."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, targets):
+        return {"loss": self.model(tokens, targets)}
+
+
+def in_a_trainer(training, options, given):
+    """Guard as the one line of a transformers Trainer."""
+    import tempfile
+
+    from transformers import Trainer, TrainingArguments
+
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for step in range(1, options.steps):
+                rows = training.rows(step)
+                yield {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+    class Ordered(Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(Batches(), batch_size=None)
+
+    rate = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: training.rate(n + 1) / training.lr)
+    callback = evenkeel.integrations.TrainerCallback(options.folder / "guarded", guard=True, first_step=1, **given)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = TrainingArguments(scratch, max_steps=options.steps - 1, bf16=training.device == "cuda", report_to=[],
+                                      save_strategy="no", logging_steps=10**9, disable_tqdm=True,
+                                      max_grad_norm=training.optimizer_options["clip"] or 0.0,
+                                      use_cpu=training.device == "cpu")
+        Ordered(Wrapped(training.model), arguments, optimizers=(training.optimizer, rate), callbacks=[callback]).train()
+    return callback.monitor
+
+
+def in_a_loop(training, options, given):
+    with evenkeel.Guard(training.model, training.optimizer, options.folder / "guarded", first_step=1, **given) as guard:
+        for step in range(1, options.steps):
+            guard.step(training.step(step)[0])
+    return guard
+
+
+def guarded(options):
+    training, size = Training(options), SIZES[options.size]
+    given = dict(every=size["every"], plan=size["guarded"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import transformers  # noqa: F401
+            how = in_a_trainer
+        except ImportError:
+            how = in_a_loop
+        guard = how(training, options, given)
+    offsets = offsets_of(options.folder / "guarded")
+    return {"in": how.__name__, "steps": options.steps, "events": guard.alarms, "largest_offset": max(offsets.values()),
+            "last_offset": offsets[max(offsets)]}
+
+
+def isolate(options):
+    training, run = Training(options), options.folder / "unguarded"
+    checkpoints = {int(file.stem): file for file in (run / "checkpoints").glob("*.pt")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = evenkeel.isolate(training, checkpoints, run, steps=SIZES[options.size]["replay"], budget=options.budget)
+    return {"verdict": verdict}
+
+
+PARTS = {"unguarded": unguarded, "guarded": guarded, "isolate": isolate}
+
+
+# --- All of it
+
+
+def train(options, name, steps, more=()):
+    """A run of `evenkeel train` in FOLDER/name, once."""
+    folder = options.folder / name
+    if (folder / "batches.bin").exists() and (folder / "checkpoints").exists():
+        return
+    command = [options.evenkeel, "train", *SIZES[options.size]["options"], *COMMON, "--data", options.tokens, "--out", folder,
+               "--steps", str(steps), *more]
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+
+
+def prepare(options):
+    """Tokens, the first weights, the batches of every step."""
+    import tomllib
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.tokens is None:
+        if options.size == "nano":
+            study = HERE.parent / "scripts" / "study"
+            subprocess.run([sys.executable, study, "--evenkeel", options.evenkeel, "--folder", options.folder / "data", "--prepare",
+                            "nano"], check=True)
+            options.tokens = options.folder / "data" / "tokens"
+        else:
+            options.tokens = options.folder / "text"
+            options.tokens.mkdir(exist_ok=True)
+            subprocess.run([options.evenkeel, "data", "synth", "--out", options.tokens / "a.txt", "--bytes", "12000", "--seed", "2"],
+                           check=True, stdout=subprocess.DEVNULL)
+    began = time.monotonic()
+    train(options, "first", 1)
+    train(options, "batches", options.steps, SIZES[options.size]["small"])
+    config = tomllib.loads((options.folder / "first" / "config.toml").read_text())
+    (options.folder / "settings.json").write_text(json.dumps({
+        "heads": config["model"]["heads"], "lr": config["schedule"]["lr"], "warmup": config["schedule"]["warmup"],
+        "optimizer": config["optimizer"], "tokens": str(options.tokens)}))
+    return time.monotonic() - began
+
+
+def start(options, part):
+    command = [sys.executable, __file__, "--evenkeel", options.evenkeel, "--folder", options.folder, "--size", options.size,
+               "--device", options.device, "--steps", options.steps, "--budget", options.budget, "--part", part]
+    log = open(options.folder / f"{part}.log", "w", encoding="utf-8")
+    return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
+
+
+def all_parts(options):
+    story = {"seconds": {"preparation on the GPU": round(prepare(options), 1)}}
+    end, running, began = time.monotonic() + options.seconds, {}, {}
+
+    def run(part):
+        running[part], began[part] = start(options, part), time.monotonic()
+
+    run("unguarded"), run("guarded")
+    while running:
+        for part, process in list(running.items()):
+            late = time.monotonic() > end
+            if late:
+                process.kill()
+            if process.poll() is None:
+                continue
+            del running[part]
+            process.wait()
+            story["seconds"][part] = round(time.monotonic() - began[part], 1)
+            answer = options.folder / f"{part}.json"
+            lines = (options.folder / f"{part}.log").read_text().strip().splitlines() or [""]
+            story[part] = json.loads(answer.read_text()) if answer.exists() else \
+                {"failed": "not done in time" if late else f"code {process.returncode}: {lines[-1][:300]}"}
+            (options.folder / "story.json").write_text(json.dumps(story, indent=1))
+            print(f"{part}: {json.dumps(story[part])[:1500]} ({story['seconds'][part]} s)", flush=True)
+            if part == "unguarded" and answer.exists():
+                run("isolate")
+        time.sleep(0.2)
+    return judged(story)
+
+
+def judged(story):
+    """0: the story holds. Says what does not."""
+    free, kept, found = (story.get(part, {"failed": "not run"}) for part in PARTS)
+    failed = [part for part in PARTS if "failed" in story.get(part, {"failed": ""})]
+    if failed:
+        print(f"field_story.py: {', '.join(failed)} failed")
+        return 3
+    cause = found["verdict"].get("cause")
+    checks = {
+        "the unguarded run drifts": free["largest_offset"] > 8 * free["healthy_offset"] and free["alarm"] is not None,
+        "Monitor's forecast told of a failure": free["forecast_first"] is not None,
+        "Guard remedied heads": any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
+        "the guarded run stays below half of the unguarded run's offset": kept["last_offset"] < 0.5 * free["largest_offset"],
+        "isolate established a rounding": cause in ("common_mode_drift", "other_rounding"),
+    }
+    for words, holds in checks.items():
+        print(f"{'yes' if holds else 'NO '}  {words}")
+    return 0 if all(checks.values()) else 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--evenkeel", default=os.environ.get("EVENKEEL_PROGRAM"), help="the program (default: EVENKEEL_PROGRAM)")
+    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--size", choices=list(SIZES), default="nano")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--tokens", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=240, help="for the parts together, at most")
+    parser.add_argument("--budget", type=int, default=24, help="replays of isolate, at most")
+    parser.add_argument("--part", choices=list(PARTS))
+    options = parser.parse_args()
+    if not options.evenkeel:
+        parser.error("expected --evenkeel PROGRAM")
+    os.environ.setdefault("EVENKEEL_PROGRAM", str(options.evenkeel))
+    options.steps = options.steps or SIZES[options.size]["steps"]
+    if options.part is None:
+        return all_parts(options)
+    torch.manual_seed(1)
+    answer = PARTS[options.part](options)
+    partial = options.folder / f"{options.part}.json.partial"
+    partial.write_text(json.dumps(answer))
+    partial.rename(options.folder / f"{options.part}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
