@@ -1,11 +1,13 @@
 """Sections of check_torch_gpu.py: the doors of the PyTorch package on a GPU, its instruments there, and the examples."""
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 
 import torch
@@ -320,13 +322,17 @@ def monitor_share(folder, rounds=7, steps=20):
         ordinary, recorded, parts = [], [], []
         for n in range(rounds):
             plain = stretch(steps, None) / steps
-            with evenkeel.Monitor(compiled, folder / f"monitor-{n}", every=10 * steps, norms_every=1 if n == 1 else 100) as monitor:
-                first = stretch(steps, monitor)
+            with evenkeel.Monitor(compiled, folder / f"monitor-{n}", every=100 * steps, norms_every=10) as monitor:
+                monitor._probed = 0 if n == 1 else 1  # norms come with every tenth recorded step
+                first = stretch(3 * steps, monitor)
+                while any(line.probing for line in monitor._lines):
+                    time.sleep(0.01)
+                    monitor._add_late()
                 rest = stretch(steps, monitor) / steps
             again = stretch(steps, None) / steps
             without = (plain + again) / 2
             ordinary.append(rest - without)
-            recorded.append(first - steps * rest)
+            recorded.append(first - 3 * steps * rest)
             parts.append(without)
         without = statistics.median(parts)
         # The first round warms up kernels that only a recorded step has; the second measures norms, as every tenth does.
@@ -337,6 +343,60 @@ def monitor_share(folder, rounds=7, steps=20):
              + ", ".join(f"{1e3 * r:.0f}" for r in recorded) + ")")
     print("  " + words)
     return share, words
+
+
+PYTEST = """
+import evenkeel
+
+def ours(q, k, v, is_causal=False):
+    return evenkeel.attention(q, k, v, is_causal, plan="flash2,stabiliser=zero_sum")
+
+def late(q, k, v, is_causal=False):
+    return ours(q, k, v, False)
+
+def test_ours(evenkeel_conform):
+    evenkeel_conform(ours, device="cuda", rows=2000)
+
+def test_late(evenkeel_conform):
+    evenkeel_conform(late, device="cuda", rows=2000)
+"""
+
+
+def integrations(_):
+    """The pytest plugin, the hook for torchtitan and the plain loop, each once. Trainer and Lightning: see examples."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    (folder / "test_kernels.py").write_text(PYTEST)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "evenkeel.pytest_plugin", "--evenkeel-quick",
+                           "--evenkeel-failing", str(folder / "failing"), str(folder)], capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "PYTHONPATH": str(ROOT / "python")})
+    last = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
+    must("1 failed, 1 passed" in last and (folder / "failing" / "test_late.safetensors").exists(), f"pytest: {last}")
+    torch.manual_seed(1)
+    model = Gpt(vocabulary=512, context=256, layers=2, heads=4, width=256).cuda()
+    rows = torch.randint(0, 512, (4, 257), device="cuda")
+
+    def step(optimizer):
+        with torch.autocast("cuda", dtype=BF16):
+            loss = model(rows[:, :-1], rows[:, 1:])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    with evenkeel.patched():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        container = types.SimpleNamespace(step=None, optimizers=[optimizer])  # as torchtitan has it
+        monitor = evenkeel.integrations.attach(model, container, folder / "attach", every=2)
+        for _ in range(6):
+            step(optimizer)
+        monitor.close()
+        for _ in evenkeel.integrations.watched(range(6), model, folder / "watched", optimizer, every=2, guard=False):
+            step(optimizer)
+    for name in ("attach", "watched"):
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        found = [(line["step"], "probe" in line) for line in lines]
+        must(found == [(n, n % 2 == 0) for n in range(6)], f"{name}: expected 6 steps, every second probed, found {found}")
+        must(all("mean_lse" in line for line in lines), f"{name}: expected log-sum-exps of every step")
+    return f"pytest plugin ({last}), attach, watched"
 
 
 def examples(_):
@@ -357,4 +417,5 @@ def examples(_):
     return "; ".join(told)
 
 
-SECTIONS = {"doors": doors, "registry": registry, "models": models, "instruments": instruments, "examples": examples}
+SECTIONS = {"doors": doors, "registry": registry, "models": models, "instruments": instruments, "integrations": integrations,
+            "examples": examples}

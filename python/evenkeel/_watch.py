@@ -218,8 +218,9 @@ class _Line:
         if self._on_gpu:
             flat = torch.cat([value.detach().float().flatten() for value in self._on_gpu.values()])
             self._host = torch.empty(flat.shape, pin_memory=True).copy_(flat, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            with torch.cuda.device(flat.device):
+                self._event = torch.cuda.Event()
+                self._event.record()
 
     def has_come(self, wait=False):
         """Are all numbers here but a probe's?"""
@@ -250,8 +251,9 @@ def _beside_training(tensors):
     device = next((t.device for t in tensors if t.is_cuda), None)
     if device is None:
         return contextlib.nullcontext
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record()
 
     @contextlib.contextmanager
     def beside():
