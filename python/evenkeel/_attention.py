@@ -99,7 +99,7 @@ def _asked_refusal(gpu, dtype, D, plan, slopes, sinks):
         kernel, why = _kernel_of(device, getattr(torch, dtype), (1, 1, 1, 1, 1, D), _ops.Forms(slopes=slopes, sinks=sinks),
                                  (text, False, 0.0, 0.0, -1, -1, 0, 0))
         if kernel == "refused":
-            return why
+            return why.replace(f"{_ops.NAME}: ", "", 1)
     return ""
 
 
