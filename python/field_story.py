@@ -44,10 +44,11 @@ import evenkeel  # noqa: E402
 from check_model import read_safetensors  # noqa: E402
 from twin_torch import read_batches, read_tokens  # noqa: E402
 
+ROWS = 128  # of the sequence that is probed
 COMMON = ["--schedule", "constant", "--seed", "3", "--set", "run.divergence = 0.0", "--plan", "flash2"]
 SIZES = {
     "nano": dict(options="--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda".split(), steps=5000, every=25,
-                 save_every=250, after_alarm=700, drifts=None, guarded="flash2", replay=200,
+                 save_every=250, after_alarm=900, drifts=None, guarded="flash2", replay=200,
                  small=["--set", "model.layers = 1", "--set", "model.heads = 1", "--set", "model.width = 64"]),
     "tiny": dict(options="--preset micro --sequences 4 --lr 2e-2 --warmup 1 --threads 1 --set".split() +
                  ["model.layers = 2", "--set", "model.heads = 1", "--set", "model.width = 32", "--set", "model.context = 32",
@@ -206,7 +207,7 @@ def unguarded(options):
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     note = lambda step, numbers: told.append((step, numbers)) if "evenkeel/forecast_fails" in numbers else None
     alarm = None
-    with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], first_step=1,
+    with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], first_step=1, rows=ROWS,
                                                                   plan=size["guarded"], loggers=[note]) as monitor:
         warnings.simplefilter("ignore")
         for step in range(1, options.steps):
@@ -276,7 +277,7 @@ def in_a_loop(training, options, given):
 
 def guarded(options):
     training, size = Training(options), SIZES[options.size]
-    given = dict(every=size["every"], plan=size["guarded"])
+    given = dict(every=size["every"], plan=size["guarded"], rows=ROWS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         how, why = "a transformers Trainer", None
@@ -297,7 +298,7 @@ def isolate(options):
     checkpoints = {int(file.stem): file for file in (run / "checkpoints").glob("*.pt")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        verdict = evenkeel.isolate(training, checkpoints, run, steps=SIZES[options.size]["replay"], budget=options.budget)
+        verdict = evenkeel.isolate(training, checkpoints, run, steps=SIZES[options.size]["replay"], budget=options.budget, rows=ROWS)
     return {"verdict": verdict}
 
 
@@ -393,7 +394,7 @@ def judged(story):
         "Monitor's forecast told of a failure": free["forecast_first"] is not None,
         "Guard remedied heads": any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
         "the guarded run stays below half of the unguarded run's offset": kept["last_offset"] < 0.5 * free["largest_offset"],
-        "isolate established a rounding": cause in ("common_mode_drift", "other_rounding"),
+        "isolate established a rounding": bool(found["verdict"].get("sites")) and cause not in ("healthy", "not_established"),
     }
     for words, holds in checks.items():
         print(f"{'yes' if holds else 'NO '}  {words}")
@@ -409,7 +410,7 @@ def main():
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=240, help="for the parts together, at most")
-    parser.add_argument("--budget", type=int, default=24, help="replays of isolate, at most")
+    parser.add_argument("--budget", type=int, default=32, help="replays of isolate, at most")
     parser.add_argument("--part", choices=list(PARTS))
     options = parser.parse_args()
     if not options.evenkeel:
