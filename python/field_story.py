@@ -2,19 +2,20 @@
 """A GPT in plain PyTorch that drifts: told beforehand by Monitor's forecast, mended by Guard in a Trainer while it runs, found by
 evenkeel.isolate. Three processes, of which the last starts when the first has ended.
 
-    field_story.py --evenkeel PROGRAM --folder FOLDER [--size nano|tiny] [--device cuda|cpu] [--steps N] [--tokens FOLDER]
-                   [--seconds S] [--part unguarded|guarded|isolate]
+    field_story.py --evenkeel PROGRAM --folder FOLDER [--size nano|tiny] [--device cuda|cpu] [--from N] [--steps N]
+                   [--tokens FOLDER] [--seconds S] [--budget N] [--part unguarded|guarded|isolate]
 
-unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: the forecast, the alarm, checkpoints; it ends some steps after
-           the alarm
-guarded    the same with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift; in transformers'
-           Trainer where that is here, else in a plain loop
+unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: forecasts, alarms, checkpoints; it ends when the offset is far
+           beyond any healthy one, or at --steps
+guarded    the same steps with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift; in
+           transformers' Trainer where that is here, else in a plain loop
 isolate    which rounding it was: replays from the unguarded run's checkpoints
 
-Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000. --size tiny, for a CPU: a
-model that drifts in 300 steps or so by a coarse plan of ours in the place of FLASH. --tokens: a folder of `evenkeel data prepare`
-(default: made from this machine's Python sources, as scripts/study does). FOLDER/story.json has what each part found. Exit codes:
-0 the story holds, 1 it does not, 3 a part failed, 77 no PyTorch.
+Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000; --from: the step from which
+PyTorch goes on (1: from the beginning). --size tiny, for a CPU: a model that drifts in some 300 steps by a coarse plan of ours in
+the place of FLASH. --tokens: a folder of `evenkeel data prepare` (default: made from this machine's Python sources, as
+scripts/study does). FOLDER/story.json has what each part found. Exit codes: 0 the story holds, 1 it does not, 3 a part failed,
+77 no PyTorch.
 """
 import argparse
 import contextlib
@@ -48,12 +49,12 @@ ROWS = 128  # of the sequence that is probed
 COMMON = ["--schedule", "constant", "--seed", "3", "--set", "run.divergence = 0.0", "--plan", "flash2"]
 SIZES = {
     "nano": dict(options="--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda".split(), steps=5000, every=25,
-                 save_every=250, after_alarm=900, drifts=None, guarded="flash2", replay=200,
+                 save_every=250, far=2000, drifts=None, guarded="flash2", replay=200,
                  small=["--set", "model.layers = 1", "--set", "model.heads = 1", "--set", "model.width = 64"]),
     "tiny": dict(options="--preset micro --sequences 4 --lr 2e-2 --warmup 1 --threads 1 --set".split() +
                  ["model.layers = 2", "--set", "model.heads = 1", "--set", "model.width = 32", "--set", "model.context = 32",
                   "--set", "optimizer.weight_decay = 0.1", "--set", "optimizer.clip = 0.0"],
-                 steps=900, every=5, save_every=50, after_alarm=600, drifts="fp32,row_sum=e5m2", guarded="fp32,row_sum=e5m2",
+                 steps=900, every=5, save_every=50, far=2000, drifts="fp32,row_sum=e5m2", guarded="fp32,row_sum=e5m2",
                  replay=60, small=[]),
 }
 
@@ -107,23 +108,24 @@ class Training:
     def __init__(self, options):
         self.size, self.device = SIZES[options.size], options.device
         first = options.folder / "first"
-        self.checkpoint = first / "checkpoints" / "step-00000001"
-        self.weights = read_safetensors(self.checkpoint / "model.safetensors")
-        self.states = read_safetensors(self.checkpoint / "optimizer.safetensors")
+        self.first = options.first
+        checkpoint = first / "checkpoints" / f"step-{self.first:08}"
+        self.weights = read_safetensors(checkpoint / "model.safetensors")
+        self.states = read_safetensors(checkpoint / "optimizer.safetensors")
         config = json.loads((options.folder / "settings.json").read_text())
         self.heads, self.lr, self.warmup = config["heads"], config["lr"], config["warmup"]
         self.optimizer_options = config["optimizer"]
         starts, self.length = read_batches(options.folder / "batches" / "batches.bin")
         mine, _ = read_batches(first / "batches.bin")
-        if not np.array_equal(starts[0], mine[0]):
-            sys.exit("field_story.py: expected the batches of the first step in both runs, found others")
+        if not np.array_equal(starts[: len(mine)], mine[: len(starts)]):
+            sys.exit("field_story.py: expected the same batches in both runs, found others")
         self.starts = torch.from_numpy(starts.copy()).to(self.device)
         self.tokens = torch.from_numpy(read_tokens(pathlib.Path(config["tokens"])).astype(np.int32)).to(self.device)
         self.place = torch.arange(self.length, device=self.device)
         self.load(None)
 
     def load(self, checkpoint):
-        """checkpoint: a file of save(); None: the beginning, of which step 1 is next."""
+        """checkpoint: a file of save(); None: the beginning, of which step --from is next."""
         self.model = Gpt(self.weights, self.heads)
         with torch.no_grad():
             for name, p in self.model.named_parameters():
@@ -140,7 +142,7 @@ class Training:
                                            **({"fused": True} if on_gpu else {}))
         for name, p in named.items():
             state = lambda kind: as_linear(name, self.states[f"{kind}.{name}"]).float().contiguous().to(self.device)
-            self.optimizer.state[p] = {"step": torch.tensor(1.0, device=self.device if on_gpu else "cpu"),
+            self.optimizer.state[p] = {"step": torch.tensor(float(self.first), device=self.device if on_gpu else "cpu"),
                                        "exp_avg": state("first"), "exp_avg_sq": state("second")}
         if checkpoint is not None:
             weights, state = torch.load(checkpoint, map_location=self.device)
@@ -203,31 +205,48 @@ def flash(size):
 
 def unguarded(options):
     training, size = Training(options), SIZES[options.size]
-    told, folder = [], options.folder / "unguarded"
+    forecasts, folder, worst, last = [], options.folder / "unguarded", 0.0, options.steps
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    note = lambda step, numbers: told.append((step, numbers)) if "evenkeel/forecast_fails" in numbers else None
-    alarm = None
-    with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], first_step=1, rows=ROWS,
-                                                                  plan=size["guarded"], loggers=[note]) as monitor:
+
+    def note(step, numbers):
+        if "evenkeel/forecast_fails" in numbers:
+            forecasts.append({"at": step, "failure_at": numbers.get("evenkeel/forecast_step")})
+
+    with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], rows=ROWS,
+                                                                  first_step=options.first, plan=size["guarded"],
+                                                                  loggers=[note]) as monitor:
         warnings.simplefilter("ignore")
-        for step in range(1, options.steps):
+        for step in range(options.first, options.steps):
             if step % size["save_every"] == 0:
                 training.save(folder / "checkpoints" / f"{step}.pt")
             loss, norm = training.step(step)
-            monitor.step(loss, lr=training.rate(step), gradient_norm=norm)
-            if monitor.alarms and alarm is None:
-                alarm = step
-            if alarm is not None and step >= alarm + size["after_alarm"]:
+            worst = max(worst, monitor.step(loss, lr=training.rate(step), gradient_norm=norm).get("evenkeel/offset", 0.0))
+            if worst > size["far"]:
+                last = min(last, step + 2 * size["every"])
+            if step >= last:
                 break
-        forecast = None
-        with contextlib.suppress(evenkeel.EvenkeelError):
-            forecast = monitor.forecast()
-    fails = [(step, numbers.get("evenkeel/forecast_step")) for step, numbers in told if numbers["evenkeel/forecast_fails"]]
-    offsets = offsets_of(folder)
-    return {"steps": step + 1, "alarm": monitor.alarms[0] if monitor.alarms else None, "forecasts": len(told),
-            "forecast_first": {"at": fails[0][0], "failure_at": fails[0][1]} if fails else None,
-            "forecast_last": None if forecast is None else forecast.get("words"), "largest_offset": max(offsets.values()),
-            "healthy_offset": sorted(offsets.values())[len(offsets) // 4]}
+    return {"steps": step + 1, "alarms": [{"at": event["step"], "words": event["words"]} for event in monitor.alarms],
+            "forecasts": forecasts, **course(offsets_of(folder))}
+
+
+def course(offsets):
+    """Of a run's offsets: the healthy level (the median of the first quarter), the largest, and from where on they stay beyond
+    8 times the healthy level."""
+    steps = sorted(offsets)
+    early = sorted(offsets[step] for step in steps[: max(1, len(steps) // 4)])
+    healthy = early[len(early) // 2]
+    within = [step for step in steps if offsets[step] <= 8 * healthy]
+    beyond = [step for step in steps if not within or step > within[-1]]
+    return {"healthy_offset": healthy, "largest_offset": max(offsets.values()), "last_offset": offsets[steps[-1]],
+            "drift_from": beyond[0] if beyond else None}
+
+
+def lasting(forecasts):
+    """The first of the forecasts of a failure that were not taken back; None: there is none."""
+    found = None
+    for forecast in forecasts:
+        found = (found or forecast) if forecast["failure_at"] is not None else None
+    return found
 
 
 class Wrapped(nn.Module):
@@ -245,11 +264,11 @@ def in_a_trainer(training, options, given):
     """Guard as the one line of a transformers Trainer."""
     import tempfile
 
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Batches(torch.utils.data.IterableDataset):
         def __iter__(self):
-            for step in range(1, options.steps):
+            for step in range(options.first, options.steps):
                 rows = training.rows(step)
                 yield {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
@@ -257,22 +276,35 @@ def in_a_trainer(training, options, given):
         def get_train_dataloader(self):
             return torch.utils.data.DataLoader(Batches(), batch_size=None)
 
-    rate = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: training.rate(n + 1) / training.lr)
-    callback = evenkeel.integrations.TrainerCallback(options.folder / "guarded", guard=True, first_step=1, **given)
+    class Stop(TrainerCallback):
+        def on_step_end(self, arguments, state, control, **_):
+            control.should_training_stop = is_done(options, options.first + state.global_step)
+
+    rate = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: training.rate(n + options.first) / training.lr)
+    callback = evenkeel.integrations.TrainerCallback(options.folder / "guarded", guard=True, first_step=options.first, **given)
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(scratch, max_steps=options.steps - 1, bf16=training.device == "cuda", report_to=[],
+        arguments = TrainingArguments(scratch, max_steps=options.steps - options.first, bf16=training.device == "cuda", report_to=[],
                                       save_strategy="no", logging_steps=10**9, disable_tqdm=True,
                                       max_grad_norm=training.optimizer_options["clip"] or 0.0,
                                       use_cpu=training.device == "cpu")
-        Ordered(Wrapped(training.model), arguments, optimizers=(training.optimizer, rate), callbacks=[callback]).train()
+        Ordered(Wrapped(training.model), arguments, optimizers=(training.optimizer, rate),
+                callbacks=[callback, Stop()]).train()
     return callback.monitor
 
 
 def in_a_loop(training, options, given):
-    with evenkeel.Guard(training.model, training.optimizer, options.folder / "guarded", first_step=1, **given) as guard:
-        for step in range(1, options.steps):
+    with evenkeel.Guard(training.model, training.optimizer, options.folder / "guarded", first_step=options.first, **given) as guard:
+        for step in range(options.first, options.steps):
             guard.step(training.step(step)[0])
+            if is_done(options, step + 1):
+                break
     return guard
+
+
+def is_done(options, steps):
+    """Whether the unguarded run has ended, and did not go further."""
+    answer = options.folder / "unguarded.json"
+    return steps % 25 == 0 and answer.exists() and steps >= json.loads(answer.read_text())["steps"]
 
 
 def guarded(options):
@@ -289,8 +321,9 @@ def guarded(options):
             training.load(None)
             guard = in_a_loop(training, options, given)
     offsets = offsets_of(options.folder / "guarded")
-    return {"in": how, "not_in_a_trainer": why, "steps": options.steps, "events": guard.alarms,
-            "largest_offset": max(offsets.values()), "last_offset": offsets[max(offsets)]}
+    return {"in": how, "not_in_a_trainer": why, "steps": max(offsets),
+            "events": [{name: event[name] for name in ("step", "kind", "heads", "words")} for event in guard.alarms],
+            **course(offsets)}
 
 
 def isolate(options):
@@ -313,6 +346,7 @@ def train(options, name, steps, more=()):
     folder = options.folder / name
     if (folder / "batches.bin").exists() and (folder / "checkpoints").exists():
         return
+    shutil.rmtree(folder, ignore_errors=True)
     command = [options.evenkeel, "train", *SIZES[options.size]["options"], *COMMON, "--data", options.tokens, "--out", folder,
                "--steps", str(steps), *more]
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
@@ -335,7 +369,7 @@ def prepare(options):
             subprocess.run([options.evenkeel, "data", "synth", "--out", options.tokens / "a.txt", "--bytes", "12000", "--seed", "2"],
                            check=True, stdout=subprocess.DEVNULL)
     began = time.monotonic()
-    train(options, "first", 1)
+    train(options, "first", options.first)
     train(options, "batches", options.steps, SIZES[options.size]["small"])
     config = tomllib.loads((options.folder / "first" / "config.toml").read_text())
     (options.folder / "settings.json").write_text(json.dumps({
@@ -346,7 +380,7 @@ def prepare(options):
 
 def start(options, part):
     command = [sys.executable, __file__, "--evenkeel", options.evenkeel, "--folder", options.folder, "--size", options.size,
-               "--device", options.device, "--steps", options.steps, "--budget", options.budget, "--part", part]
+               "--device", options.device, "--steps", options.steps, "--from", options.first, "--budget", options.budget, "--part", part]
     log = open(options.folder / f"{part}.log", "w", encoding="utf-8")
     return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
 
@@ -388,13 +422,18 @@ def judged(story):
     if failed:
         print(f"field_story.py: {', '.join(failed)} failed")
         return 3
-    cause = found["verdict"].get("cause")
+    cause, told = found["verdict"].get("cause"), lasting(free["forecasts"])
+    drift = free["drift_from"]
     checks = {
-        "the unguarded run drifts": free["largest_offset"] > 8 * free["healthy_offset"] and free["alarm"] is not None,
-        "Monitor's forecast told of a failure": free["forecast_first"] is not None,
-        "Guard remedied heads": any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
-        "the guarded run stays below half of the unguarded run's offset": kept["last_offset"] < 0.5 * free["largest_offset"],
-        "isolate established a rounding": bool(found["verdict"].get("sites")) and cause not in ("healthy", "not_established"),
+        f"the unguarded run drifts: from step {drift}, offset {free['largest_offset']:.0f}, healthy {free['healthy_offset']:.0f}":
+            drift is not None,
+        f"Monitor's forecast told of the failure before it came, and did not take it back: {told}":
+            told is not None and told["at"] < told["failure_at"],
+        f"Guard remedied heads in {kept['in']}: {[(event['step'], event['heads']) for event in kept['events'][:4]]}":
+            any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
+        f"the guarded run's offset ends below half of that: {kept['last_offset']:.0f}": kept["last_offset"] < 0.5 * free["last_offset"],
+        f"isolate established a rounding: {found['verdict'].get('words', '')[:160]}":
+            bool(found["verdict"].get("sites")) and cause not in ("healthy", "not_established"),
     }
     for words, holds in checks.items():
         print(f"{'yes' if holds else 'NO '}  {words}")
@@ -407,6 +446,7 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--size", choices=list(SIZES), default="nano")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--from", dest="first", type=int, default=1)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=240, help="for the parts together, at most")
