@@ -343,6 +343,44 @@ class Scoreboard(TorchCase):
         self.assertIn("| mine: crash | not judged: its process ended", (folder / "page.md").read_text())
 
 
+class FieldStory(TorchCase):
+    """The judgement of python/field_story.py on planted courses; the story itself takes a minute (its size tiny)."""
+
+    def judged(self, story):
+        import field_story
+
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            return field_story.judged(story), said.getvalue()
+
+    def test_what_holds_and_what_does_not(self):
+        import field_story
+
+        flat = {step: 10.0 for step in range(0, 1000, 25)}
+        grown = {step: 10.0 * (1.02 ** max(0, step - 500)) for step in flat}
+        self.assertIsNone(field_story.course(flat)["drift_from"])
+        self.assertEqual(field_story.course(grown)["drift_from"], 625)  # 1.02^125 is 12, 1.02^100 is 7
+        back = {**grown, 975: 11.0}
+        self.assertIsNone(field_story.course(back)["drift_from"])  # it came back
+        told = [{"at": 100, "failure_at": 300}, {"at": 200, "failure_at": None}, {"at": 300, "failure_at": 900}]
+        self.assertEqual(field_story.lasting(told)["at"], 300)
+        self.assertIsNone(field_story.lasting(told[:2]))
+        self.assertIsNone(field_story.lasting([]))
+        story = {"unguarded": {"forecasts": told, **field_story.course(grown)},
+                 "guarded": {"in": "a loop", "events": [{"step": 600, "kind": "remedy", "heads": [[1, 2]]}], **field_story.course(flat)},
+                 "isolate": {"verdict": {"cause": "drift", "sites": ["output"], "words": "Drift"}}}
+        self.assertEqual(self.judged(story)[0], 0)
+        self.assertEqual(self.judged({})[0], 3)  # nothing ran
+        self.assertEqual(self.judged({**story, "isolate": {"failed": "code 1"}})[0], 3)
+        for part, change, words in (("unguarded", field_story.course(flat), "NO   the unguarded run drifts"),
+                                    ("unguarded", {"forecasts": told[:2]}, "NO   Monitor's forecast"),
+                                    ("guarded", {"events": []}, "NO   Guard remedied"),
+                                    ("guarded", field_story.course(grown), "NO   the guarded run's offset"),
+                                    ("isolate", {"verdict": {"cause": "healthy", "sites": []}}, "NO   isolate")):
+            code, said = self.judged({**story, part: {**story[part], **change}})
+            self.assertEqual(code, 1, said)
+            self.assertIn(words, said)
+
+
 class HuggingFace(TorchCase):
     def setUp(self):
         try:
