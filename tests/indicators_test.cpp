@@ -513,14 +513,14 @@ TEST_F(Records, TheCommandPrintsTablesAndJson) {
   run("b", 400, {}, "flash2");
   run("c", 400, plant, "bf16_all");
   const std::string program = fmt::format("cd {} && {} indicators ", folder_.string(), EVENKEEL_PROGRAM);
-  const Output table = run_shell(program + "--healthy a b --derailing c");
+  const Output table = run_shell(program + "--healthy a b --failing c");
   EXPECT_EQ(table.code, 0);
-  EXPECT_NE(table.out.find("2 healthy runs, 1 derailing ones; the loss of 1 of these moved"),
+  EXPECT_NE(table.out.find("2 healthy runs, 1 failing ones; the loss of 1 of these moved"),
             std::string::npos);
   EXPECT_NE(table.out.find("c: 400 steps; the loss moved at step 252 (against 2 healthy twins)"),
             std::string::npos)
       << table.out;
-  const Output json = run_shell(program + "--derailing c --json --healthy a b");
+  const Output json = run_shell(program + "--failing c --json --healthy a b");
   ASSERT_EQ(json.code, 0);
   const Json all = parse_json(json.out);
   EXPECT_EQ(all["derailing"][0]["twins"], Json({"a", "b"}));

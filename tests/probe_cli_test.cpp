@@ -55,7 +55,7 @@ TEST_F(ProbeCliTest, a_step_of_a_run_names_the_planted_head_and_has_the_history)
   EXPECT_EQ(found["captures"][1]["heads"].size(), 4u);
   EXPECT_EQ(found["worst"]["capture"], 1);
   EXPECT_EQ(found["worst"]["head"], 2);
-  EXPECT_TRUE(has(found["worst"]["words"], "layer 1 head 2: the rows of dS do not sum to zero"));
+  EXPECT_TRUE(has(found["worst"]["words"], "layer 1 head 2: the rows of dS leak"));
   const Json& analysis = found["analysis"];
   EXPECT_EQ(analysis["delta_error"].size(), 12u);
   EXPECT_EQ(analysis["d_o"].size(), 4u);
@@ -69,7 +69,7 @@ TEST_F(ProbeCliTest, a_step_of_a_run_names_the_planted_head_and_has_the_history)
 
   const Output text = run("probe run@6 --threads 1");
   EXPECT_EQ(text.code, 0);
-  for (const char* part : {"layer 2, step 6 of run", "* head 2: the rows of dS", "nothing leaks",
+  for (const char* part : {"layer 2, step 6 of run", "* head 2: the rows of dS", "no leak",
                            "layer 1 head 2: the paper's analyses", "bit by bit", "3 probes, steps 0 to 8",
                            "layer 2 |W_Q|", "next: evenkeel isolate run\n"})
     EXPECT_TRUE(has(text.out, part)) << part << "\n" << text.out;

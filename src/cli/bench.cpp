@@ -47,7 +47,7 @@ int run_bench(int argc, char** argv) {
   }
   Options options(
       fmt::format("bench {} [options]", fmt::join(names, "|")),
-      "Speed as ratios against what the machine can do, measured in the same run:" + list +
+      "Speed as ratios against what the machine can do, measured in the same run.\n" + list +
           "\nPyTorch is measured where a python3 with it is found (EVENKEEL_PYTHON names another one).",
       "bench round --check");
   options.flag("--check", "exit 1 where a figure misses its target", bench.check);

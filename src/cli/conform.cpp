@@ -241,17 +241,21 @@ struct ConformOptions {
 Options declare(ConformOptions& o) {
   Options options(
       "conform [KERNEL] [options]",
-      "Judges attention by the sign of its errors on hard inputs: the leak, the sum of a row of "
-      "dS (which exact\n"
-      "arithmetic makes 0), and the bias of O, delta, dQ, dK, dV against FP64; all outputs must "
-      "be wholly written and\n"
-      "within the worst case of the plan's roundings, over forms that cross every feature a kernel may "
-      "offer (batches,\n"
-      "groups, masks, windows, packed sequences, sinks, offsets, types). KERNEL is cpu. With --gpu the "
-      "GPU's kernels are\n"
-      "judged: their leak is read off dQ, at a feature that is the same in every key. With --library, "
-      "anyone's. Exit 1 if\n"
-      "a kernel fails.",
+      "Judges attention by the sign of its errors on hard inputs. Families of inputs measure the leak (the "
+      "sum "
+      "of a\n"
+      "row of dS, 0 in exact arithmetic) and the bias of O, delta, dQ, dK and dV against FP64. Forms cross "
+      "every "
+      "feature\n"
+      "that a kernel may offer: batches, groups, masks, windows, packed sequences, sinks, offsets, types. "
+      "All "
+      "outputs\n"
+      "must be wholly written and within the worst case of the plan's roundings. KERNEL is cpu. With --gpu "
+      "the "
+      "GPU's\n"
+      "kernels are judged; their leak is read off dQ, at a feature that is the same in every key. With "
+      "--library, the\n"
+      "kernel of a shared library is judged. Exit code 1: a kernel fails.",
       "conform --plan flash2 --stabiliser none --stabiliser zero_sum --case ties_2_tail");
   options.values("--plan", "PLAN",
                  "a precision plan to judge, several allowed (default: a list); with --library the "

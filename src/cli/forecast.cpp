@@ -64,8 +64,9 @@ int run_forecast(int argc, char** argv) {
   bool all = false, json = false;
   Options options(
       "forecast RUN... [options]",
-      "When is a run expected to fail? From its recorded offsets, for every head that drifts: growth, the "
-      "step of\nfailure with an interval that holds in four of five cases, and what bounds it; \"no drift\" "
+      "When a run is expected to fail, from its recorded offsets. For every head that drifts: its growth, "
+      "the "
+      "step of\nfailure with an interval that holds in four of five cases, and what bounds it. \"no drift\" "
       "where there is none.\nIt works while a run trains. Exit code 1: a failure is expected.",
       "forecast runs/a");
   options.words("RUN", words, 1, 256);

@@ -51,7 +51,7 @@ std::string where(const Reached& reached, const IndicatorRun& run) {
 
 void print_table(const std::vector<const IndicatorScore*>& rows) {
   constexpr auto kRow = "{:<15}{:<11}{:>11}{:>8}{:>9}   {:<28}{:<16}{}\n";
-  fmt::print(kRow, "indicator", "rule", "speaks at", "spoke", "in time", "lead: median (least..most)",
+  fmt::print(kRow, "indicator", "rule", "limit", "alarms", "in time", "lead: median (least..most)",
              "false: left out", "half out");
   for (const IndicatorScore* score : rows) {
     const std::vector<int64_t>& leads = score->leads;
@@ -138,22 +138,26 @@ int run_indicators(int argc, char** argv) {
   std::vector<std::string> healthy_folders, folders;
   bool each = false, all_rules = false, json = false;
   Options options(
-      "indicators RUN... | indicators --healthy RUN... --derailing RUN...",
-      "When each warning sign would have spoken, by the records of runs (train --probe-every N), and how "
-      "long\n"
-      "before the loss moved. Every sign is judged by the same rules, and speaks where no healthy run ever "
-      "came.\n"
-      "False alarms are those of each healthy run at the limit that all others give, and that half of the\n"
-      "others give on average. A loss has moved against the healthy runs of the same settings and seed, only "
-      "the\n"
-      "plan apart; where there are none, against its own best. Without healthy runs at all: a sign speaks "
-      "where it\n"
-      "grows more than small healthy runs did.",
-      "indicators --healthy study/healthy-* --derailing study/derailing-*");
+      "indicators RUN... | indicators --healthy RUN... --failing RUN...",
+      "Shows when each indicator would have raised an alarm, from the records of runs (train --probe-every "
+      "N), "
+      "and\n"
+      "how long before the loss moved. All indicators have the same rules. An alarm is raised beyond the "
+      "level "
+      "that\n"
+      "any healthy run reached. False alarms: each healthy run is judged by the limit that all others give, "
+      "and "
+      "by\n"
+      "the limit that half of the others give on average. The loss is compared with healthy runs of the "
+      "same\n"
+      "settings and seed that differ in the plan alone. Without such runs it is compared with its own best. "
+      "Without\n"
+      "any healthy run, an alarm is raised where an indicator grows more than in small healthy runs of ours.",
+      "indicators --healthy study/healthy-* --failing study/derailing-*");
   options.words("RUN", folders, 0, static_cast<size_t>(-1));
   options.lists("--healthy", "RUN...", "folders of runs that stayed healthy", healthy_folders);
-  options.lists("--derailing", "RUN...", "folders of runs that did not, or are to be looked at", folders);
-  options.flag("--each", "the signs of every derailing run, with layer and head", each);
+  options.lists("--failing", "RUN...", "folders of runs that failed, or are to be looked at", folders);
+  options.flag("--each", "the alarms of every failing run, with layer and head", each);
   options.flag("--all-rules", "every rule's row, not just the best one's", all_rules);
   options.flag("--json", "everything as JSON", json);
   if (!options.parse(argc, argv)) return 0;
@@ -173,7 +177,7 @@ int run_indicators(int argc, char** argv) {
   }
   const auto moved = std::ranges::count_if(table.moved, [](const auto& m) { return m.has_value(); });
   if (derailing.size() > 1 || !healthy.empty()) {
-    fmt::print("{} healthy runs, {} derailing ones; the loss of {} of these moved\n", healthy.size(),
+    fmt::print("{} healthy runs, {} failing ones; the loss of {} of these moved\n", healthy.size(),
                derailing.size(), moved);
     for (size_t n = 0; n < healthy.size(); ++n)
       if (table.healthy_moved[n])

@@ -166,17 +166,21 @@ int run_isolate(int argc, char** argv) {
   int64_t budget = 40, steps = kReplaySteps, begin = -1, threads = 0;
   bool json = false, ask = false, inexact = false;
   std::string checkpoints;
-  Options options(
-      "isolate RUN [options]",
-      "Finds the smallest change that restores health to a run that went wrong: which layer, "
-      "which heads, which\n"
-      "rounding, by replays of a stretch of it on its own batches, against the same stretch in "
-      "FP32; then proves it\n"
-      "both ways, with a sham control. Nothing in the run's folder changes but isolate.json, "
-      "where every replay is\n"
-      "kept (a second call goes on where the first was stopped), and verdict.json, which the report "
-      "shows.",
-      "isolate runs/a --steps 100");
+  Options options("isolate RUN [options]",
+                  "Finds the smallest change that heals a failing run: which layer, which heads, which "
+                  "rounding. It replays "
+                  "a\n"
+                  "stretch of the run on its own batches, with parts of attention in FP32, and compares with "
+                  "the same stretch "
+                  "all\n"
+                  "in FP32. Then it proves the answer in both directions, with a sham control. It writes two "
+                  "files in the "
+                  "run's\n"
+                  "folder: isolate.json keeps every replay, so a second call continues where the first "
+                  "stopped; the report "
+                  "shows\n"
+                  "verdict.json.",
+                  "isolate runs/a --steps 100");
   options.words("RUN", words, 1, 1);
   options.value("--budget", "N", "replays at most, those kept from before among them", budget, 0, 100000);
   options.value("--steps", "N", "of a replay at most", steps, 4, int64_t{1} << 32);
@@ -241,8 +245,9 @@ int run_verdict(int argc, char** argv) {
   bool json = false;
   Options options(
       "verdict RUN [--json]",
-      "What ails a run, in plain words, from its records and from the replays that `evenkeel isolate` has\n"
-      "kept; makes no replay of its own. Kept in RUN/verdict.json, which the report shows.",
+      "What is wrong with a run, from its records and from the replays that `evenkeel isolate` has kept. It "
+      "makes no\n"
+      "replay of its own. The verdict goes to RUN/verdict.json, which the report shows.",
       "verdict runs/a");
   options.words("RUN", words, 1, 1);
   options.flag("--json", "the result as JSON", json);

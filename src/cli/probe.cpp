@@ -116,15 +116,17 @@ std::vector<DirectionPair> compare_directions(const std::vector<Capture>& captur
 
 int run_probe(int argc, char** argv) {
   ProbeCommand command;
-  Options options(
-      "probe RUN@STEP | CAPTURE ... [options]",
-      "Every head of a step under the microscope: scores and their common part, ties, the zero-sum "
-      "residual,\n"
-      "spectra, and how much of W_Q's gradient is rounding error; then the paper's analyses of the worst "
-      "head,\n"
-      "down to the addition. RUN@STEP is replayed from the nearest checkpoint; nothing in the run's folder\n"
-      "changes. With several targets, also how alike their errors' directions are.",
-      "probe runs/a@300 --layer 2");
+  Options options("probe RUN@STEP | CAPTURE ... [options]",
+                  "Figures of every head at one step: scores, offset, ties, leak, spectra, and how much of "
+                  "W_Q's gradient "
+                  "is\n"
+                  "rounding error. Then the paper's analyses of the worst head, down to the addition. "
+                  "RUN@STEP is replayed "
+                  "from\n"
+                  "the nearest checkpoint; nothing in the run's folder changes. With several targets, also "
+                  "how similar the\n"
+                  "directions of their errors are.",
+                  "probe runs/a@300 --layer 2");
   options.words("RUN@STEP | CAPTURE", command.targets, 1, 16);
   options.value("--layer", "L", "of a run: only this layer, from 0 on (default: all)", command.layer, 0,
                 4095);

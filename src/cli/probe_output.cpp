@@ -103,7 +103,7 @@ constexpr Column kColumns[] = {
     {"entropy", &HeadProbe::entropy, "{:.2f}"},
     {"sink %", &HeadProbe::sink_mass, "{:.1f}", 100},
     {"ties %", &HeadProbe::tied_rows, "{:.1f}", 100},
-    {"residual", &HeadProbe::residual_share, "{:.1e}"},
+    {"leak", &HeadProbe::residual_share, "{:.1e}"},
     {"z", &HeadProbe::residual_z, "{:+.1f}"},
     {"sum d-err", &HeadProbe::delta_error_sum, "{:+.1e}"},
     {"|W_Q|", &HeadProbe::norm_q, "{:.3g}"},
@@ -296,14 +296,15 @@ void print_text(const Probed& probed, bool colour) {
   for (size_t n = 0; n < probed.captures.size(); ++n)
     print_table(probed.captures[n], probed.probes[n], colour);
   fmt::print(
-      "\noffset: largest |mean of a row's scores|; spread: deviation around it. residual: what is left of "
-      "the rows' sum of dS\n"
-      "(0 in exact arithmetic), in units of delta; z: its mean over its standard error. sum d-err: of delta "
-      "less delta in FP64.\n"
-      "error %: of W_Q's gradient; leak %: the part of it that rows make which do not sum to zero: that part "
-      "drifts.\n"
-      "rank 1 %: of the error. alike: mean cosine of (PK)^T X between rows; adds up: 1 where the leaks of "
-      "all rows do.\n");
+      "\noffset: largest |mean of a row's scores|; spread: deviation around it. leak: sum of a row of dS "
+      "(0 in exact arithmetic),\n"
+      "root mean square, in units of delta; z: its mean over its standard error. sum d-err: sum of delta "
+      "less "
+      "delta in FP64.\n"
+      "error %: rounding error in W_Q's gradient; leak %: the part of the gradient that leaks make, which "
+      "drifts; rank 1 %:\n"
+      "of the error. alike: mean cosine of (PK)^T X between rows; adds up: 1 where the leaks of all rows add "
+      "up.\n");
   print_analysis(probed.captures[probed.capture], probed.analysis, colour);
   print_rotary_pairs(probed.captures[probed.capture], probed.head, colour);
   if (!probed.pairs.empty()) {

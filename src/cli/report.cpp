@@ -49,10 +49,10 @@ int run_report(int argc, char** argv) {
   bool json = false;
   Options options(
       "report RUN... [-o FILE] [options]",
-      "Writes one page that needs nothing else: the verdict, the loss of the runs with what happened to "
-      "each, the\nchain from symptom to proof, and every panel that the runs' records allow. What is missing "
-      "or "
-      "damaged is\nsaid there, with the command that makes it.",
+      "Writes one HTML file that needs nothing else: the verdict, offset and loss of the runs, the chain "
+      "from "
+      "symptom\nto proof, and every panel that the records allow. The page says what is missing or damaged, "
+      "with the\ncommand that makes it.",
       "report runs/a runs/b -o report.html");
   options.words("RUN", words, 1, 64);
   options.value("-o", "FILE", "where the page goes (report.html)", out);

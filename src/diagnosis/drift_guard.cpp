@@ -96,7 +96,7 @@ std::optional<DriftGuard::Decision> DriftGuard::decide(int64_t step, const Means
       }));
   event.words = figures(event.heads, worst, means);
   if (!decision.leaking) {
-    event.words += ": drift without a leak, which no remedy here mends (learning rate?)";
+    event.words += ": drift without a leak, which no stabiliser here prevents (learning rate?)";
     return decision;
   }
   for (const int64_t head : alarms.leaking)

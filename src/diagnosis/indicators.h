@@ -108,7 +108,7 @@ struct Indicator {
 };
 inline constexpr std::array<Indicator, 13> kIndicators = {{
     {"log_sum_exp", Reading::known_size, "largest_lse", "", "largest |log-sum-exp|", 1, 3},
-    {"offset", Reading::size, "offset", "", "largest |row mean of the scores|: the common mode", 1, 4},
+    {"offset", Reading::size, "offset", "", "largest |row mean of the scores|, which softmax cannot see", 1, 4},
     {"largest_score", Reading::size, "largest_score", "", "largest score", 1, 5},
     {"leak_z", Reading::signed_ratio, "leak_mean", "leak_error",
      "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3, 4},

@@ -510,12 +510,11 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
                        p.nonfinite);
   // What FP32 leaves by itself is some 1e-6 of delta; BF16's one rounding of O some 1e-3.
   constexpr double kLeak = 1e-4, kDrifted = 100;
-  const std::string common =
-      fmt::format("the scores of a row share a part of up to {:.3g} (they spread by {:.3g})",
-                  p.largest_row_mean, p.row_spread);
+  const std::string common = fmt::format("the offset is {:.3g} (the scores of a row spread by {:.3g})",
+                                         p.largest_row_mean, p.row_spread);
   if (p.residual_share < kLeak)
     return fmt::format(
-        "{}: nothing leaks: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
+        "{}: no leak: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
         p.largest_row_mean > kDrifted ? common + ", from earlier steps or from training itself" : common);
   const std::string share = std::isnan(p.leak_share)
                                 ? ""
@@ -524,9 +523,8 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
                                       "gradient's error is of rank 1.",
                                       100 * p.leak_share, 100 * p.gradient_rank_1);
   return fmt::format(
-      "{}: the rows of dS do not sum to zero: {:.1e} of delta is left (mean {:+.1e}, z {:+.1f}).{} Nothing "
-      "pulls back "
-      "what this adds to the common part of the scores: {}.",
+      "{}: the rows of dS leak {:.1e} of delta (root mean square; mean {:+.1e}, z {:+.1f}).{} Nothing pulls "
+      "back what this adds to the offset: {}.",
       name, p.residual_share, p.residual_mean, p.residual_z, share, common);
 }
 

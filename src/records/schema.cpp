@@ -47,7 +47,7 @@ constexpr RecordField kFields[] = {
     {metrics, "probe", "rows", "", number, "rows", "that were probed"},
     {metrics, "probe", "norms", "", object, "", "spectral norm of every weight, by its name"},
     {metrics, "probe", "largest_score", "", per_head, "", "largest score"},
-    {metrics, "probe", "row_mean", "", per_head, "", "mean of the scores: the common mode"},
+    {metrics, "probe", "row_mean", "", per_head, "", "mean of the scores"},
     {metrics, "probe", "offset", "largest_row_mean", per_head, "", "largest |mean score of a row|"},
     {metrics, "probe", "row_spread", "", per_head, "", "standard deviation of a row's scores"},
     {metrics, "probe", "largest_row_spread", "", per_head, "", "largest |score - its row's mean|"},

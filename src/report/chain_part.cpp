@@ -238,7 +238,7 @@ std::string remedies_part(const PageData& data) {
     table += missing("To compare runs, name several:",
                      fmt::format("evenkeel report {} OTHER_RUN... -o report.html", folder));
   return section("remedies", "Remedies compared",
-                 fmt::format("The runs of this page, then every {} that was tried on the one that ails.",
+                 fmt::format("The runs of this page, then every {} that was tried on the failing one.",
                              term("stabiliser")),
                  table);
 }

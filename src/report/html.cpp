@@ -17,8 +17,7 @@ struct Term {
 };
 // One sentence each; the words are those of the command line and the records.
 constexpr Term kTerms[] = {
-    {"loss",
-     "What training makes smaller: the mean surprise, in nats a token, at the text that really came next."},
+    {"loss", "The mean cross-entropy of the next token, in nats a token; training makes it smaller."},
     {"gradient norm", "The length of the gradient of all weights together, before clipping."},
     {"step", "One update of the weights, computed from one batch."},
     {"layer", "One of the model's blocks, counted from 0; each has its own attention."},
@@ -26,24 +25,23 @@ constexpr Term kTerms[] = {
     {"site", "A named place in attention where a number is rounded, such as row_sum or output."},
     {"precision plan", "Which number format every site of attention has, by layer and head."},
     {"stabiliser",
-     "A change of attention's arithmetic, the same in exact numbers, that keeps rounding from derailing "
-     "the run."},
+     "A change to the kernel, without effect in exact arithmetic, that keeps the sum of each row of dS at "
+     "zero."},
     {"score", "How well a query fits a key: their scaled product, before softmax."},
     {"row", "One query with all the keys it may look at: one softmax."},
-    {"common mode",
-     "The part that all scores of a row share; softmax cannot see it, so nothing in the loss pulls it "
-     "back."},
     {"offset",
-     "The largest common part of the scores over all rows: the mean score of the row where that is largest."},
+     "The largest absolute row mean of a head's scores. Softmax ignores a constant that is added to a row, "
+     "so "
+     "nothing in the loss pulls it back."},
     {"spread", "How far the scores of a row lie from their own mean: the part that softmax does see."},
     {"log-sum-exp",
      "The logarithm of a row's sum of exponentials: the number every flash kernel keeps, and a direct "
      "view of the offset."},
     {"drift", "The offset of a head grows beyond 8 times its healthy level, and keeps growing."},
-    {"tie", "A row in which another score is as large as the largest, in the plan's own numbers."},
+    {"tie", "A row in which another score equals the largest, in the plan's own numbers."},
     {"delta", "The number each row's backward pass subtracts, so that its gradient sums to zero: dO · O."},
     {"delta error", "Delta as the plan computes it, less delta in 64 bits."},
-    {"leak", "What a row of dS really sums to; zero in exact arithmetic, so whatever is there is error."},
+    {"leak", "The sum of a row of dS. It is zero in exact arithmetic, so whatever is there is error."},
     {"confidence band", "Where the true mean lies in 95 of 100 cases, given how much the rows scatter."},
     {"spectral norm", "A matrix's largest singular value: the most by which it can stretch a vector."},
     {"W_Q", "The weights that make a head's queries."},
@@ -66,12 +64,12 @@ constexpr Term kTerms[] = {
     {"placebo", "The same steps with a change that cannot matter: it shows what chance alone does."},
     {"replay",
      "A stretch of the recorded run again, from a checkpoint, on its own batches, with one thing changed."},
-    {"guard", "The watcher inside training that sets right the heads that drift before the loss notices."},
-    {"checkpoint", "Weights and optimiser on disk, from which the run can go on or be replayed."},
-    {"finding", "Something that ended the run before its time, such as a loss that is not finite."},
+    {"guard", "Watches the heads while a run trains, and switches zero_sum on in those that drift."},
+    {"checkpoint", "Weights and optimiser on disk, from which the run can continue or be replayed."},
+    {"finding", "Something that ended the run early, such as a loss that is not finite."},
     {"lead time", "Steps from an indicator's alarm to the step at which the loss moves."},
     {"zero_sum",
-     "The remedy: delta as the mean of dP under the very probabilities the row uses, so that the row of dS "
+     "A stabiliser: delta is the mean of dP under the probabilities that the row uses, so the row of dS "
      "sums to zero whatever was rounded."},
     {"capture", "What one layer's attention read at one step, frozen in a file."},
 };

@@ -125,9 +125,9 @@ std::string badge(const RunRecords& run, const Symptom& symptom) {
   if (!run.has_steps())
     word = "no records", style = "unknown";
   else if (established && !is_healthy)
-    word = "derailed", style = "bad";
+    word = "failed", style = "bad";
   else if (!is_healthy && symptom.kind != Symptom::Kind::none)
-    word = symptom.kind == Symptom::Kind::spikes ? "loss jumps" : "derailing", style = "bad";
+    word = symptom.kind == Symptom::Kind::spikes ? "loss jumps" : "drifting", style = "bad";
   return fmt::format("<span class=\"state {}\">{}</span>", style, word);
 }
 

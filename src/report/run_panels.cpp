@@ -396,10 +396,10 @@ std::string offset_panel(const PageData& data) {
       fmt::format("<p>The rule is the limit of {}: {} times the median of the run's heads at its end, at "
                   "least {} and at most "
                   "{}. Where isolate has replayed the run in FP32, the verdict goes by that control's heads "
-                  "instead.</p><p>The {} has no restoring force: where the {} is far beyond "
-                  "the spread, the differences that softmax needs are lost.</p>",
+                  "instead.</p><p>Nothing pulls the {} back. Where it is far beyond the {}, the differences "
+                  "that softmax needs are lost.</p>",
                   term("drift"), figure(kDriftTimes, 1), figure(kLowestDriftLimit, 3),
-                  figure(kHighestDriftLimit, 3), term("common mode"), term("offset")));
+                  figure(kHighestDriftLimit, 3), term("offset"), term("spread")));
 }
 
 std::string run_panels(const PageData& data) {

@@ -32,7 +32,7 @@ std::string read_secret(const fs::path& path) {
                "{}: expected a regular file with the ranks' secret, found something else", path.string());
   require_data((status.st_mode & (S_IRWXG | S_IRWXO)) == 0,
                "{}: expected a file that only its owner can read, as it holds the ranks' secret; found mode "
-               "{:o} (chmod 600 mends it)",
+               "{:o} (chmod 600 corrects it)",
                path.string(), status.st_mode & 07777);
   char bytes[4096];
   const ssize_t got = ::read(file.get(), bytes, sizeof bytes);
