@@ -331,7 +331,7 @@ def transformers(_):
 
         for mask in (None, padding):
             # FP32: the judge is the backend whose products are torch.matmul's, without TF32 (main sees to that). How far
-            # PyTorch's own choice is from it is told, too.
+            # PyTorch's own choice is from it is printed, too.
             expected = loss_and_gradients("sdpa", sdpa_kernel(SDPBackend.MATH), mask)
             plain = contextlib.nullcontext()
             for label, around, limit, gradient_limit in (("evenkeel_fp32", plain, 1e-5, 1e-4), ("sdpa", plain, None, None),

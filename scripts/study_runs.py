@@ -369,7 +369,7 @@ def rescue():
         for step in (15_000, 8_000, 12_000, 4_000):
             found += nano("rescue", f"{name}_{step}", "", step + 3_000, branch=("rescue-unmended-1", step),
                           more=["--at", f"{step} {clauses}", *more, "--checkpoint-every", "0"])  # fmt: skip
-    # What a roll-back does: the remedy from the last checkpoint with a small common mode on, whenever the alarm came.
+    # What a roll-back does: the remedy from the last checkpoint with a small offset on, whenever the alarm came.
     found += nano("rescue", "rolled_back_2000", "", 8_000, branch=("rescue-unmended-1", 2_000),
                   more=["--at", "2000 stabiliser=zero_sum", "--checkpoint-every", "0"])  # fmt: skip
     return found

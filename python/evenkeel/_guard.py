@@ -62,7 +62,7 @@ class Guard(Monitor):
             by_layer.setdefault(layer, []).append(str(head))
         clauses = [f"{'' if layer is None else f'layer {layer} '}head {','.join(heads)}: stabiliser={REMEDY}"
                    for layer, heads in by_layer.items()]
-        # All that may come: memory for it is set aside from the beginning.
+        # All that may come: its memory is allocated at the beginning.
         _ops.PLAN_TABLES[self._name] = ("; ".join([self._base, *clauses]), f"{self._base},stabiliser={REMEDY}", self._base)
 
     def plans_by_head(self, layer, heads):

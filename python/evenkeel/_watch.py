@@ -560,7 +560,7 @@ class _Worker:
         for key, job in iter(self._work.get, None):
             try:
                 self._results.put((key, job(), None))
-            except Exception as error:  # told where the results are taken
+            except Exception as error:  # raised where the results are taken
                 self._results.put((key, None, error))
 
     def give(self, key, job):

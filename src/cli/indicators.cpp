@@ -1,4 +1,4 @@
-// `evenkeel indicators`: which warning sign speaks, when, how long before the loss moves, and how often for nothing.
+// `evenkeel indicators`: which indicator raises an alarm, when, how long before the loss moves, and how often falsely.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -318,7 +318,7 @@ int train_here(const TrainCommand& command, const std::shared_ptr<Ranks>& ranks)
           ranks->size());
   std::signal(SIGINT, ask_to_stop);
   std::signal(SIGTERM, ask_to_stop);
-  if (!ranks->first()) {  // rank 0 speaks for all
+  if (!ranks->first()) {  // rank 0 prints for all
     bool stop = false;
     while (!trainer->done() && !stop) stop = trainer->step(stop_asked).stop;
     trainer->save();
@@ -367,7 +367,7 @@ int run_train(int argc, char** argv) {
   const std::shared_ptr<Ranks> ranks = Ranks::join(launch, EVENKEEL_VERSION);
   try {
     return train_here(command, ranks);
-  } catch (const std::exception& error) {  // a rank that fails says why, and the others are told
+  } catch (const std::exception& error) {  // a rank that fails sends its reason to the others
     if (ranks->size() == 1) throw;
     const int code = print_error(fmt::format("evenkeel train: rank {}", ranks->rank()), error,
                                  command.json && ranks->first());

@@ -57,9 +57,9 @@ class DriftGuard {
     double useless = 0;      // too_late of its plan
   };
   struct Alarms {
-    std::vector<int64_t> leaking, others;  // heads to be mended; those that drift without a leak
+    std::vector<int64_t> leaking, others;  // heads that get zero_sum; those that drift without a leak
     bool late = false;
-    std::string why;  // it is too late to mend them as they are
+    std::string why;  // it is too late to continue from here
     int64_t last_good = std::numeric_limits<int64_t>::max();
   };
   Alarms find_alarms();

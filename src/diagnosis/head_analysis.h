@@ -44,7 +44,7 @@ struct HeadAnalysis {
   // Fig. 5: errors of delta along the sequence; at the row, what makes the error, feature by feature.
   std::vector<double> delta_error;                 // (T)
   std::vector<double> d_o, output_error, product;  // (D): dO, O as delta uses it less FP64's, their product
-  double sign_agreement = 0;  // share of features, errors of 0 aside, where the first two agree
+  double sign_agreement = 0;  // share of features whose error is not 0 where the first two agree
   // Figs. 6b and 6c; none where the plan rounds none of the sums.
   std::optional<SumTrace> trace;
   // Fig. 9

@@ -35,8 +35,8 @@ DriftLimit limit_from_control(const std::vector<double>& of_heads);
 // "limit 160: 8 times 20, the median head of the FP32 control"
 std::string in_words(const DriftLimit& limit);
 
-// Where the guard acts: half way to the limit, so that the heads are mended before they have drifted; never below
-// kLowestDriftLimit. Of offsets or, as the guard has it, of log-sum-exps.
+// Where the guard acts: half way to the limit, so that it acts before a head has drifted; never below
+// kLowestDriftLimit. Of offsets or, in the guard, of log-sum-exps.
 double mend_limit(const std::vector<double>& of_heads);
 
 }  // namespace evenkeel

@@ -469,7 +469,7 @@ double IndicatorScore::merit() const {
 
 namespace {
 
-// highest: rungs of n healthy runs, descending. A run with k others at its height or above speaks where none of these is
+// highest: rungs of n healthy runs, descending. A run with k others at its height or above raises an alarm where none of these is
 // among the m chosen of the n - 1 others: C(n - 1 - k, m) / C(n - 1, m), a product of m factors.
 double half_alarms(const std::vector<int>& highest) {
   const size_t n = highest.size(), m = n / 2;

@@ -1,16 +1,16 @@
-// When would each warning sign have spoken, and how long before the loss moved? From the records of runs alone.
+// When would each indicator have raised an alarm, and how long before the loss moved? From the records of runs alone.
 //
 // An indicator is one number a head (or one a run) at every step where it is recorded. It is read in octaves, log2 of its
-// size, smoothed by a running mean over kFast steps (RunningMean: what is recorded every 25 steps is all but not smoothed).
+// size, smoothed by a running mean over kFast steps (RunningMean: what is recorded every 25 steps is barely smoothed).
 // Three rules, the same for all, look only at the run's own past, from the end of its warm-up w on:
 //   level      the smoothed size itself
 //   growth     over its median in steps [w, w + max(w, kReference)), judged behind them
 //   deviation  of the smoothed octaves from the median of their last kTrail records, in robust standard deviations
 //              (1.4826 median |.|, at least kSmallestSpread), judged from kFewestTrail records on
-// Each is measured on the same ladder, the powers of two: an indicator speaks at the first step at which some head comes
-// to a rung. Which rung is no choice of ours: the lowest that no healthy run ever comes to. That it raises no false alarm
-// on these runs is then true by construction and says nothing; so every healthy run is also judged by the rung that the
-// *others* give (left out), and by what random halves of the others give, which says how well so few runs teach a limit.
+// Each is measured on the same ladder, the powers of two. An indicator raises its alarm at the first step at which some
+// head comes to a rung: the lowest that no healthy run ever comes to. By construction that gives no false alarm on these
+// runs. So every healthy run is also judged by the rung that the *others* give (left out). It is judged by what random
+// halves of the others give, too, which shows how well so few runs determine a limit.
 // Without healthy runs only growth is judged, at Indicator::growth.
 // Numbers that are not finite come to every rung; NaN in a probe is "not known" and passed over.
 //
@@ -108,7 +108,8 @@ struct Indicator {
 };
 inline constexpr std::array<Indicator, 13> kIndicators = {{
     {"log_sum_exp", Reading::known_size, "largest_lse", "", "largest |log-sum-exp|", 1, 3},
-    {"offset", Reading::size, "offset", "", "largest |row mean of the scores|, which softmax cannot see", 1, 4},
+    {"offset", Reading::size, "offset", "", "largest |row mean of the scores|, which softmax cannot see", 1,
+     4},
     {"largest_score", Reading::size, "largest_score", "", "largest score", 1, 5},
     {"leak_z", Reading::signed_ratio, "leak_mean", "leak_error",
      "bias of the rows' sums of dS, in standard errors of a step", 0x1p-3, 4},
@@ -156,8 +157,8 @@ IndicatorRun indicators_of(const std::filesystem::path& folder, const Metrics& m
 
 // The loss has moved where its mean over kLossWindow steps behind the warm-up lies more than kLossMoved above that of all
 // its twins (healthy runs that differ in the plan alone: how far these lie apart is chance), or without twins, by that
-// share above its own best; where a loss is not finite, too. It must stay so for kLossHold steps or to the end. Told is the
-// *first* step of the first such window, so that no lead is flattered by the window's length.
+// share above its own best; where a loss is not finite, too. It must stay so for kLossHold steps or to the end. The answer
+// is the *first* step of the first such window, so that the window's length does not lengthen the lead.
 inline constexpr int64_t kLossWindow = 50, kLossHold = 200;  // steps
 inline constexpr double kLossMoved = 0.05;
 using Twins = std::vector<const IndicatorRun*>;
@@ -168,14 +169,13 @@ Twins find_twins(const IndicatorRun& run, const std::vector<IndicatorRun>& healt
 struct IndicatorScore {
   size_t indicator = 0;  // of kIndicators; kIndicators.size(): the guard, whose alarm has no rungs
   Rule rule = Rule::level;
-  int rung = 0;                               // at which it speaks
-  std::vector<std::optional<Reached>> spoke;  // (derailing)
-  int64_t judged = 0, moved = 0;  // derailing runs whose records allow it; of these, with a loss that moved
+  int rung = 0;                               // at which it raises its alarm
+  std::vector<std::optional<Reached>> spoke;  // (failing runs)
+  int64_t judged = 0, moved = 0;  // failing runs whose records allow it; of these, with a loss that moved
   int64_t healthy = 0;            // healthy runs whose records allow it
-  int64_t false_alarms = 0;       // of these, that speak at the rung that all others give
-  double half_alarms =
-      0;  // share of these that would speak at the rung that half of the others give, on average
-  // Over derailing runs whose loss moved and where it spoke: steps from the one to the other, ascending.
+  int64_t false_alarms = 0;       // of these, in alarm at the rung that all others give
+  double half_alarms = 0;  // share of these in alarm at the rung that half of the others give, on average
+  // Over failing runs whose loss moved and that had an alarm: steps from the alarm to the loss, ascending.
   std::vector<int64_t> leads;
   int64_t in_time = 0;  // of these, before
   // Share of losses foreseen less share of false alarms (left out): 1 is perfect, 0 a coin. Youden's index.

@@ -17,7 +17,7 @@
 namespace evenkeel {
 namespace {
 
-// Most suspect first: what was found to derail (docs/experiments.md), then the way of a row from scores to gradients.
+// Most suspect first: what was found to drift (docs/experiments.md), then the way of a row from scores to gradients.
 constexpr std::array kSuspects = {Site::row_sum,
                                   Site::pv,
                                   Site::output_for_delta,
@@ -103,7 +103,7 @@ class Search {
   }
 
   // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. The
-  // earliest in which the symptom grows at least half as far as anywhere, and so far that it can be told (look_at), and
+  // earliest in which the symptom grows at least half as far as anywhere, and so far that it can be seen (look_at), and
   // so on; then the others, by how far. Early ones are worth more: once the drift has spread, everything acts on
   // everything.
   std::vector<Window> candidates() const {
@@ -409,7 +409,7 @@ class Search {
   }
 
   // O is rounded once and read twice, by the loss and by delta, and harms where both have seen the error: to undo either
-  // heals, and only both together derail.
+  // heals, and only both together drift.
   static std::vector<Site> rounding_of(std::vector<Site> sites) {
     const bool output = std::any_of(sites.begin(), sites.end(), [](Site site) {
       return site == Site::output || site == Site::output_for_delta;

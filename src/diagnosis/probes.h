@@ -1,6 +1,6 @@
-// Probes: what can be told of one head at one step. Every number is a double of HeadProbe, and kProbeFields names it for
+// Probes: figures of one head at one step. Every number is a double of HeadProbe, and kProbeFields names it for
 // records, tables and programs alike. Computed from a capture in FP64 by the definitions below; only what a plan's
-// roundings did (ties, residual, delta, dQ) comes from attention as it runs. Notation as in precision_plan.h; rows are all
+// roundings did (ties, leak, delta, dQ) comes from attention as it runs. Notation as in precision_plan.h; rows are all
 // rows of all captured sequences; NaN is "not known", or the answer to inputs that are not finite.
 #pragma once
 
@@ -21,7 +21,7 @@ inline constexpr double kNotKnown = std::numeric_limits<double>::quiet_NaN();
 struct HeadProbe {
   // --- the scores, unrounded (behind softcap)
   double largest_score = kNotKnown;       // of S
-  double row_mean = kNotKnown;            // mean over rows of the row's mean score: the common mode
+  double row_mean = kNotKnown;            // mean over rows of the row's mean score
   double largest_row_mean = kNotKnown;    // largest |row's mean score|
   double row_spread = kNotKnown;          // mean over rows of the row's standard deviation
   double largest_row_spread = kNotKnown;  // largest |S - row's mean|

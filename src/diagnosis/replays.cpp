@@ -16,10 +16,10 @@ namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
-// That a logarithm is taken of: nothing is told by an offset below it.
+// The least offset that a logarithm is taken of: smaller ones carry no information.
 constexpr double kSmallest = 1e-6;
 
-// Gathers what a trial's steps tell. (L H) each.
+// Gathers the results of a trial's steps. (L H) each.
 class HealthFigures {
  public:
   HealthFigures(const Window& window, int64_t heads)

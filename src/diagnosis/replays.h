@@ -21,7 +21,7 @@
 
 namespace evenkeel {
 
-// What one step of a replay tells.
+// The result of one step of a replay.
 struct TrialStep {
   int64_t step = 0;
   double loss = 0, gradient_norm = 0;

@@ -1,8 +1,8 @@
 // What a kernel's leak means for training: how fast GPT-2 124M at a learning rate of 1e-3 would drift.
 //
-// The offset c of a head grows as d ln c / dt = 2 eta a N b |x|^2 / s, with b the mean leak that the loss itself makes of the
-// kernel's rounding (docs/numerics.md, section 5): for one model and learning rate the time to a given offset goes as
-// 1 / b. b is measured by the family loss_feedback, in units of delta's root mean square; the time is that of our runs:
+// The offset c of a head grows as d ln c / dt = 2 eta a N b |x|^2 / s. The mean leak b is what the loss itself makes of the
+// kernel's rounding (docs/numerics.md, section 5). For one model and learning rate the time to a given offset goes as
+// 1 / b. The family loss_feedback measures b in units of delta's root mean square. The times are those of our runs:
 //   FlashAttention-2's arithmetic, b = -3.6e-4: GPT-2 124M passes an offset of 1,000 at step 4,000 (seed 1, constant rate,
 //   16,384 tokens a step; docs/study.md). PyTorch with its FLASH kernel was at 733 at step 14,000.
 //   At nano size seven runs of it passed 1,000 at steps 2,425 to 7,800 (median 3,975), a row sum in BF16 (b twice as
@@ -19,7 +19,7 @@ namespace evenkeel {
 
 inline constexpr double kRiskReferenceBias = 3.6e-4, kRiskReferenceSteps = 4000, kRiskOffset = 1000;
 inline constexpr double kRiskFaster = 3, kRiskSlower = 5;
-inline constexpr double kRiskLongRun = 100'000;  // steps: slower drifts are not told from none
+inline constexpr double kRiskLongRun = 100'000;  // steps: slower drifts count as none
 
 struct Risk {
   double bias = 0, bias_error = 0;  // b and its standard error

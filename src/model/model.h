@@ -26,7 +26,7 @@ struct Batch {
   std::span<const int32_t> tokens, targets;
 };
 
-// What a step is told besides its batch.
+// The input of a step besides its batch.
 struct StepContext {
   uint32_t step = 0;            // of the random numbers of stochastic sites
   int64_t first_sequence = 0;   // the same: the batch's first sequence is this one of the step

@@ -40,7 +40,7 @@ class ExactSum {
   void add(const ExactSum& other);
   void subtract(const ExactSum& other);
 
-  // NaN or Inf where there is no finite sum. The other queries then speak of the finite addends alone.
+  // NaN or Inf where there is no finite sum. The other queries then concern the finite addends alone.
   std::optional<float> special() const;
   bool is_zero() const;
   int sign() const;  // -1, 0, 1

@@ -23,7 +23,7 @@ struct CaptureView {
 };
 
 // The head of interest (layer, head) if a capture has it, else the head that leaks most of them all. Captures that cannot
-// be read are told in notes. nullptr: there is nothing to look at. Kept until a file changes: a live page asks again and
+// be read are listed in notes. nullptr: there is nothing to look at. Kept until a file changes: a live page asks again and
 // again for what takes seconds.
 std::shared_ptr<const CaptureView> look_at(std::span<const std::filesystem::path> captures, int64_t layer,
                                            int64_t head, std::vector<std::string>& notes);

@@ -24,7 +24,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long a client that was refused may go on talking: closed at once, what it was told would be lost with what it says.
+// How long a refused client may continue to send: if closed at once, it would lose our answer together with its request.
 constexpr milliseconds kFarewell(1000);
 
 const char* reason(int status) {

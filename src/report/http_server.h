@@ -24,7 +24,7 @@ struct HttpAnswer {
   int status = 200;
   std::string type = "text/plain; charset=utf-8";
   std::shared_ptr<const std::string> body = {};  // shared, so that a second reader costs no second copy
-  std::string tag = {};  // of this version of the body (ETag); who has it is told so (304). Empty: none
+  std::string tag = {};  // of this version of the body (ETag); who has it gets 304. Empty: none
   bool stream = false;   // `body`, then whatever publish() is given, until someone hangs up
 };
 

@@ -48,7 +48,7 @@ const char* mark_style(RunEvent::Kind kind) {
   }
 }
 
-// Many checkpoints say no more than some, and what the guard changed is told once.
+// Some checkpoints say as much as many do, and a change by the guard is drawn once.
 Lane lane_of(const RunRecords& run, const std::string& style) {
   Lane lane{run.label, style, {}};
   constexpr size_t kMostCheckpoints = 60, kMostHairlines = 4;

@@ -53,7 +53,7 @@ std::string exactly(double x) {
   return text.starts_with('-') ? "−" + text.substr(1) : text;
 }
 
-// Two runs called alike are told apart by their folders.
+// Two runs of the same name are distinguished by their folders.
 void name_apart(std::vector<RunRecords>& runs) {
   std::vector<std::string> labels;
   for (const RunRecords& run : runs) labels.push_back(run.label);

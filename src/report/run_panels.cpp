@@ -239,7 +239,7 @@ std::string ties_panel(const PageData& data) {
 
 // --- The leak
 
-// A head that looks at one key alone has no delta to speak of: shares below this tell nothing.
+// A head that looks at one key alone has almost no delta: shares below this carry no information.
 constexpr double kLeastShare = 1e-9;
 
 struct LeakCharts {

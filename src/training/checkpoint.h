@@ -18,7 +18,7 @@ struct Checkpoint {
 // Those in the folder, by step. Leftovers of killed writers are none.
 std::vector<Checkpoint> find_checkpoints(const std::filesystem::path& folder);
 
-// All that a run goes on with, besides its configuration and the number of its step.
+// All that a run needs to continue, besides its configuration and the number of its step.
 struct TrainingState {
   std::vector<float> parameters, first, second;  // (table.size()) each; of the optimiser: first and second
   int64_t applied = 0;                           // steps of the optimiser

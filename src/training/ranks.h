@@ -31,8 +31,8 @@ struct Launch {
   std::string secret;  // job_secret.h; empty: none was set
 };
 // Of OMPI_COMM_WORLD_*; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; SLURM_* (within
-// srun); and EVENKEEL_SECRET, EVENKEEL_SECRET_FILE and EVENKEEL_LISTEN. `environment` is std::getenv. DataError on numbers
-// that cannot be meant.
+// srun); and EVENKEEL_SECRET, EVENKEEL_SECRET_FILE and EVENKEEL_LISTEN. `environment` is std::getenv. DataError on invalid
+// numbers.
 Launch find_launch(const std::function<const char*(const char*)>& environment);
 
 // A DataError of these calls names the rank that ended the job, and its cause.

@@ -13,7 +13,7 @@
 namespace evenkeel {
 
 // Makes `folder`, which must be new or empty, a run that stands where `run` stood before `step`, with the records of the
-// steps before and with `config` for those to come; Trainer::resume goes on with it. DataError where `run` has no
+// steps before and with `config` for those to come; Trainer::resume continues it. DataError where `run` has no
 // checkpoint of that very step.
 void branch_run(const std::filesystem::path& run, int64_t step, const std::filesystem::path& folder,
                 const RunConfig& config);

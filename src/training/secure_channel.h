@@ -36,7 +36,7 @@ Digest key_of_secret(const std::string& secret);
 class SecureChannel {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
-  // gone: the other end closed, or the time is over. forged: authentication failed. stranger: it speaks another language.
+  // gone: the other end closed, or the time is over. forged: authentication failed. stranger: it uses another protocol.
   enum class Result { done, gone, forged, stranger };
 
   SecureChannel() = default;

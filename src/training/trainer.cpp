@@ -194,7 +194,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
 
 Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the model's stream
 
-// A run goes on with the tokens that it was started with, or its bits would be others.
+// A run continues with the tokens that it was started with, or its bits would be others.
 void Trainer::check_data(bool fresh) {
   if (config_.data_digest.empty()) {
     if (fresh)
@@ -230,7 +230,7 @@ std::string Trainer::description() const {
   return text;
 }
 
-// From the newest checkpoint, if there is one. Rank 0 reads; the others are told.
+// From the newest checkpoint, if there is one. Rank 0 reads and sends it to the others.
 void Trainer::go_on() {
   TrainingState state;
   std::vector<double> losses;  // of the steps before, for the watch
@@ -338,8 +338,8 @@ void Trainer::read_ahead(const std::vector<int64_t>& offsets, int64_t part) {
   reader_.read_ahead({begin, begin + rows});
 }
 
-// The gradients of parts [first, first + count), added by halves, in the model's buffer. told: what each part has to
-// say, appended in order: its loss and, where asked for, the facts of every head.
+// The gradients of parts [first, first + count), added by halves, in the model's buffer. told: the results of each part,
+// appended in order: its loss and, where asked for, the facts of every head.
 void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
                         int64_t count, std::vector<double>& told) {
   if (count == 1) {

@@ -10,7 +10,7 @@
 //
 // Several ranks (ranks.h) train as one: a step is computed in `accumulate` parts, each rank has an equal share of
 // them, and their gradients are added by a tree that halves the parts again and again. So 1, 2, 4, ... ranks give the
-// same bits, and a run goes on with any of these numbers. Rank 0 alone writes the folder; the others need not see it.
+// same bits, and a run can continue with any of these numbers. Rank 0 alone writes the folder; the others need not see it.
 #pragma once
 
 #include <filesystem>
@@ -91,7 +91,7 @@ class Trainer {
   bool done() const { return finding_ || next_step_ >= config_.schedule.steps; }
   const std::optional<Finding>& finding() const { return finding_; }
   const std::string& way_of_sums() const { return way_of_sums_; }  // between ranks, in words
-  // What whoever resumed the run should be told, once: what could not be verified.
+  // For the user who resumed the run, once: what could not be verified.
   const std::vector<std::string>& notes() const { return notes_; }
 
   // From the next step on; nullptr: nobody. The watcher outlives the trainer or is taken away before.
@@ -100,7 +100,7 @@ class Trainer {
   // These clauses on top of the plan from the next step on. Part of config.toml when this returns, so that whoever resumes
   // or replays the run repeats it. Alone only: other ranks would not know.
   void change_plan(const std::string& clauses);
-  // Makes a run stand before `step` again, from where it goes on with `clauses` on top of its plan: later checkpoints are
+  // Makes a run stand before `step` again, from where it continues with `clauses` on top of its plan: later checkpoints are
   // removed, records are cut off when it is resumed. DataError where there is no checkpoint of that step; REQUIRES: no
   // trainer has the folder.
   static void roll_back(const std::filesystem::path& folder, int64_t step, const std::string& clauses);
@@ -109,7 +109,7 @@ class Trainer {
   // ranks where one of them was asked. Its line is written while the next step is computed, and is there before that one
   // is seen, before a checkpoint, and when the run is over; where it cannot be written, the next step throws.
   StepReport step(bool stop_asked = false);
-  void save();  // a checkpoint of now, if there is none
+  void save();  // saves a checkpoint of the current step unless one exists
 
  private:
   Trainer(const std::filesystem::path& folder, const RunConfig& config, std::string backend_why, bool fresh,
