@@ -318,8 +318,8 @@ class Demo {
     runs_.push_back({"row_sum-e5m2", "fp32,row_sum=e5m2", "row sum of softmax in 8 bits"});
     runs_.push_back({"zero_sum", "fp32,row_sum=e5m2,stabiliser=zero_sum", "the same, with zero_sum"});
     runs_.push_back({"fp32", "fp32", "all of attention in FP32"});
-    say("   Bars: the offset, the part of the scores that softmax cannot see, from 1 to 100,000, over {} "
-        "steps.\n",
+    say("   Bars: the offset, the part of the scores that softmax cannot see, from 1 to 100,000; steps 0 to "
+        "{}.\n",
         config_.schedule.steps - 1);
     for (Run& run : runs_) {
       config_.plan = run.plan;

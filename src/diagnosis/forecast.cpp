@@ -231,7 +231,7 @@ std::string in_words(const HeadForecast& head) {
     case Outlook::too_short:
       return "too few records to say";
     case Outlook::no_drift:
-      return "no drift: " + offset;
+      return "no failure in sight: " + offset;
     case Outlook::harmful:
     case Outlook::drift:
       return offset + fmt::format("{}: failure near step {:.0f} ({:.0f} to {:.0f})",
@@ -263,9 +263,10 @@ std::string in_words(const RunForecast& f) {
           : fmt::format(
                 "; {}: the leak makes {:.2g} of W_Q's gradient in the median head (runs that failed "
                 "had more than {})",
-                f.leaks() ? "it may come" : "no risk is seen", f.leak_share, kRiskyLeakShare);
-  return fmt::format("no drift to step {}: the largest of {} heads is {}, {}{}", f.steps, f.of_heads.size(),
-                     named(largest), in_words(f.of_heads[static_cast<size_t>(largest)]).substr(10), risk);
+                f.leaks() ? "drift may come" : "no risk is seen", f.leak_share, kRiskyLeakShare);
+  const std::string head = in_words(f.of_heads[static_cast<size_t>(largest)]);
+  return fmt::format("no failure in sight at step {}: the largest of {} heads is {}, {}{}", f.steps,
+                     f.of_heads.size(), named(largest), head.substr(head.find(": ") + 2), risk);
 }
 
 }  // namespace evenkeel

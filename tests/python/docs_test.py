@@ -194,6 +194,13 @@ class Pages(unittest.TestCase):
         library = the_library()
         self.assertEqual([fault for page in PAGES if page != LOG for fault in plan_faults(page, self.read(page), library)], [])
 
+    def test_the_ten_questions_are_answered(self):
+        rows = re.findall(r"^\| \d+ \| .* \| \[.*?\]\((.*?)\) \| \"(.*)\" \|$", self.read("docs/ten_questions.md"), re.M)
+        self.assertEqual(len(rows), 10)
+        for target, words in rows:
+            text = (ROOT / "docs" / target).read_text()
+            self.assertIn(words, re.sub(r"\s+", " ", re.sub(r"<!--.*?-->", "", text)), target)
+
     def test_what_looks_like_a_command_is_in_a_block_that_is_run(self):
         faults = []
         for page in PAGES:
