@@ -82,37 +82,16 @@ TEST(KernelChoice, plans_of_all_heads_alike_are_one_plan) {
   AttentionProblem p = problem();
   p.plans = std::vector(4, p.plans[0]);
   EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper");
-  p.plans[2].keel = 1e-3f;
-  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "ampere");
-}
-
-// Forms that the Hopper kernels do not take, and the word for each.
-TEST(KernelChoice, other_forms_go_to_the_ampere_class_on_hopper_and_say_why) {
-  const auto expect = [](const char* word, auto change) {
-    AttentionProblem p = problem();
-    change(p);
-    const KernelChoice choice = choose_kernel(p, kHopper);
-    EXPECT_EQ(choice.kernel, "ampere") << word;
-    EXPECT_NE(choice.why.find("the Hopper kernels do not take"), std::string::npos) << choice.why;
-    EXPECT_NE(choice.why.find(word), std::string::npos) << choice.why;
-  };
-  static const float numbers[4] = {1, 2, 3, 4};
-  expect("softcap", [](auto& p) { p.softcap = 30; });
-  expect("window", [](auto& p) { p.mask.window_left = 5; });
-  expect("window", [](auto& p) { p.mask.window_right = 0; });
-  expect("mask", [](auto& p) {
-    p.mask.visible = {reinterpret_cast<const uint8_t*>(&p), {2, 4, 128, 128}, {}};
-  });
-  expect("slopes", [](auto& p) { p.slopes = numbers; });
-  expect("sinks", [](auto& p) { p.sinks = numbers; });
-  expect("fp16", [](auto& p) {
-    p.type = TensorType::fp16;
-    p.plans = {parse_plan(kFlash2InFp16)};
-  });
-  expect("differ between heads", [](auto& p) {
-    p.plans.resize(4, p.plans[0]);
-    p.plans[1].seed = 7;
-  });
+  EXPECT_EQ(choose_kernel(p, kHopper).why.find("by head"), std::string::npos);
+  // Those that differ run on the same kernels, and are named.
+  p.plans[2] = parse_plan("flash2,stabiliser=zero_sum,keel=1e-3");
+  const KernelChoice mixed = choose_kernel(p, kHopper);
+  EXPECT_EQ(mixed.kernel, "hopper");
+  EXPECT_NE(mixed.why.find("stabiliser consistent, zero_sum on compute capability 9.0, by head"),
+            std::string::npos)
+      << mixed.why;
+  p.plans[2] = parse_plan("bf16_all");
+  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "any_plan");
 }
 
 // The gradient of the log-sum-exp is a pass's: the family is chosen by it where the caller says so beforehand.
@@ -184,14 +163,14 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }
 
-// Not on what they were never compiled for.
-TEST(KernelChoice, ampere_class_kernels_run_on_their_machines_and_take_every_form) {
-  for (const CudaDevice& on : {device(8, 0), device(8, 6), device(8, 9), device(12, 0)}) {
+// Both fast families take every form; not on what they were never compiled for.
+TEST(KernelChoice, the_fast_kernels_run_on_their_machines_and_take_every_form) {
+  for (const CudaDevice& on : {device(8, 0), device(8, 6), device(8, 9), device(12, 0), kHopper}) {
     const auto expect = [&](auto change) {
       AttentionProblem p = problem();
       change(p);
       const KernelChoice choice = choose_kernel(p, on);
-      EXPECT_EQ(choice.kernel, "ampere") << choice.why;
+      EXPECT_EQ(choice.kernel, on.major == 9 ? "hopper" : "ampere") << choice.why;
     };
     expect([](auto&) {});
     expect([](auto& p) { p.mask.window_left = 5; });

@@ -29,6 +29,11 @@ constexpr uint16_t kEveryShape =
     features({Feature::plans_by_head, Feature::softcap, Feature::negative_scale, Feature::windows,
               Feature::visible, Feature::facts, Feature::unaligned});
 
+// Of the fast kernels.
+constexpr uint16_t kFusedForms =
+    features({Feature::plans_by_head, Feature::softcap, Feature::windows, Feature::visible, Feature::packed,
+              Feature::device_step, Feature::slopes, Feature::sinks, Feature::grad_lse});
+
 std::string hopper_device_not_taken(const CudaDevice& device) {
   if (device.major == 9 && device.minor == 0) return "";
   return fmt::format("compute capability {}.{} (they are built for exactly 9.0)", device.major, device.minor);
@@ -96,11 +101,19 @@ std::string fused_plan_not_taken(const PrecisionPlan& plan, TensorType type) {
 }
 
 std::string hopper_reason(const AttentionProblem& p) {
-  const StabiliserRules& rules = rules_of(p.plans[0].stabiliser);
-  return fmt::format(
-      "bf16, head size {}, flash2 with stabiliser {} on compute capability 9.0{}", p.D, rules.name,
-      rules.output == OutputRule::wide ? "; the O of delta has 16 significand bits, rounded stochastically"
-                                       : "");
+  std::string stabilisers;
+  bool wide = false;
+  for (const PrecisionPlan& plan : p.plans) {
+    const StabiliserRules& rules = rules_of(plan.stabiliser);
+    wide |= rules.output == OutputRule::wide;
+    if (stabilisers.find(rules.name) == std::string::npos)
+      stabilisers += (stabilisers.empty() ? "" : ", ") + std::string(rules.name);
+  }
+  return fmt::format("{}, head size {}, flash2 with stabiliser {} on compute capability 9.0{}{}", name(p.type),
+                     p.D, stabilisers, p.plans.size() > 1 ? ", by head" : "",
+                     wide ? fmt::format("; the O of delta has {} significand bits, rounded stochastically",
+                                        fused_plan(p.type).at(Site::output).format.significand_bits + 8)
+                          : "");
 }
 
 std::string ampere_reason(const AttentionProblem& p) {
@@ -138,8 +151,8 @@ constexpr KernelFamily kFamilies[] = {
     {"hopper",
      "the Hopper kernels",
      /*on_gpu=*/true,
-     {features({Feature::packed, Feature::device_step}), types({TensorType::bf16}), kLargestGpuHead,
-      /*head_step=*/8, kGpuAlignment},
+     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8,
+      kGpuAlignment},
      hopper_device_not_taken,
      fused_plan_not_taken,
      /*chosen_on=*/nullptr,
@@ -147,13 +160,12 @@ constexpr KernelFamily kFamilies[] = {
      hopper_prepare,
      hopper_forward,
      hopper_backward},
-    // The same plans by mma.sync, with every form of mask, and plans that differ by head.
+    // The same by mma.sync.
     {"ampere",
      "the Ampere-class kernels",
      /*on_gpu=*/true,
-     {features({Feature::plans_by_head, Feature::softcap, Feature::windows, Feature::visible, Feature::packed,
-                Feature::device_step, Feature::slopes, Feature::sinks, Feature::grad_lse}),
-      types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8, kGpuAlignment},
+     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8,
+      kGpuAlignment},
      any_plan_device_not_taken,
      fused_plan_not_taken,
      ampere_chosen_on,

@@ -45,7 +45,7 @@ struct Backward {
   struct Item {
     int b, g, key;  // key: the tile's first
     int first_row_tile, end_row_tile;
-    Span span;
+    Band band;
   };
   struct Shared {
     uint16_t k[kKeys * kHead], v[kKeys * kHead];
@@ -84,9 +84,9 @@ struct Backward {
     taken.b = number / p.key_tiles / p.G;
     taken.g = number / p.key_tiles % p.G;
     taken.key = (p.key_tiles - 1 - number % p.key_tiles) * kKeys;
-    taken.span = Span(p, taken.b);
-    taken.first_row_tile = taken.span.first_row_tile(taken.key, kRows);
-    taken.end_row_tile = taken.span.end_row_tile(taken.key, kKeys, kRows);
+    taken.band = Band(p, taken.b);
+    taken.first_row_tile = taken.band.first_row_tile(taken.key, kRows);
+    taken.end_row_tile = taken.band.end_row_tile(taken.key, kKeys, kRows);
     shared.item = taken;
   }
 
@@ -95,11 +95,11 @@ struct Backward {
     const int heads = p.H / p.G, tiles = item.end_row_tile - item.first_row_tile;
     if (tiles > 0) {
       load_tile<kHead, kKeys, kThreads>(
-          shared_address(shared.k), p.k.at(item.span.s.key_batch, item.g, item.span.s.first_key + item.key),
-          p.k.stride[2], item.span.s.keys - item.key, p.D);
+          shared_address(shared.k), p.k.at(item.band.s.key_batch, item.g, item.band.s.first_key + item.key),
+          p.k.stride[2], item.band.s.keys - item.key, p.D);
       load_tile<kHead, kKeys, kThreads>(
-          shared_address(shared.v), p.v.at(item.span.s.key_batch, item.g, item.span.s.first_key + item.key),
-          p.v.stride[2], item.span.s.keys - item.key, p.D);
+          shared_address(shared.v), p.v.at(item.band.s.key_batch, item.g, item.band.s.first_key + item.key),
+          p.v.stride[2], item.band.s.keys - item.key, p.D);
       load_rows(item.g * heads, item.first_row_tile, 0);
       int h = item.g * heads, tile = item.first_row_tile;
       for (int step = 0; step < heads * tiles; ++step) {
@@ -118,7 +118,7 @@ struct Backward {
   }
 
   EK_DEVICE void load_rows(int h, int tile, int stage) {
-    const Sequence& s = item.span.s;
+    const Sequence& s = item.band.s;
     const int row = tile * kRows;
     load_tile<kHead, kRows, kThreads>(shared_address(shared.q[stage]),
                                       p.q.at(s.query_batch, h, s.first_row + row), p.q.stride[2],
@@ -203,21 +203,21 @@ struct Backward {
     if (p.slopes) {
       const float slope = slope_of(p, h);
       each(scores, [&](float& x, int n, int column) {
-        x = fmaf(-slope, fabsf(static_cast<float>(row + column + item.span.offset - first - n)), x);
+        x = fmaf(-slope, fabsf(static_cast<float>(row + column + item.band.offset - first - n)), x);
       });
     }
-    const Span& span = item.span;
-    if (!span.all_seen(row, kSub, first, kKeyBlocks * 16)) {
+    const Band& band = item.band;
+    if (!band.all_seen(row, kSub, first, kKeyBlocks * 16)) {
       each(scores, [&](float& x, int n, int column) {
         const int own = first + n, i = row + column;
-        if (own >= span.s.keys || i < own - span.right - span.offset || i > own + span.left - span.offset)
+        if (own >= band.s.keys || i < own - band.right - band.offset || i > own + band.left - band.offset)
           x = -kInfinity;
       });
     }
     if (p.visible) {
       const Visible visible(p, item.b, h);
       each(scores, [&](float& x, int n, int column) {
-        if (first + n < span.s.keys && row + column < span.s.rows && !visible(row + column, first + n))
+        if (first + n < band.s.keys && row + column < band.s.rows && !visible(row + column, first + n))
           x = -kInfinity;
       });
     }
@@ -348,8 +348,8 @@ struct Backward {
   // In its turn: after the parts of all later key tiles that see these rows.
   EK_DEVICE void add_dq(int h, int tile, Part& part) {
     const int row = tile * kRows, own = item.key / kKeys;
-    const int first = item.span.first_key_tile(row, kKeys),
-              last = item.span.end_key_tile(row, kRows, kKeys) - 1;
+    const int first = item.band.first_key_tile(row, kKeys),
+              last = item.band.end_key_tile(row, kRows, kKeys) - 1;
     const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
     float* const sum = p.dq_sum + index * kPart;
     if (own < last) {
@@ -377,7 +377,7 @@ struct Backward {
     due = nullptr;
   }
   EK_DEVICE void write_dq(int h, int tile_row, const Part& part) {
-    const int written = p.sequences.query_offsets ? item.span.s.rows : p.sequences.T;
+    const int written = p.sequences.query_offsets ? item.band.s.rows : p.sequences.T;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -385,13 +385,13 @@ struct Backward {
         const int i = tile_row + part_row() + 16 * m + lane / 4 + 8 * r,
                   feature = part_feature() + lane % 4 * 8;
         write_blocks<Pairs>(part[m], r, p.scale,
-                            p.dq.at(item.span.s.query_batch, h, item.span.s.first_row + i) + feature,
-                            i < written && feature < p.D, i < item.span.s.rows);
+                            p.dq.at(item.band.s.query_batch, h, item.band.s.first_row + i) + feature,
+                            i < written && feature < p.D, i < item.band.s.rows);
       }
   }
 
   EK_DEVICE void write_gradient(const Strided& to, const Gradient& sum, float scale) {
-    const int written = p.sequences.key_offsets ? item.span.s.keys : p.sequences.N;
+    const int written = p.sequences.key_offsets ? item.band.s.keys : p.sequences.N;
 #pragma unroll
     for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
@@ -401,8 +401,8 @@ struct Backward {
         for (int n = 0; n < kHead / 8; n += 4) {
           const int feature = 8 * (n + lane % 4);
           write_blocks<Pairs>(sum[i] + n, r, scale,
-                              to.at(item.span.s.key_batch, item.g, item.span.s.first_key + own) + feature,
-                              own < written && feature < p.D, own < item.span.s.keys);
+                              to.at(item.band.s.key_batch, item.g, item.band.s.first_key + own) + feature,
+                              own < written && feature < p.D, own < item.band.s.keys);
         }
       }
   }

@@ -86,7 +86,7 @@ struct Forward {
   const Problem& p;
   const int thread, warp, lane;
   int b, h, row;  // row: the block's first
-  Span span;
+  Band band;
   const HeadRules& rules;
   int first_tile, end_tile;  // of keys
   uint32_t q, slots;         // addresses
@@ -109,10 +109,10 @@ struct Forward {
         b(static_cast<int>(blockIdx.x) / tiles_per_head(p) / p.H),
         h(static_cast<int>(blockIdx.x) / tiles_per_head(p) % p.H),
         row((tiles_per_head(p) - 1 - static_cast<int>(blockIdx.x) % tiles_per_head(p)) * kRows),
-        span(p, b),
+        band(p, b),
         rules(p.rules_of(h)),
-        first_tile(span.first_key_tile(row, kKeys)),
-        end_tile(span.end_key_tile(row, kRows, kKeys)),
+        first_tile(band.first_key_tile(row, kKeys)),
+        end_tile(band.end_key_tile(row, kRows, kKeys)),
         q(shared_address(dynamic_shared())),
         slots(q + kQueryBytes) {}
 
@@ -121,7 +121,7 @@ struct Forward {
   EK_DEVICE void run() {
     state.start(p, rules, static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(lane % 4));
     if (first_tile < end_tile) {
-      const Sequence& sequence = span.s;
+      const Sequence& sequence = band.s;
       load_tile<kHead, kRows, kThreads>(q, p.q.at(sequence.query_batch, h, sequence.first_row + row),
                                         p.q.stride[2], sequence.rows - row, p.D);
       load_keys(p.k, end_tile - 1, 0);
@@ -139,14 +139,14 @@ struct Forward {
   EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
-          slot_at(to), tensor.at(span.s.key_batch, h / (p.H / p.G), span.s.first_key + tile * kKeys),
-          tensor.stride[2], span.s.keys - tile * kKeys, p.D);
+          slot_at(to), tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
+          tensor.stride[2], band.s.keys - tile * kKeys, p.D);
     commit_copies();
   }
 
   // One key tile. What arrives next but one takes the slot that was used last.
   EK_DEVICE void walk(int tile) {
-    const bool seen = span.some_seen(warp_row(), kBlocks * 16, tile * kKeys, kKeys);
+    const bool seen = band.some_seen(warp_row(), kBlocks * 16, tile * kKeys, kKeys);
     next_slot(p.k, tile);
     if (seen) {
       find_scores();
@@ -220,15 +220,15 @@ struct Forward {
     if (p.slopes) {
       const float slope = slope_of(p, h);
       each_score([&](float& x, int r, int column) {
-        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + span.offset - key - column)), x);
+        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
       });
     }
-    if (!span.all_seen(warp_row(), kBlocks * 16, key, kKeys)) {
+    if (!band.all_seen(warp_row(), kBlocks * 16, key, kKeys)) {
       int first[kRowCount], end[kRowCount];
 #pragma unroll
       for (int r = 0; r < kRowCount; ++r) {
-        first[r] = span.first_key(row_of(r)) - key;
-        end[r] = span.end_key(row_of(r)) - key;
+        first[r] = band.first_key(row_of(r)) - key;
+        end[r] = band.end_key(row_of(r)) - key;
       }
       each_score([&](float& x, int r, int column) {
         if (column < first[r] || column >= end[r]) x = -kInfinity;
@@ -237,7 +237,7 @@ struct Forward {
     if (p.visible) {
       const Visible visible(p, b, h);
       each_score([&](float& x, int r, int column) {
-        if (row_of(r) < span.s.rows && key + column < span.s.keys && !visible(row_of(r), key + column))
+        if (row_of(r) < band.s.rows && key + column < band.s.keys && !visible(row_of(r), key + column))
           x = -kInfinity;
       });
     }
@@ -316,11 +316,11 @@ struct Forward {
 
   // O / l, L and what the backward pass needs. Rows behind a sequence's end: zeros in a padded tensor, none in a packed one.
   EK_DEVICE void write() {
-    const int T = p.sequences.T, written = p.sequences.query_offsets ? span.s.rows : T;
+    const int T = p.sequences.T, written = p.sequences.query_offsets ? band.s.rows : T;
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
       const int i = row_of(r);
-      const bool exists = i < span.s.rows;
+      const bool exists = i < band.s.rows;
       const float of_keys = quad_sum(state.sum[r]), sink = sink_log2(p, h);
       // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
       const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
@@ -332,7 +332,7 @@ struct Forward {
       for (int n = 0; n < kHead / 8; n += 4) {
         const int feature = 8 * (n + lane % 4);
         write_blocks<Pairs>(blocks + n, r % 2, 1.0f,
-                            p.o.at(span.s.query_batch, h, span.s.first_row + i) + feature,
+                            p.o.at(band.s.query_batch, h, band.s.first_row + i) + feature,
                             i < written && feature < p.D, exists);
       }
       const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
@@ -345,13 +345,6 @@ struct Forward {
         p.row_sum[at] = sees ? sum : 0.0f;
       }
     }
-  }
-  // log(2^shift of_keys + 2^sink), of either where there is none of the other.
-  EK_DEVICE static float log_sum(float shift, float of_keys, float sink) {
-    if (sink == -kInfinity) return of_keys == 0 ? -kInfinity : fmaf(shift, kLn2, __logf(of_keys));
-    const float top = of_keys == 0 ? sink : fmaxf(shift, sink);
-    const float keys = of_keys == 0 ? 0.0f : of_keys * exp2_approx(shift - top);
-    return fmaf(top, kLn2, __logf(keys + exp2_approx(sink - top)));
   }
   EK_DEVICE void write_residue(const float (&blocks)[kHead / 8][4], int r, int64_t at, bool present,
                                bool exists) {

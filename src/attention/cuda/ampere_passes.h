@@ -9,55 +9,13 @@
 #include "attention/cuda/ampere_backward.cuh"
 #include "attention/cuda/ampere_forward.cuh"
 #include "attention/cuda/ampere_rows.cuh"
-#include "attention/head_plan.h"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
 
 namespace evenkeel::ampere {
 
-inline HeadRules rules_of(const PrecisionPlan& asked) {
-  const HeadPlan plan(asked);
-  HeadRules rules{};
-  rules.keel = asked.keel;
-  rules.beta = asked.beta;
-  rules.cap = asked.cap;
-  rules.tie_tolerance = asked.tie_tolerance;
-  // P is then at most 2^8, and O need not be scaled for each new maximum. row_max stays exact: with a shift that lags,
-  // scores that tie with the maximum would no longer have P = 1, and the failure that the stabiliser `none` is there to
-  // show would be hidden.
-  rules.slack = may_lag(plan.shift.rule) ? 8.0f : 0.0f;
-  rules.dither = plan.shift.rule == ShiftRule::dither;
-  rules.paper_capped = plan.shift.rule == ShiftRule::paper_capped;
-  rules.consistent = plan.sums_rounded;
-  rules.wide = plan.wide_output;
-  rules.exact_delta = plan.probs_delta;
-  rules.seed = asked.seed;
-  return rules;
-}
-
-// Heads' rules that a kernel's arguments carry to the table in device memory.
-struct TableRows {
-  static constexpr int kMost = 64;
-  HeadRules row[kMost];
-  HeadRules* table;
-  int count;
-};
-struct FillTable {
-  static constexpr int kThreads = TableRows::kMost, kBlocksAtOnce = 1;
-  static constexpr size_t kSharedBytes = 0;
-  EK_DEVICE static void run(const TableRows& rows) {
-    if (static_cast<int>(threadIdx.x) < rows.count) rows.table[threadIdx.x] = rows.row[threadIdx.x];
-  }
-};
-
 inline Strided strided(const DeviceTensor& tensor) {
   return {static_cast<uint16_t*>(tensor.data), {tensor.stride[0], tensor.stride[1], tensor.stride[2]}};
-}
-
-template <class F>
-bool any_head(const AttentionProblem& problem, F f) {
-  return std::any_of(problem.plans.begin(), problem.plans.end(),
-                     [&](const PrecisionPlan& plan) { return f(rules_of(plan)); });
 }
 
 // What forward leaves for backward, one behind the other. Nothing lies between the pieces: D is a multiple of 8.
@@ -136,27 +94,12 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
   HeadRules* table = nullptr;
   lay_out_saved(problem, forward.saved, p);
   lay_out_work<kHead, kSmall>(problem, workspace, p, table);
+  static_cast<ScoreForms&>(p) = score_forms(problem);
   p.B = static_cast<int>(problem.B);
   p.H = static_cast<int>(problem.H);
   p.G = static_cast<int>(problem.G);
   p.D = static_cast<int>(problem.D);
-  p.sequences = sequences(problem);
-  p.scale = problem.scale;
-  p.softcap = problem.softcap;
-  p.score_unit = problem.softcap > 0 ? problem.softcap : problem.scale;
-  p.score_log2 = p.score_unit * kLog2E;
-  // A window as wide as the sequences is none; so no sum overflows.
-  const int64_t widest = std::max(problem.T, problem.N);
-  const auto reach = [&](int64_t window) {
-    return static_cast<int>(window < 0 ? widest : std::min(window, widest));
-  };
-  p.left = reach(problem.mask.window_left);
-  p.right = problem.mask.causal ? 0 : reach(problem.mask.window_right);
-  p.visible = problem.mask.visible.data;
-  std::copy_n(problem.mask.visible.stride.begin(), 4, p.visible_stride);
-  p.slopes = problem.slopes.data();
-  p.sinks = problem.sinks.data();
-  p.rules = rules_of(problem.plans[0]);
+  p.rules = head_rules(problem.plans[0]);
   p.step = problem.step;
   p.layer = problem.layer;
   p.device_step = problem.device_step;
@@ -167,14 +110,7 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
   p.lse = forward.lse;
   if (table) {
     p.table = table;
-    for (size_t first = 0; first < problem.plans.size(); first += TableRows::kMost) {
-      TableRows rows{};
-      rows.table = table + first;
-      rows.count = static_cast<int>(std::min<size_t>(TableRows::kMost, problem.plans.size() - first));
-      for (int n = 0; n < rows.count; ++n)
-        rows.row[n] = rules_of(problem.plans[first + static_cast<size_t>(n)]);
-      launch.template run<FillTable>(1, rows);
-    }
+    fill_table(problem, table, [&](const TableRows& rows) { launch.template run<FillTable>(1, rows); });
   }
   return p;
 }

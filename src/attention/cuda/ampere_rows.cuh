@@ -23,25 +23,25 @@ struct RowFacts {
     const int head = index / blocks_a_head, b = head / p.H, h = head % p.H;
     const int row = index % blocks_a_head * kRows + thread / kLanes, feature = thread % kLanes * 8;
     const HeadRules& rules = p.rules_of(h);
-    const Span span(p, b);
+    const Band band(p, b);
     if (index == 0 && thread == 0) *p.next_item = 0;
     if (index % blocks_a_head == 0)
       for (int n = thread; n < p.row_tiles * Tiles::kWarps; n += kThreads)
         p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
 
     float delta = 0;
-    const bool exists = row < span.s.rows;
-    if (exists && !rules.exact_delta && feature < p.D) delta = dot(p, span, head, h, row, feature);
+    const bool exists = row < band.s.rows;
+    if (exists && !rules.exact_delta && feature < p.D) delta = dot(p, band, head, h, row, feature);
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (feature == 0 && row < p.padded_rows) write(p, rules, span, head, h, row, delta);
+    if (feature == 0 && row < p.padded_rows) write(p, rules, band, head, h, row, delta);
   }
 
   // Eight features' part of dO . O'.
-  EK_DEVICE static float dot(const Problem& p, const Span& span, int head, int h, int row, int feature) {
-    const int at = span.s.first_row + row;
-    const uint4 g = *reinterpret_cast<const uint4*>(p.grad_output.at(span.s.query_batch, h, at) + feature);
-    const uint4 o = *reinterpret_cast<const uint4*>(p.o.at(span.s.query_batch, h, at) + feature);
+  EK_DEVICE static float dot(const Problem& p, const Band& band, int head, int h, int row, int feature) {
+    const int at = band.s.first_row + row;
+    const uint4 g = *reinterpret_cast<const uint4*>(p.grad_output.at(band.s.query_batch, h, at) + feature);
+    const uint4 o = *reinterpret_cast<const uint4*>(p.o.at(band.s.query_batch, h, at) + feature);
     uint2 residue = {0, 0};
     if (p.residue)
       residue = *reinterpret_cast<const uint2*>(
@@ -58,12 +58,12 @@ struct RowFacts {
     return delta;
   }
 
-  EK_DEVICE static void write(const Problem& p, const HeadRules& rules, const Span& span, int head, int h,
+  EK_DEVICE static void write(const Problem& p, const HeadRules& rules, const Band& band, int head, int h,
                               int row, float delta) {
     const int T = p.sequences.T;
     const int64_t at = static_cast<int64_t>(head) * T + row;
     float shift = kInfinity, inverse = 0;  // P = 0
-    if (row < span.s.rows) {
+    if (row < band.s.rows) {
       const float lse = p.lse[at];
       if (rules.exact_delta) delta = p.exact_delta[at];
       if (lse == -kInfinity) {
@@ -87,9 +87,9 @@ struct RowFacts {
     if (p.inverse) p.inverse[slot] = inverse;
     // Rows of a tile that sees no key: nobody else writes their dQ.
     const int tile_row = row / Tiles::kRows * Tiles::kRows;
-    if (span.end_key_tile(tile_row, Tiles::kRows, Tiles::kKeys) == 0 &&
-        row < (p.sequences.query_offsets ? span.s.rows : T)) {
-      uint16_t* const dq = p.dq.at(span.s.query_batch, h, span.s.first_row + row);
+    if (band.end_key_tile(tile_row, Tiles::kRows, Tiles::kKeys) == 0 &&
+        row < (p.sequences.query_offsets ? band.s.rows : T)) {
+      uint16_t* const dq = p.dq.at(band.s.query_batch, h, band.s.first_row + row);
       for (int n = 0; n < p.D; n += 8) *reinterpret_cast<uint4*>(dq + n) = uint4{0, 0, 0, 0};
     }
   }
@@ -114,7 +114,7 @@ struct ExactDelta {
 
   const Problem& p;
   const int warp, lane, tiles, b, h, row;
-  const Span span;
+  const Band band;
   const int first_tile, end_tile;
   const uint32_t q, grad, slots;
   int slot = 0;
@@ -127,9 +127,9 @@ struct ExactDelta {
         b(static_cast<int>(blockIdx.x) / tiles / p.H),
         h(static_cast<int>(blockIdx.x) / tiles % p.H),
         row((tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * kRows),
-        span(p, b),
-        first_tile(span.first_key_tile(row, kKeys)),
-        end_tile(span.end_key_tile(row, kRows, kKeys)),
+        band(p, b),
+        first_tile(band.first_key_tile(row, kKeys)),
+        end_tile(band.end_key_tile(row, kRows, kKeys)),
         q(shared_address(dynamic_shared())),
         grad(q + kQueryBytes),
         slots(grad + kQueryBytes) {}
@@ -143,8 +143,8 @@ struct ExactDelta {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
           slots + to * kSlotBytes,
-          tensor.at(span.s.key_batch, h / (p.H / p.G), span.s.first_key + tile * kKeys), tensor.stride[2],
-          span.s.keys - tile * kKeys, p.D);
+          tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys), tensor.stride[2],
+          band.s.keys - tile * kKeys, p.D);
     commit_copies();
   }
   EK_DEVICE void next_slot(const Strided& tensor, int tile) {
@@ -182,7 +182,7 @@ struct ExactDelta {
   EK_DEVICE int row_of(int r) const { return row + warp * kBlocks * 16 + r / 2 * 16 + lane / 4 + r % 2 * 8; }
 
   EK_DEVICE void run() {
-    const Sequence& sequence = span.s;
+    const Sequence& sequence = band.s;
     float shift[kRowCount], sum[kRowCount] = {}, weighted[kRowCount] = {};
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r)
@@ -227,11 +227,11 @@ struct ExactDelta {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = 2 * i + e / 2, own = row_of(r), key = tile * kKeys + 8 * n + lane % 4 * 2 + e % 2;
-          const bool seen = own < span.s.rows && key >= span.first_key(own) && key < span.end_key(own) &&
+          const bool seen = own < band.s.rows && key >= band.first_key(own) && key < band.end_key(own) &&
                             (!p.visible || visible(own, key));
           float score = p.softcap > 0 ? tanh_of(scores[i][n][e] * (p.scale / p.softcap)) : scores[i][n][e];
           if (p.slopes)
-            score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + span.offset - key)), score);
+            score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + band.offset - key)), score);
           const float prob = seen ? exp2_approx(fmaf(score, p.score_log2, -shift[r])) : 0.0f;
           sum[r] += prob;
           weighted[r] = fmaf(prob, dprobs[i][n][e], weighted[r]);

@@ -1,9 +1,13 @@
 // What the Hopper kernels share. sm_90a. Internal to src/attention.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
+#include "attention/cuda/head_rules.cuh"
 #include "attention/cuda/hopper_host.h"
-#include "attention/cuda/sequences.cuh"
-#include "attention/cuda/wide_output.cuh"
+#include "attention/cuda/pairs.cuh"
+#include "attention/cuda/score_forms.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/launch.h"
@@ -14,5 +18,66 @@
 namespace evenkeel::hopper {
 
 using namespace gpu;
+
+// The heads of every sequence that a launch computes: kernel arguments carry them.
+struct HeadList {
+  static constexpr int kMost = 128;
+  int count;
+  bool all;  // heads 0 ... count - 1
+  uint16_t head[kMost];
+  EK_DEVICE int head_at(int n) const { return all ? n : head[n]; }
+};
+
+// Heads that one launch computes.
+struct HeadGroup {
+  HeadRules rules;
+  HeadList list;
+};
+
+// Does the forward pass treat heads with these rules alike?
+inline bool computed_alike(const HeadRules& a, const HeadRules& b) {
+  return a.consistent == b.consistent && a.paper_capped == b.paper_capped && a.dither == b.dither &&
+         a.wide == b.wide && a.slack == b.slack && a.seed == b.seed && a.beta == b.beta && a.cap == b.cap &&
+         a.tie_tolerance == b.tie_tolerance;
+}
+
+// All heads, in as few groups as `alike` allows; one for all where they have one plan.
+template <class Alike>
+std::vector<HeadGroup> head_groups(const AttentionProblem& problem, Alike alike) {
+  std::vector<HeadGroup> groups;
+  if (problem.plans.size() == 1) {
+    HeadGroup& only = groups.emplace_back();
+    only.rules = head_rules(problem.plans[0]);
+    only.list.count = static_cast<int>(problem.H);
+    only.list.all = true;
+    return groups;
+  }
+  for (size_t h = 0; h < problem.plans.size(); ++h) {
+    const HeadRules rules = head_rules(problem.plans[h]);
+    auto found = std::find_if(groups.begin(), groups.end(), [&](const HeadGroup& group) {
+      return alike(group.rules, rules) && group.list.count < HeadList::kMost;
+    });
+    if (found == groups.end()) {
+      found = groups.emplace(groups.end());
+      found->rules = rules;
+      found->list = {};
+    }
+    found->list.head[found->list.count++] = static_cast<uint16_t>(h);
+  }
+  return groups;
+}
+
+// Does the problem have more than a causal or full mask?
+inline bool has_forms(const AttentionProblem& p) {
+  return p.mask.window_left >= 0 || (p.mask.window_right >= 0 && !p.mask.causal) || p.softcap != 0 ||
+         p.mask.visible.present() || !p.slopes.empty() || !p.sinks.empty();
+}
+
+// Heads (of all sequences) whose keys and values fit the part of the second-level cache that is theirs.
+inline int heads_in_cache(const AttentionProblem& problem, int heads) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int64_t key_bytes = std::max<int64_t>(1, problem.N * problem.D * 2 * 2);  // K and V of one head
+  return static_cast<int>(std::clamp<int64_t>(kCacheBytes / key_bytes * (problem.H / problem.G), 1, heads));
+}
 
 }  // namespace evenkeel::hopper

@@ -1,19 +1,6 @@
-// The backward pass on Hopper: one kernel for dQ, dK and dV with five products a tile (S, dP, dV, dK, dQ), after a
-// pass that finds delta.
-//
-// A block owns 128 keys of one kv head: K and V stay in shared memory, dK and dV in registers, and the queries that
-// see these keys stream by. Scores are held transposed, [key][query], so that P^T and dS^T are operands from
-// registers as they come; dS^T also goes through shared memory, for dQ. dQ's parts from different key tiles are
-// added in device memory in FP32, in one order: the last key tile first. A block starts with the first query tile that
-// sees its keys and block n + 1 is taken up before block n, so the turn has usually come when a part is ready:
-// deterministic, and hardly ever waiting.
-#include <algorithm>
-#include <climits>
-#include <cmath>
-
-#include "attention/cuda/hopper_backward_consumer.cuh"
-#include "attention/cuda/hopper_backward_problem.cuh"
-#include "attention/cuda/hopper_row_facts.cuh"
+// The backward pass on Hopper, its host code: plans, memory, and what runs after what. zero_sum's delta first, of the heads
+// that have it; then delta and the other facts of each row; then one kernel for dQ, dK and dV.
+#include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
 
@@ -21,147 +8,15 @@ namespace evenkeel {
 namespace hopper::backward {
 namespace {
 
-// Loads everything: one thread.
-template <int D, bool kConsistent>
-EK_DEVICE void produce(SharedMemory<D>& sm, const Backward& p, const CUtensorMap& q_map,
-                       const CUtensorMap& k_map, const CUtensorMap& v_map,
-                       const CUtensorMap& grad_output_map) {
-  constexpr int kRows = kTileRows<D>, kBoxes = D / kBoxFeatures;
-  const int group = p.H / p.G;
-  Ring<kStages> rows, queue;
-  uint32_t parity = 0;  // of k and v
-  while (true) {
-    // Not before the consumers are at their last tile: who takes an item early and starts it late makes others wait.
-    barrier_wait(&sm.q_empty[rows.stage], rows.parity ^ 1);
-    const Item item = Item::at(p, atomicAdd(p.next_item, 1), kRows);
-    barrier_wait(&sm.item_empty[queue.stage], queue.parity ^ 1);
-    sm.item[queue.stage] = item;
-    barrier_arrive(&sm.item_full[queue.stage]);
-    queue.next();
-    if (item.key_tile < 0) return;
-    if (item.steps == 0) continue;
+__global__ void fill_table_kernel(const __grid_constant__ TableRows rows) { FillTable::run(rows); }
 
-    barrier_wait(&sm.k_empty, parity ^ 1);
-    barrier_expect_bytes(&sm.k_full, sizeof(sm.k));
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      load_box(sm.k[box], k_map, &sm.k_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
-               item.g, item.key_batch);
-    barrier_wait(&sm.v_empty, parity ^ 1);
-    barrier_expect_bytes(&sm.v_full, sizeof(sm.v));
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      load_box(sm.v[box], v_map, &sm.v_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
-               item.g, item.key_batch);
-    parity ^= 1;
-
-    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
-      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, rows.next()) {
-        const int row = item.first_row + tile * kRows, stage = rows.stage;
-        const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
-        constexpr uint32_t kFactBytes = kRows * sizeof(float);
-        barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
-        barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kConsistent ? 2 : 1));
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
-        load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
-        if (kConsistent) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
-        barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
-        barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage],
-                   box * kBoxFeatures, row, h, item.query_batch);
-        load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
-      }
-  }
-}
-
-// Adds one warpgroup's parts of dQ to device memory, each in its turn: one thread. Key tile 0 comes last and is not
-// added here: the warpgroup itself adds what it finds to its own part, and writes dQ.
-template <int D>
-EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
-  constexpr int kRows = kTileRows<D>;
-  constexpr int kPart = sizeof(sm.dq[0][0]) / sizeof(float);
-  const int group = p.H / p.G;
-  Ring<kStages> queue, parts;
-  while (true) {
-    barrier_wait(&sm.item_full[queue.stage], queue.parity);
-    const Item item = sm.item[queue.stage];
-    barrier_arrive(&sm.item_empty[queue.stage]);
-    queue.next();
-    if (item.key_tile < 0) break;
-    if (item.key_tile == 0) continue;
-    const Span span = span_of(p, item.b, kRows);
-    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
-      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, parts.next()) {
-        const int64_t part = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * 2 + half;
-        const int before = span.last_key_tile(tile, kRows) - item.key_tile;
-        float* const from = &sm.dq[parts.stage][half][0][0][0];
-        barrier_wait(&sm.dq_full[parts.stage][half], parts.parity);
-        if (before == 0) {
-          store_bytes(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
-        } else {
-          while (load_acquire(p.turn + part) < before) {
-          }
-          asm volatile("fence.proxy.async;" ::: "memory");
-          add_floats(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
-        }
-        store_commit();
-        store_wait_read<0>();
-        barrier_arrive(&sm.dq_empty[parts.stage][half]);
-        store_wait<0>();
-        asm volatile("fence.proxy.async;" ::: "memory");
-        add_release(p.turn + part, 1);
-      }
-  }
-}
-
-template <int D, bool kConsistent>
-__global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
-    backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ CUtensorMap q_map,
-                    const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-                    const __grid_constant__ CUtensorMap grad_output_map) {
-  extern __shared__ __align__(1024) uint8_t shared[];  // its start is: the first tile lies there
-  auto& sm = *reinterpret_cast<SharedMemory<D>*>(shared);
-  if (threadIdx.x == 0) {
-    barrier_init(&sm.k_full, 1);
-    barrier_init(&sm.v_full, 1);
-    barrier_init(&sm.k_empty, kConsumerWarps);
-    barrier_init(&sm.v_empty, kConsumerWarps);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&sm.q_full[i], 1);
-      barrier_init(&sm.grad_output_full[i], 1);
-      barrier_init(&sm.item_full[i], 1);
-      barrier_init(&sm.q_empty[i], kConsumerWarps);
-      barrier_init(&sm.grad_output_empty[i], kConsumerWarps);
-      barrier_init(&sm.item_empty[i], kConsumerWarps + kConsumers);
-    }
-    for (int i = 0; i < kStages; ++i)
-      for (int half = 0; half < kConsumers; ++half) {
-        barrier_init(&sm.dq_full[i][half], kConsumerWarps / kConsumers);
-        barrier_init(&sm.dq_empty[i][half], 1);
-      }
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
-    if (threadIdx.x == 0)
-      produce<D, kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
-    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
-      add_up_dq<D>(sm, p, threadIdx.x / 32 - 1);
-  } else {
-    take_registers<240>();
-    Consumer<D, kConsistent>(sm, p, threadIdx.x / kWarpgroup - 1).run();
-  }
-}
-
-// ------------------------------------------------------------------------------------------------------- host
 constexpr int kernel_size(int64_t D) { return D <= 64 ? 64 : 128; }
 
-size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, float*& exact_delta) {
+struct Workspace {
+  HeadRules* table;
+  float* exact_delta;
+};
+size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, Workspace& work) {
   const int rows = kernel_size(problem.D) == 64 ? kTileRows<64> : kTileRows<128>;
   const int64_t heads = problem.B * problem.H;
   p.row_tiles = static_cast<int>(divide_up(problem.T, rows));
@@ -172,34 +27,25 @@ size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, fl
   p.turn = parts.take<int>(heads * p.row_tiles * 2);
   p.facts.shift = parts.take<float>(heads * p.padded_rows);
   p.facts.delta = parts.take<float>(heads * p.padded_rows);
-  const StabiliserRules& rules = rules_of(problem.plans[0].stabiliser);
-  p.facts.inverse = parts.take<float>(rules.sum == SumRule::rounded_probs ? heads * p.padded_rows : 0);
-  exact_delta = parts.take<float>(rules.delta == DeltaRule::probs ? heads * problem.T : 0);
+  // All forms share an instance that reads the inverses.
+  const bool inverse =
+      has_forms(problem) || any_head(problem, [](const HeadRules& rules) { return rules.consistent; });
+  p.facts.inverse = inverse ? parts.take<float>(heads * p.padded_rows) : nullptr;
+  const bool exact = any_head(problem, [](const HeadRules& rules) { return rules.exact_delta; });
+  work.exact_delta = exact ? parts.take<float>(heads * problem.T) : nullptr;
+  work.table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
   p.dq_sum = parts.take<float>(heads * p.padded_rows * kernel_size(problem.D));
   return parts.used();
 }
 
-template <int D, bool kConsistent>
-void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-            const Backward& p, cudaStream_t stream) {
-  constexpr int kRows = kTileRows<D>;
-  constexpr int kFactRows = 256 / (D / 8);
-  const dim3 fact_blocks(grid(problem.B * problem.H), grid(divide_up(p.padded_rows, kFactRows)));
-  row_facts_kernel<D><<<fact_blocks, 256, 0, stream>>>(p);
-  check_launch("starting the kernel of rows' facts");
-
-  constexpr size_t kShared = sizeof(SharedMemory<D>);
-  const auto kernel = backward_kernel<D, kConsistent>;
-  allow_shared_memory(kernel, kShared);
-  const int items = p.B * p.G * p.key_tiles, blocks = std::min(items, multiprocessors());
-  kernel<<<blocks, (1 + kConsumers) * kWarpgroup, kShared, stream>>>(
-      p, query_map(problem, in.q, kRows), key_map(problem, in.k, kTileKeys),
-      key_map(problem, in.v, kTileKeys), query_map(problem, grad_output, kRows));
-  check_launch("starting the backward kernel");
-}
-
 void copy_strides(int64_t (&to)[3], const DeviceTensor& tensor) {
   for (int axis = 0; axis < 3; ++axis) to[axis] = tensor.stride[static_cast<size_t>(axis)];
+}
+
+Consistent consistent_heads(const AttentionProblem& problem) {
+  const bool some = any_head(problem, [](const HeadRules&rules) { return rules.consistent; }),
+             others = any_head(problem, [](const HeadRules&rules) { return !rules.consistent; });
+  return !some ? Consistent::no_head : others ? Consistent::by_head : Consistent::every_head;
 }
 
 }  // namespace
@@ -207,10 +53,10 @@ void copy_strides(int64_t (&to)[3], const DeviceTensor& tensor) {
 
 std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem) {
   hopper::backward::Backward p{};
-  float* exact_delta = nullptr;
+  hopper::backward::Workspace work{};
   auto plan = std::make_shared<FamilyPlan>();
   plan->sizes = {hopper::saved_layout(problem, nullptr).bytes,
-                 hopper::backward::lay_out(problem, nullptr, p, exact_delta)};
+                 hopper::backward::lay_out(problem, nullptr, p, work)};
   return plan;
 }
 
@@ -220,45 +66,48 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   using namespace hopper::backward;
-  const PrecisionPlan& plan = problem.plans[0];
   const Saved kept = saved_layout(problem, saved.saved);
   Backward p{};
-  float* delta = nullptr;
-  lay_out(problem, workspace, p, delta);
+  Workspace work{};
+  static_cast<ScoreForms&>(p) = score_forms(problem);
+  lay_out(problem, workspace, p, work);
   p.B = static_cast<int>(problem.B);
   p.H = static_cast<int>(problem.H);
   p.G = static_cast<int>(problem.G);
   p.D = static_cast<int>(problem.D);
-  p.scale = problem.scale;
-  p.scale_log2 = problem.scale * kLog2E;
-  p.causal = problem.mask.causal;
-  p.sequences = sequences(problem);
-  p.grad_output = static_cast<const __nv_bfloat16*>(grad_output.data);
-  p.o = static_cast<const __nv_bfloat16*>(saved.o.data);
+  p.rules = head_rules(problem.plans[0]);
+  p.table = work.table;
+  p.grad_output = static_cast<const uint16_t*>(grad_output.data);
+  p.o = static_cast<const uint16_t*>(saved.o.data);
   p.residue = kept.residue;
   p.lse = saved.lse;
   p.row_max = kept.row_max;
   p.row_sum = kept.row_sum;
-  p.keel = plan.keel;
+  p.exact_delta = work.exact_delta;
+  p.grad_lse = out.grad_lse;
+  p.dsinks = out.dsinks;
   p.delta_out = out.delta;
-  p.dq = static_cast<__nv_bfloat16*>(out.dq.data);
-  p.dk = static_cast<__nv_bfloat16*>(out.dk.data);
-  p.dv = static_cast<__nv_bfloat16*>(out.dv.data);
+  p.dq = static_cast<uint16_t*>(out.dq.data);
+  p.dk = static_cast<uint16_t*>(out.dk.data);
+  p.dv = static_cast<uint16_t*>(out.dv.data);
   copy_strides(p.grad_output_stride, grad_output);
   copy_strides(p.o_stride, saved.o);
   copy_strides(p.dq_stride, out.dq);
   copy_strides(p.dk_stride, out.dk);
   copy_strides(p.dv_stride, out.dv);
-  const StabiliserRules& rules = rules_of(plan.stabiliser);
-  if (rules.delta == DeltaRule::probs) {
-    exact_delta(problem, in, grad_output, saved.lse, delta, stream);
-    p.exact_delta = delta;
-  }
-  const bool consistent = rules.sum == SumRule::rounded_probs;
-  if (kernel_size(problem.D) == 64)
-    (consistent ? launch<64, true> : launch<64, false>)(problem, in, grad_output, p, stream);
-  else
-    (consistent ? launch<128, true> : launch<128, false>)(problem, in, grad_output, p, stream);
+  if (work.table)
+    fill_table(problem, work.table, [&](const TableRows& rows) {
+      fill_table_kernel<<<1, FillTable::kThreads, 0, stream>>>(rows);
+      check_launch("filling the table of heads' rules");
+    });
+  if (work.exact_delta)
+    for (const HeadGroup& group : head_groups(
+             problem, [](const HeadRules&a, const HeadRules&b) { return a.exact_delta == b.exact_delta; }))
+      if (group.rules.exact_delta)
+        exact_delta(problem, group, in, grad_output, saved.lse, work.exact_delta, stream);
+  (problem.type == TensorType::fp16
+       ? launch_backward<Fp16Pairs>
+       : launch_backward<Bf16Pairs>)(problem, in, grad_output, p, consistent_heads(problem), stream);
 }
 
 }  // namespace evenkeel

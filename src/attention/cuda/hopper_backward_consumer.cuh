@@ -1,4 +1,5 @@
-// The work of a consumer warpgroup of Hopper's backward pass, step by step. Included by hopper_backward.cu alone.
+// The work of a consumer warpgroup of Hopper's backward pass, step by step. Included by
+// hopper_backward_kernel.cuh alone.
 #pragma once
 
 #include "attention/cuda/hopper_backward_problem.cuh"
@@ -15,8 +16,8 @@ EK_DEVICE void zero_rows(uint8_t (&tile)[kBoxes][kRows][kRowBytes], int first, i
 
 // An accumulator, scaled and rounded, to rows of device memory: 16 bytes a thread. `to` is (row 0 of the accumulator,
 // feature 0); `rows` of its 64 rows hold values, rows up to `all_rows` get zeros, features up to `features` exist.
-template <int n>
-EK_DEVICE void write_rows(const float (&d)[n], float scale, __nv_bfloat16* to, int64_t stride, int rows,
+template <class Pairs, int n>
+EK_DEVICE void write_rows(const float (&d)[n], float scale, uint16_t* to, int64_t stride, int rows,
                           int all_rows, int features) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
 #pragma unroll
@@ -27,7 +28,7 @@ EK_DEVICE void write_rows(const float (&d)[n], float scale, __nv_bfloat16* to, i
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        words[i] = pack_bf16(d[4 * (j + i) + 2 * r] * scale, d[4 * (j + i) + 2 * r + 1] * scale);
+        words[i] = Pairs::pack(d[4 * (j + i) + 2 * r] * scale, d[4 * (j + i) + 2 * r + 1] * scale);
       quad_transpose(words);
       const int feature = 8 * (j + lane % 4);
       if (row < all_rows && feature < features)
@@ -37,15 +38,26 @@ EK_DEVICE void write_rows(const float (&d)[n], float scale, __nv_bfloat16* to, i
   }
 }
 
-// Key tile 0: the sum of all other key tiles' parts, when they are all there, and this one; scaled, rounded, written.
+// The first and last key tile that a row tile sees. dQ is finished in the first.
+template <int D, Form kForm>
+EK_DEVICE int first_key_tile(const Backward& p, int offset, int row_tile) {
+  return kForm == Form::plain ? 0 : max(0, row_tile * kTileRows<D> + offset - p.left) / kTileKeys;
+}
 template <int D>
+EK_DEVICE int last_key_tile(const Backward& p, const volatile Item& item, int row_tile) {
+  const int last_row = min((row_tile + 1) * kTileRows<D>, item.rows) - 1;
+  return (min(item.keys, last_row + item.offset + p.right + 1) - 1) / kTileKeys;
+}
+
+// The first of its row tile's key tiles: the sum of all others' parts, when they are all there, and this one; scaled,
+// rounded, written.
+template <class Pairs, int D>
 EK_DEVICE void finish_dq(const Backward& p, const volatile Item& item, int head, int tile, int consumer,
                          float (&dq)[32]) {
   constexpr int kRows = kTileRows<D>;
   const int thread = threadIdx.x % kWarpgroup;
   const int64_t part = (static_cast<int64_t>(item.b * p.H + head) * p.row_tiles + tile) * 2 + consumer;
-  const int last_row = min((tile + 1) * kRows, item.rows) - 1, last_key = (item.keys - 1) / kTileKeys;
-  const int before = p.causal ? min(last_key, (last_row + item.offset) / kTileKeys) : last_key;
+  const int before = last_key_tile<D>(p, item, tile) - item.key_tile;
   if (before > 0) {
     while (load_acquire(p.turn + part) < before) {
     }
@@ -62,18 +74,19 @@ EK_DEVICE void finish_dq(const Backward& p, const volatile Item& item, int head,
   const int row = tile * kRows + (D == 64 ? consumer * 64 : 0), feature = D == 64 ? 0 : consumer * 64;
   const int exist = min(64, item.rows - row);
   const int all = p.sequences.query_offsets ? exist : min(64, p.sequences.T - row);
-  write_rows(dq, p.scale,
-             p.dq + item.query_batch * p.dq_stride[0] + head * p.dq_stride[1] +
-                 (item.first_row + row) * p.dq_stride[2] + feature,
-             p.dq_stride[2], exist, all, p.D - feature);
+  write_rows<Pairs>(dq, p.scale,
+                    p.dq + item.query_batch * p.dq_stride[0] + head * p.dq_stride[1] +
+                        (item.first_row + row) * p.dq_stride[2] + feature,
+                    p.dq_stride[2], exist, all, p.D - feature);
 }
 
 // One consumer warpgroup: 64 keys of the tile.
 //
 // Arrays of products are handed from step to step and are not members: a product's accumulator is an input to the
 // compiler even where it is overwritten, and a member would keep its registers from one tile to the next.
-template <int D, bool kConsistent>
+template <class Pairs, int D, Consistent kConsistent, Form kForm>
 struct Consumer {
+  static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   static constexpr int kRows = kTileRows<D>;
   static constexpr int kScores = kRows / 2;  // a thread's, of 64 keys x kRows queries
   static constexpr bool kEarlyDv =
@@ -83,7 +96,7 @@ struct Consumer {
   // Named barriers. From kDqDone on, one a warpgroup: it has finished its dQ, the other one may overwrite dS.
   static constexpr int kScoresShared = 1, kRowsCleared = 2, kDqDone = 3;
   using Scores = float[kScores];               // 64 keys x kRows queries
-  using ScoreOperand = uint32_t[kScores / 2];  // the same in BF16: [16 queries][4]
+  using ScoreOperand = uint32_t[kScores / 2];  // the same in 16 bits: [16 queries][4]
   using Gradient = float[D / 2];               // 64 keys x D
 
   SharedMemory<D>& sm;
@@ -144,12 +157,18 @@ struct Consumer {
       const bool last = step + 1 == steps;
       Scores dprobs;  // dP^T
       begin_dprobs(stage, dprobs);
+      if constexpr (kForm != Form::plain) shape_scores(item, step, tile, scores);
       mask(item, tile, scores);
       ScoreOperand probs, dscores;
-      exponentiate(stage, scores);
+      if constexpr (kForm != Form::capped) exponentiate(stage, scores);
       if constexpr (kEarlyDv) {
 #pragma unroll
-        for (int i = 0; i < kRows / 16; ++i) pack_probs(i, scores, probs);
+        for (int i = 0; i < kRows / 16; ++i) {
+          if constexpr (kForm == Form::capped)
+            weigh(i, stage, scores, probs);
+          else
+            pack_probs(i, scores, probs);
+        }
         add_to_dv(stage, probs, dv);
         products_wait<1>();
       } else {
@@ -167,7 +186,7 @@ struct Consumer {
       begin_dq(dq);
       products_wait<1>();  // dV and dK have read Q and dO
       release_rows(stage);
-      const int head = item.g * group + (group == 1 ? 0 : step / (item.row_tiles - item.first_row_tile));
+      const int head = head_of(item, step);
       if (!last) {
         tile = tile + 1 == item.row_tiles ? item.first_row_tile : tile + 1;
         await_rows(item, tile);
@@ -178,10 +197,10 @@ struct Consumer {
       products_wait<1>();
       settle(dq);
       named_arrive(kDqDone + consumer, kConsumerThreads);
-      if (item.key_tile > 0)
+      if (item.key_tile > first_key_tile<D, kForm>(p, item.offset, done_tile))
         hand_over_dq(dq);
       else
-        finish_dq<D>(p, item, head, done_tile, consumer, dq);
+        finish_dq<Pairs, D>(p, item, head, done_tile, consumer, dq);
       products_wait<0>();
       settle(scores);
     }
@@ -228,9 +247,9 @@ struct Consumer {
     products_begin();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
-      Wgmma<kRows>::template ss<false, false>(scores,
-                                              advance(k_rows, i / 4 * kKeyBox + i % 4 * kNext16Features),
-                                              advance(q, i / 4 * kRowBox + i % 4 * kNext16Features), i > 0);
+      Wgmma<kRows, kFp16>::template ss<false, false>(
+          scores, advance(k_rows, i / 4 * kKeyBox + i % 4 * kNext16Features),
+          advance(q, i / 4 * kRowBox + i % 4 * kNext16Features), i > 0);
     products_commit();
   }
   EK_DEVICE void begin_dprobs(int stage, Scores& dprobs) {
@@ -239,69 +258,137 @@ struct Consumer {
     products_begin();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i)
-      Wgmma<kRows>::template ss<false, false>(
+      Wgmma<kRows, kFp16>::template ss<false, false>(
           dprobs, advance(v_rows, i / 4 * kKeyBox + i % 4 * kNext16Features),
           advance(grad_output, i / 4 * kRowBox + i % 4 * kNext16Features), i > 0);
     products_commit();
   }
-  // Where the tile crosses the diagonal or the keys' end (rows behind the end have P = 0 by their shift).
+  EK_DEVICE int head_of(const volatile Item& item, int step) const {
+    return item.g * group + (group == 1 ? 0 : step / (item.row_tiles - item.first_row_tile));
+  }
+  // f(score, key from the tile's first, query from the tile's first) over a thread's scores.
+  template <class F>
+  EK_DEVICE void each(Scores& scores, F f) {
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        f(scores[4 * j + e], consumer * 64 + warp * 16 + lane / 4 + e / 2 * 8, 8 * j + lane % 4 * 2 + e % 2);
+  }
+  // Soft caps (the scores are then tanh), slopes, and what a mask of its own hides.
+  EK_DEVICE void shape_scores(const volatile Item& item, int step, int tile, Scores& scores) {
+    if constexpr (kForm == Form::capped) {
+      const float factor = p.scale / p.softcap;
+      each(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
+    }
+    if (p.slopes) {
+      const float slope = slope_of(p, head_of(item, step));
+      const int distance = tile * kRows + item.offset - item.key_tile * kTileKeys;
+      each(scores, [&](float& x, int key, int query) {
+        x = fmaf(-slope, fabsf(static_cast<float>(distance + query - key)), x);
+      });
+    }
+    if (p.visible) {
+      const Visible visible(p, item.b, head_of(item, step));
+      const int row = tile * kRows, first = item.key_tile * kTileKeys, rows = item.rows, keys = item.keys;
+      each(scores, [&](float& x, int key, int query) {
+        if (first + key < keys && row + query < rows && !visible(row + query, first + key)) x = -INFINITY;
+      });
+    }
+  }
+  // Where the tile crosses the band's edges or the keys' end (rows behind the end have P = 0 by their shift).
   EK_DEVICE void mask(const volatile Item& item, int tile, Scores& scores) {
-    const int diagonal = p.causal ? item.key_tile * kTileKeys - item.offset - tile * kRows : -kTileKeys;
+    // The query that stands at the tile's first key, from the row tile's first; queries that see it begin and end with:
+    const int at = item.key_tile * kTileKeys - item.offset - tile * kRows;
+    const int begin = at - p.right, end = at + p.left;
     const int keys = item.keys - item.key_tile * kTileKeys;
-    if (diagonal > -kTileKeys + 1 || keys < kTileKeys) {
+    if (begin > -kTileKeys + 1 || keys < kTileKeys || (kForm != Form::plain && end < kRows - 1)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key = consumer * 64 + warp * 16 + lane / 4 + 8 * r;
-        // Queries from this one on see the key.
-        const int first_query = key < keys ? key + diagonal - 2 * (lane % 4) : kRows;
+        // Queries from this one on see the key, and up to that one.
+        const int first_query = key < keys ? key + begin - 2 * (lane % 4) : kRows;
+        const int last_query = key + end - 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < kRows / 8; ++j)
 #pragma unroll
           for (int c = 0; c < 2; ++c)
-            if (8 * j + c < first_query) scores[4 * j + 2 * r + c] = -INFINITY;
+            if (8 * j + c < first_query || (kForm != Form::plain && 8 * j + c > last_query))
+              scores[4 * j + 2 * r + c] = -INFINITY;
       }
     }
+  }
+  EK_DEVICE bool is_consistent(int stage) const {
+    return kConsistent == Consistent::every_head ||
+           (kConsistent == Consistent::by_head && *const_cast<const volatile bool*>(&sm.consistent[stage]));
   }
   // S^T to P^T.
   EK_DEVICE void exponentiate(int stage, Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) {
-      const float4 shift = *reinterpret_cast<const float4*>(&sm.shift[stage][16 * i + lane % 4 * 4]);
-      const float shifts[4] = {shift.x, shift.y, shift.z, shift.w};
+      exponentiate(i, stage, scores);
+      if constexpr (kConsistent == Consistent::every_head) use_rounded(i, stage, scores);
+    }
+    if constexpr (kConsistent == Consistent::by_head) {
+      if (is_consistent(stage)) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        scores[8 * i + e] = exp2_approx(fmaf(scores[8 * i + e], p.scale_log2, -shifts[e / 4 * 2 + e % 2]));
-      if (kConsistent) {  // the forward's rounded probabilities, over their sum
-        const float4 inverse = *reinterpret_cast<const float4*>(&sm.inverse[stage][16 * i + lane % 4 * 4]);
-        const float inverses[4] = {inverse.x, inverse.y, inverse.z, inverse.w};
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-          const uint32_t rounded = pack_bf16(scores[8 * i + e], scores[8 * i + e + 1]);
-          scores[8 * i + e] = low_bf16(rounded) * inverses[e / 4 * 2];
-          scores[8 * i + e + 1] = high_bf16(rounded) * inverses[e / 4 * 2 + 1];
-        }
+        for (int i = 0; i < kRows / 16; ++i) use_rounded(i, stage, scores);
       }
     }
   }
+  EK_DEVICE void exponentiate(int i, int stage, Scores& scores) {
+    const float4 shift = *reinterpret_cast<const float4*>(&sm.shift[stage][16 * i + lane % 4 * 4]);
+    const float shifts[4] = {shift.x, shift.y, shift.z, shift.w};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      scores[8 * i + e] = exp2_approx(fmaf(scores[8 * i + e], p.score_log2, -shifts[e / 4 * 2 + e % 2]));
+  }
+  // The forward's rounded probabilities, over their sum.
+  EK_DEVICE void use_rounded(int i, int stage, Scores& scores) {
+    const float4 inverse = *reinterpret_cast<const float4*>(&sm.inverse[stage][16 * i + lane % 4 * 4]);
+    const float inverses[4] = {inverse.x, inverse.y, inverse.z, inverse.w};
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const uint32_t rounded = Pairs::pack(scores[8 * i + e], scores[8 * i + e + 1]);
+      scores[8 * i + e] = Pairs::low(rounded) * inverses[e / 4 * 2];
+      scores[8 * i + e + 1] = Pairs::high(rounded) * inverses[e / 4 * 2 + 1];
+    }
+  }
+  // Form::capped, 16 rows: tanh to P, packed; left is what dP - delta is multiplied by, P (1 - tanh^2).
+  EK_DEVICE void weigh(int i, int stage, Scores& scores, ScoreOperand& probs) {
+    float slopes[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) slopes[e] = 1 - scores[8 * i + e] * scores[8 * i + e];
+    exponentiate(i, stage, scores);
+    if (is_consistent(stage)) use_rounded(i, stage, scores);
+    pack_probs(i, scores, probs);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)  // a masked score is -inf: its P is 0, its slope is not a number
+      scores[8 * i + e] = scores[8 * i + e] == 0 ? 0.0f : scores[8 * i + e] * slopes[e];
+  }
   EK_DEVICE void pack_probs(int i, const Scores& scores, ScoreOperand& probs) {
 #pragma unroll
-    for (int e = 0; e < 8; e += 2) probs[4 * i + e / 2] = pack_bf16(scores[8 * i + e], scores[8 * i + e + 1]);
+    for (int e = 0; e < 8; e += 2)
+      probs[4 * i + e / 2] = Pairs::pack(scores[8 * i + e], scores[8 * i + e + 1]);
   }
   // dS^T = P^T (dP^T - delta).
-  EK_DEVICE void find_dscores(int stage, const Scores& scores, const Scores& dprobs, ScoreOperand& probs,
+  EK_DEVICE void find_dscores(int stage, Scores& scores, const Scores& dprobs, ScoreOperand& probs,
                               ScoreOperand& dscores) {
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) {
       const float4 delta = *reinterpret_cast<const float4*>(&sm.delta[stage][16 * i + lane % 4 * 4]);
       const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
-      if constexpr (!kEarlyDv) pack_probs(i, scores, probs);
+      if constexpr (!kEarlyDv && kForm == Form::capped)
+        weigh(i, stage, scores, probs);
+      else if constexpr (!kEarlyDv)
+        pack_probs(i, scores, probs);
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
         float ds[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c)
           ds[c] = scores[8 * i + e + c] * (dprobs[8 * i + e + c] - deltas[e / 4 * 2 + c]);
-        dscores[4 * i + e / 2] = pack_bf16(ds[0], ds[1]);
+        dscores[4 * i + e / 2] = Pairs::pack(ds[0], ds[1]);
       }
     }
   }
@@ -320,8 +407,8 @@ struct Consumer {
     products_begin();
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<D>::template rs<true>(dv, probs[4 * i], probs[4 * i + 1], probs[4 * i + 2], probs[4 * i + 3],
-                                  advance(grad_rows, i * kNext16Rows), true);
+      Wgmma<D, kFp16>::template rs<true>(dv, probs[4 * i], probs[4 * i + 1], probs[4 * i + 2],
+                                         probs[4 * i + 3], advance(grad_rows, i * kNext16Rows), true);
     products_commit();
   }
   EK_DEVICE void add_to_dk(int stage, const ScoreOperand& dscores, Gradient& dk) {
@@ -329,8 +416,8 @@ struct Consumer {
     products_begin();
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<D>::template rs<true>(dk, dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
-                                  dscores[4 * i + 3], advance(q_rows, i * kNext16Rows), true);
+      Wgmma<D, kFp16>::template rs<true>(dk, dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
+                                         dscores[4 * i + 3], advance(q_rows, i * kNext16Rows), true);
     products_commit();
   }
   EK_DEVICE void begin_dq(float (&dq)[32]) {
@@ -338,8 +425,8 @@ struct Consumer {
     products_begin();
 #pragma unroll
     for (int i = 0; i < kTileKeys / 16; ++i)
-      Wgmma<64>::ss<true, true>(dq, advance(dq_scores, i * kNext16Rows), advance(dq_keys, i * kNext16Rows),
-                                i > 0);
+      Wgmma<64, kFp16>::template ss<true, true>(dq, advance(dq_scores, i * kNext16Rows),
+                                                advance(dq_keys, i * kNext16Rows), i > 0);
     products_commit();
   }
   // To the thread that adds parts up.
@@ -365,10 +452,11 @@ struct Consumer {
     __syncwarp();
     if (lane == 0) barrier_arrive(&sm.item_empty[queue.stage]);
     queue.next();
-    write_rows(dk, p.scale, p.dk + batch * p.dk_stride[0] + head * p.dk_stride[1] + row * p.dk_stride[2],
-               p.dk_stride[2], exist, all, p.D);
-    write_rows(dv, 1.0f, p.dv + batch * p.dv_stride[0] + head * p.dv_stride[1] + row * p.dv_stride[2],
-               p.dv_stride[2], exist, all, p.D);
+    write_rows<Pairs>(dk, p.scale,
+                      p.dk + batch * p.dk_stride[0] + head * p.dk_stride[1] + row * p.dk_stride[2],
+                      p.dk_stride[2], exist, all, p.D);
+    write_rows<Pairs>(dv, 1.0f, p.dv + batch * p.dv_stride[0] + head * p.dv_stride[1] + row * p.dv_stride[2],
+                      p.dv_stride[2], exist, all, p.D);
   }
 };
 

@@ -1,5 +1,6 @@
 // What the kernels of Hopper's backward pass know of a problem: arguments, which tiles see each other, shared memory.
-// Included by hopper_backward.cu alone.
+// Included by
+// hopper_backward_kernel.cuh and its host code.
 #pragma once
 
 #include "attention/cuda/hopper.cuh"
@@ -27,52 +28,37 @@ struct RowFacts {
   float* delta;    // (B, H, padded T)
 };
 
-struct Backward {
+// Whose probabilities the kernel finds as the forward pass rounded them.
+enum class Consistent { no_head, every_head, by_head };
+
+// What a kernel computes besides a causal or full mask.
+enum class Form {
+  plain,   // nothing
+  banded,  // windows, masks, slopes
+  capped,  // those, and a soft cap
+};
+
+struct Backward : ScoreForms {
   int B, H, G, D;
   int padded_rows;  // T up to whole tiles
   int row_tiles, key_tiles;
-  float scale, scale_log2;  // a, a log2(e)
-  bool causal;
-  Sequences sequences;
+  HeadRules rules;
+  const HeadRules* table;  // (H), or null: all heads have `rules`
   RowFacts facts;
   float* dq_sum;  // (B, H, row tiles, 2, 8, 128, 4): accumulators as the threads hold them
   int* turn;      // (B, H, row tiles, 2): parts added so far
   int* next_item;
-  const __nv_bfloat16 *grad_output, *o;
+  const uint16_t *grad_output, *o;
   const int8_t* residue;
   const float *lse, *row_max, *row_sum, *exact_delta;
-  float keel;
-  float* delta_out;  // (B, H, T) or null
-  __nv_bfloat16 *dq, *dk, *dv;
+  const float* grad_lse;  // (B, H, T) or null
+  float* dsinks;          // (H) or null
+  float* delta_out;       // (B, H, T) or null
+  uint16_t *dq, *dk, *dv;
   int64_t grad_output_stride[3], o_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];  // batch, head, row
-};
 
-// What rows and keys of a sequence have to do with each other: key <= row + offset under a causal mask.
-struct Span {
-  Sequence s;
-  int offset;
-  bool causal;
-  int key_tiles, row_tiles;  // that exist in this sequence
-
-  // Last key tile that some row of the tile sees; -1: none.
-  EK_DEVICE int last_key_tile(int row_tile, int rows) const {
-    if (!causal) return key_tiles - 1;
-    const int last_row = min((row_tile + 1) * rows, s.rows) - 1;
-    return last_row + offset < 0 ? -1 : min(key_tiles - 1, (last_row + offset) / kTileKeys);
-  }
-  EK_DEVICE int first_row_tile(int key_tile, int rows) const {
-    return causal ? max(0, key_tile * kTileKeys - offset) / rows : 0;
-  }
+  EK_DEVICE const HeadRules& rules_of(int h) const { return table ? table[h] : rules; }
 };
-EK_DEVICE Span span_of(const Backward& p, int b, int rows) {
-  Span span;
-  span.s = sequence(p.sequences, b);
-  span.offset = span.s.keys - span.s.rows;
-  span.causal = p.causal;
-  span.key_tiles = (span.s.keys + kTileKeys - 1) / kTileKeys;
-  span.row_tiles = (span.s.rows + rows - 1) / rows;
-  return span;
-}
 
 // The work of one block at a time: a key tile of a kv head, and the row tiles of its group's heads that see it.
 // It lies in shared memory: registers are short.
@@ -81,7 +67,7 @@ struct Item {
   int first_row_tile, row_tiles;                                 // of each head: [first, row_tiles)
   int steps;                                                     // row tiles of all heads
   int rows, keys, first_row, first_key, query_batch, key_batch;  // Sequence
-  int offset;                                                    // key <= row + offset, if causal
+  int offset;                                                    // a row stands at key row + offset
 
   EK_DEVICE static Item at(const Backward& p, int index, int tile_rows) {
     Item item{};
@@ -91,19 +77,19 @@ struct Item {
     item.key_tile = p.key_tiles - 1 - index % p.key_tiles;
     item.b = index / p.key_tiles / p.G;
     item.g = index / p.key_tiles % p.G;
-    const Span span = span_of(p, item.b, tile_rows);
-    if (item.key_tile < span.key_tiles) {
-      item.first_row_tile = span.first_row_tile(item.key_tile, tile_rows);
-      item.row_tiles = span.row_tiles;
+    const Band band(p, item.b);
+    if (item.key_tile * kTileKeys < band.s.keys) {
+      item.first_row_tile = band.first_row_tile(item.key_tile * kTileKeys, tile_rows);
+      item.row_tiles = band.end_row_tile(item.key_tile * kTileKeys, kTileKeys, tile_rows);
     }
     item.steps = max(0, item.row_tiles - item.first_row_tile) * (p.H / p.G);
-    item.rows = span.s.rows;
-    item.keys = span.s.keys;
-    item.first_row = span.s.first_row;
-    item.first_key = span.s.first_key;
-    item.query_batch = span.s.query_batch;
-    item.key_batch = span.s.key_batch;
-    item.offset = span.offset;
+    item.rows = band.s.rows;
+    item.keys = band.s.keys;
+    item.first_row = band.s.first_row;
+    item.first_key = band.s.first_key;
+    item.query_batch = band.s.query_batch;
+    item.key_batch = band.s.key_batch;
+    item.offset = band.offset;
     return item;
   }
 };
@@ -123,6 +109,7 @@ struct alignas(1024) SharedMemory {
   uint64_t dq_full[kStages][kConsumers], dq_empty[kStages][kConsumers];
   uint64_t item_full[kStages], item_empty[kStages];
   Item item[kStages];
+  bool consistent[kStages];  // Consistent::by_head: are these rows' heads?
 };
 
 }  // namespace evenkeel::hopper::backward

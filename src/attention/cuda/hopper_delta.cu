@@ -4,21 +4,17 @@
 //
 // A block takes 256 query rows of one head, 64 a warpgroup; one thread of a fifth warpgroup drives the copy
 // engine.
-#include <algorithm>
-
-#include "attention/cuda/hopper.cuh"
+#include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
 
 namespace evenkeel::hopper {
 namespace {
 
-struct DeltaArguments {
-  Sequences sequences;
+struct DeltaArguments : ScoreForms {
   const float* lse;  // (B, H, T)
   float* delta;      // (B, H, T)
   int H, heads_per_group;
-  bool causal;
-  float scale_log2;  // a log2(e)
+  HeadList list;
   int tiles_per_head, heads, section_heads;
 };
 
@@ -38,16 +34,12 @@ struct Tiles {
   static constexpr size_t kSharedBytes = sizeof(Shared) + 1024;  // to align it
 };
 
-// Keys that row i sees: [0, limit).
-EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
-  return causal ? max(0, min(keys, row + 1 + keys - rows)) : keys;
-}
-
 // Loads everything: one thread.
 template <int kHeadSize>
 EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUtensorMap& q_map,
                           const CUtensorMap& k_map, const CUtensorMap& v_map, const CUtensorMap& grad_map,
-                          const DeltaArguments& a, const Sequence& s, int h, int tile_row, int tiles) {
+                          const DeltaArguments& a, const Sequence& s, int h, int tile_row, int first_tile,
+                          int end_tile) {
   using T = Tiles<kHeadSize>;
   Ring<T::kStages> ring;
   barrier_expect_bytes(&shared.query_full, 2 * T::kBoxes * T::kQueryBox);
@@ -58,7 +50,7 @@ EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUten
     load_box(shared.grad[box], grad_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
              s.query_batch);
   }
-  for (int j = 0; j < tiles; ++j) {
+  for (int j = first_tile; j < end_tile; ++j) {
     const int key = s.first_key + j * T::kKeys, kv_head = h / a.heads_per_group;
     uint64_t* const full = &shared.full[ring.stage];
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
@@ -73,24 +65,55 @@ EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUten
 }
 
 // scores = rows times keys, both tiles in shared memory.
-template <int kHeadSize>
+template <int kHeadSize, bool kFp16>
 EK_DEVICE void begin_product(float (&scores)[Tiles<kHeadSize>::kKeys / 2], uint64_t rows, uint64_t keys) {
   using T = Tiles<kHeadSize>;
   products_begin();
 #pragma unroll
   for (int step = 0; step < kHeadSize / 16; ++step)
-    Wgmma<T::kKeys>::template ss<false, false>(scores, advance(rows, step / 4 * T::kQueryBox + step % 4 * 32),
-                                               advance(keys, step / 4 * T::kKeyBox + step % 4 * 32),
-                                               step > 0);
+    Wgmma<T::kKeys, kFp16>::template ss<false, false>(
+        scores, advance(rows, step / 4 * T::kQueryBox + step % 4 * 32),
+        advance(keys, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
   products_commit();
 }
 
-template <int kHeadSize>
+// Of a thread's two rows and their keys from `key` on: soft caps (the scores are then tanh) and slopes.
+template <int n>
+EK_DEVICE void shape_scores(const DeltaArguments& a, const Band& band, int h, int row, int key,
+                            float (&scores)[n]) {
+  if (a.softcap > 0) {
+    const float factor = a.scale / a.softcap;
+#pragma unroll
+    for (int i = 0; i < n; ++i) scores[i] = tanh_of(scores[i] * factor);
+  }
+  if (!a.slopes) return;
+  const float slope = slope_of(a, h);
+  const int distance = row + band.offset - key;
+#pragma unroll
+  for (int i = 0; i < n; ++i)
+    scores[i] =
+        fmaf(-slope, fabsf(static_cast<float>(distance + i / 2 % 2 * 8 - (i / 4 * 8 + i % 2))), scores[i]);
+}
+// What a mask of its own hides.
+template <int n>
+EK_DEVICE void hide(const DeltaArguments& a, const Band& band, int b, int h, int row, int key,
+                    float (&probs)[n]) {
+  const Visible visible(a, b, h);
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const int own = row + i / 2 % 2 * 8, other = key + i / 4 * 8 + i % 2;
+    if (own < band.s.rows && other < band.s.keys && !visible(own, other)) probs[i] = 0;
+  }
+}
+
+// kForms: with windows, soft caps, slopes, masks and sinks.
+template <class Pairs, int kHeadSize, bool kForms>
 __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     delta_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_map,
                const __grid_constant__ DeltaArguments a) {
   using T = Tiles<kHeadSize>;
+  constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   extern __shared__ uint8_t memory[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
@@ -108,19 +131,18 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
   const int in_section = index - section * a.section_heads * a.tiles_per_head;
   const int section_heads = min(a.section_heads, a.heads - section * a.section_heads);
   const int tile_row = (a.tiles_per_head - 1 - in_section / section_heads) * T::kRows;
-  const int head = section * a.section_heads + in_section % section_heads;
-  const int b = head / a.H, h = head - b * a.H;
-  const Sequence s = sequence(a.sequences, b);
-  const int tiles =
-      tile_row < s.rows
-          ? (key_limit(a.causal, min(tile_row + T::kRows, s.rows) - 1, s.rows, s.keys) + T::kKeys - 1) /
-                T::kKeys
-          : 0;
+  const int listed = section * a.section_heads + in_section % section_heads;
+  const int b = listed / a.list.count, h = a.list.head_at(listed - b * a.list.count), head = b * a.H + h;
+  const Band band(a, b);
+  const Sequence& s = band.s;
+  const int first_tile = kForms ? band.first_key_tile(tile_row, T::kKeys) : 0,
+            end_tile = band.end_key_tile(tile_row, T::kRows, T::kKeys);
+  const bool any = first_tile < end_tile;
 
   const int group = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (group == T::kWarpgroups) {
-    if (threadIdx.x % kWarpgroup != 0 || tiles == 0) return;
-    load_tiles<kHeadSize>(shared, q_map, k_map, v_map, grad_map, a, s, h, tile_row, tiles);
+    if (threadIdx.x % kWarpgroup != 0 || !any) return;
+    load_tiles<kHeadSize>(shared, q_map, k_map, v_map, grad_map, a, s, h, tile_row, first_tile, end_tile);
     return;
   }
 
@@ -128,40 +150,47 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
   const int first_row = tile_row + group * kWarpgroupRows,
             row = first_row + thread / 32 * 16 + thread % 32 / 4;
   // Key tiles that all of the warpgroup's rows see whole.
-  const int clear = key_limit(a.causal, first_row, s.rows, s.keys) / T::kKeys;
+  const int clear = max(0, band.end_key(first_row)) / T::kKeys;
+  const int clear_from =
+      kForms ? (band.first_key(first_row + kWarpgroupRows - 1) + T::kKeys - 1) / T::kKeys : 0;
   Ring<T::kStages> ring;
   float shift[2], sum[2] = {0, 0}, weighted[2] = {0, 0};
-  int limit[2];
+  int from[2], limit[2];  // keys that a row sees
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = row + 8 * r;
-    limit[r] = i < s.rows ? key_limit(a.causal, i, s.rows, s.keys) : 0;
+    from[r] = kForms ? band.first_key(i) : 0;
+    limit[r] = i < s.rows ? max(0, band.end_key(i)) : 0;
     shift[r] = limit[r] > 0 ? a.lse[static_cast<size_t>(head) * a.sequences.T + i] * kLog2E : 0.0f;
   }
-  if (tiles > 0) barrier_wait(&shared.query_full, 0);
+  if (any) barrier_wait(&shared.query_full, 0);
   const uint64_t query = operand(shared.q[0] + group * kWarpgroupRows * kRowBytes);
   const uint64_t grad = operand(shared.grad[0] + group * kWarpgroupRows * kRowBytes);
-  for (int j = 0; j < tiles; ++j) {
+  for (int j = first_tile; j < end_tile; ++j) {
     float scores[T::kKeys / 2], dprobs[T::kKeys / 2];
     barrier_wait(&shared.full[ring.stage], ring.parity);
     const uint64_t key = operand(shared.k[ring.stage][0]), value = operand(shared.v[ring.stage][0]);
-    begin_product<kHeadSize>(scores, query, key);
-    begin_product<kHeadSize>(dprobs, grad, value);
+    begin_product<kHeadSize, kFp16>(scores, query, key);
+    begin_product<kHeadSize, kFp16>(dprobs, grad, value);
     products_wait<1>();
     settle(scores);
+    if constexpr (kForms) shape_scores(a, band, h, row, j * T::kKeys + lane_column, scores);
 #pragma unroll
     for (int i = 0; i < T::kKeys / 2; ++i)
-      scores[i] = exp2_approx(fmaf(scores[i], a.scale_log2, -shift[i / 2 % 2]));
+      scores[i] = exp2_approx(fmaf(scores[i], a.score_log2, -shift[i / 2 % 2]));
     settle(scores);
     products_wait<0>();
     settle(dprobs);
     if (thread % 32 == 0) barrier_arrive(&shared.empty[ring.stage]);
     ring.next();
-    if (j >= clear) {  // masked, or behind the last key: anything may stand there
+    if (j >= clear || j < clear_from) {  // masked, or behind the last key: anything may stand there
 #pragma unroll
-      for (int i = 0; i < T::kKeys / 2; ++i)
-        if (j * T::kKeys + i / 4 * 8 + i % 2 + lane_column >= limit[i / 2 % 2]) scores[i] = dprobs[i] = 0;
+      for (int i = 0; i < T::kKeys / 2; ++i) {
+        const int key = j * T::kKeys + i / 4 * 8 + i % 2 + lane_column;
+        if (key >= limit[i / 2 % 2] || (kForms && key < from[i / 2 % 2])) scores[i] = dprobs[i] = 0;
+      }
     }
+    if (kForms && a.visible) hide(a, band, b, h, row, j * T::kKeys + lane_column, scores);
 #pragma unroll
     for (int i = 0; i < T::kKeys / 2; ++i) {
       sum[i / 2 % 2] += scores[i];
@@ -175,13 +204,15 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
       sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
       weighted[r] += __shfl_xor_sync(~0u, weighted[r], lanes);
     }
+    if (kForms && limit[r] > 0) sum[r] += exp2_approx(sink_log2(a, h) - shift[r]);
     const int i = row + 8 * r;
     if (lane_column == 0 && i < a.sequences.T)
-      a.delta[static_cast<size_t>(head) * a.sequences.T + i] = limit[r] > 0 ? weighted[r] / sum[r] : 0.0f;
+      a.delta[static_cast<size_t>(head) * a.sequences.T + i] =
+          limit[r] > 0 && sum[r] > 0 ? weighted[r] / sum[r] : 0.0f;
   }
 }
 
-template <int kHeadSize>
+template <class Pairs, int kHeadSize, bool kForms>
 void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
             DeltaArguments a, cudaStream_t stream) {
   using T = Tiles<kHeadSize>;
@@ -190,7 +221,7 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
                     v_map = key_map(problem, in.v, T::kKeys),
                     grad_map = query_map(problem, grad_output, T::kRows);
   a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
-  const auto kernel = delta_rows<kHeadSize>;
+  const auto kernel = delta_rows<Pairs, kHeadSize, kForms>;
   allow_shared_memory(kernel, T::kSharedBytes);
   kernel<<<a.tiles_per_head * a.heads, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, grad_map,
                                                                                a);
@@ -199,25 +230,31 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
 
 }  // namespace
 
-void exact_delta(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                 const float* lse, float* delta, cudaStream_t stream) {
+void exact_delta(const AttentionProblem& problem, const HeadGroup& group, const PassInputs& in,
+                 const DeviceTensor& grad_output, const float* lse, float* delta, cudaStream_t stream) {
   DeltaArguments a{};
-  a.sequences = sequences(problem);
+  static_cast<ScoreForms&>(a) = score_forms(problem);
   a.lse = lse;
   a.delta = delta;
   a.H = static_cast<int>(problem.H);
   a.heads_per_group = static_cast<int>(problem.H / problem.G);
-  a.causal = problem.mask.causal;
-  a.scale_log2 = problem.scale * kLog2E;
-  a.heads = static_cast<int>(problem.B * problem.H);
-  constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t key_bytes = std::max<int64_t>(1, problem.N * problem.D * 2 * 2);  // K and V of one head
-  a.section_heads =
-      static_cast<int>(std::clamp<int64_t>(kCacheBytes / key_bytes * a.heads_per_group, 1, a.heads));
-  if (problem.D <= 64)
-    launch<64>(problem, in, grad_output, a, stream);
+  a.list = group.list;
+  a.heads = static_cast<int>(problem.B) * group.list.count;
+  a.section_heads = heads_in_cache(problem, a.heads);
+  const auto with_head = [&]<class Pairs, int kHeadSize>() {
+    (has_forms(problem) ? launch<Pairs, kHeadSize, true>
+                        : launch<Pairs, kHeadSize, false>)(problem, in, grad_output, a, stream);
+  };
+  const auto with_type = [&]<class Pairs>() {
+    if (problem.D <= 64)
+      with_head.template operator()<Pairs, 64>();
+    else
+      with_head.template operator()<Pairs, 128>();
+  };
+  if (problem.type == TensorType::fp16)
+    with_type.template operator()<Fp16Pairs>();
   else
-    launch<128>(problem, in, grad_output, a, stream);
+    with_type.template operator()<Bf16Pairs>();
 }
 
 }  // namespace evenkeel::hopper

@@ -1,4 +1,4 @@
-// Hopper's forward pass: the shift and the sum of a row. Included by hopper_forward.cu alone.
+// Hopper's forward pass: the shift and the sum of a row. Included by hopper_forward_kernel.cuh alone.
 #pragma once
 
 #include "attention/cuda/hopper_forward_tiles.cuh"
@@ -21,7 +21,7 @@ struct Rows {
       sum[r] = 0;
       unit[r] = 0;
       ties[r] = 0;
-      if (kShift == Shift::paper_capped || (kShift == Shift::plain && a.dither)) {
+      if (kShift == Shift::paper_capped || (kShift == Shift::plain && a.rules.dither)) {
         RandomKey key = a.random;
         if (a.device_step) key.step = *a.device_step;
         unit[r] = row_random_unit(key, static_cast<uint64_t>(head) * a.sequences.T + row + 8 * r);
@@ -32,19 +32,19 @@ struct Rows {
   // The shift with a tile whose largest score (unscaled; -inf: none) is tile_max, of which `tile_ties` tie.
   EK_DEVICE float moved(const ForwardArguments& a, int r, float tile_max, int tile_ties) {
     if constexpr (kShift == Shift::plain) {
-      return fmaf(tile_max, a.scale_log2, unit[r]);
+      return fmaf(tile_max, a.score_log2, unit[r]);
     } else if constexpr (kShift == Shift::consistent) {
-      return ceilf(tile_max * a.scale_log2);
+      return ceilf(tile_max * a.score_log2);
     } else {
-      const float before = max[r], scaled = tile_max * a.scale;
+      const float before = max[r], scaled = tile_max * a.score_unit;
       if (scaled == kMinusInfinity) return kMinusInfinity;
       max[r] = fmaxf(before, scaled);
-      ties[r] = (max[r] - before <= a.tie_tolerance ? ties[r] : 0) + tile_ties;
+      ties[r] = (max[r] - before <= a.rules.tie_tolerance ? ties[r] : 0) + tile_ties;
       float m = max[r];
       if (ties[r] > 1) {
         const float least = kLn2 * (0.25f + 0.75f * unit[r]);
-        const float most = fmaxf(least, a.cap * (0.5f + 0.5f * unit[r]));
-        m += fminf(fmaxf(max[r] > 0 ? (a.beta - 1) * max[r] : -max[r], least), most);
+        const float most = fmaxf(least, a.rules.cap * (0.5f + 0.5f * unit[r]));
+        m += fminf(fmaxf(max[r] > 0 ? (a.rules.beta - 1) * max[r] : -max[r], least), most);
       }
       return m * kLog2E;
     }

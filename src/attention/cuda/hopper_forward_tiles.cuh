@@ -1,15 +1,13 @@
 // Hopper's forward pass: its arguments, its tiles in shared memory, and the thread that loads them. Included by
-// hopper_forward.cu alone.
+// hopper_forward_kernel.cuh alone.
 #pragma once
-
-#include <limits>
 
 #include "attention/cuda/hopper.cuh"
 #include "numerics/random.h"
 
 namespace evenkeel::hopper::forward {
 
-inline constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+inline constexpr float kMinusInfinity = -kInfinity;
 
 // How a row's shift follows its scores.
 enum class Shift {
@@ -18,23 +16,19 @@ enum class Shift {
   paper_capped,  // row_shift.h: ties are counted
 };
 
-struct ForwardArguments {
-  Sequences sequences;
-  __nv_bfloat16* o;     // (B, H, T, D)
+struct ForwardArguments : ScoreForms {
+  uint16_t* o;          // (B, H, T, D)
   int64_t o_stride[3];  // batch, head, row
   float* lse;           // (B, H, T)
-  Saved saved;
+  Saved saved;          // what the heads of this launch leave
   int H, heads_per_group, D;
-  bool causal;
-  float scale, scale_log2;  // a, a log2(e)
-  float slack;  // how far a row's largest score may pass its shift, in powers of two, before it is moved
-  bool dither;
+  HeadRules rules;  // of the heads of this launch
   RandomKey random;
   const uint32_t* device_step;
-  float beta, cap, tie_tolerance;
   float below_all;  // -1, for hold: the assembler must not know
-  // Query tiles of all heads: sections of heads whose keys fit the cache; in each, last tiles (the longest)
-  // first.
+  HeadList list;
+  // Query tiles of all heads of the list and all sequences: sections of heads whose keys fit the cache; in each, last tiles
+  // (the longest) first.
   int tiles_per_head, heads, section_heads;
   uint32_t* next_tile;  // counter of those beyond the blocks' first, zero at the start; null: there are none
 };
@@ -44,12 +38,14 @@ struct alignas(16) Item {
   int row, rows, keys, tiles;  // first row; the sequence's rows and keys; key tiles, < 0: no more work
   int head, h, first_row,
       query_batch;  // b H + h; h; place of the sequence on the tensors' row and batch axis
+  int first_tile;   // of keys; 0 without a window
 };
 
-// Keys that row i sees: [0, limit).
-EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
-  return causal ? min(keys, row + 1 + keys - rows) : keys;
+// Keys that row i sees: those before key_limit, from first_key on. Negative: none.
+EK_DEVICE int key_limit(int right, int row, int rows, int keys) {
+  return min(keys, row + keys - rows + right + 1);
 }
+EK_DEVICE int first_key(int left, int row, int rows, int keys) { return max(0, row + keys - rows - left); }
 
 template <int kHeadSize>
 struct Tiles {
@@ -74,7 +70,7 @@ struct Tiles {
     uint8_t q[kQueryStages][kBoxes][kQueryBox];
     uint8_t k[kStages][kBoxes][kKeyBox], v[kStages][kBoxes][kKeyBox];
     uint8_t o[kWarpgroups][kBoxes][kOutBox];
-    uint8_t ones[kHeadSize == 64 ? 16 * kRowBytes : 16];  // BF16, for Worker::kOnes
+    uint8_t ones[kHeadSize == 64 ? 16 * kRowBytes : 16];  // for Worker::kOnes
     // An item outlives its Q: a warpgroup that writes O may be up to kQueryStages query tiles behind.
     Item items[kItems];
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
@@ -83,7 +79,7 @@ struct Tiles {
   static constexpr size_t kSharedBytes = sizeof(Shared) + 1024;  // to align it
 };
 
-template <class S, class T>
+template <bool kForms, class S, class T>
 EK_DEVICE void copy_tiles(S& shared, const CUtensorMap& q_map, const CUtensorMap& k_map,
                           const CUtensorMap& v_map, const ForwardArguments& a, T) {
   Ring<T::kQueryStages> q;
@@ -112,14 +108,15 @@ EK_DEVICE void copy_tiles(S& shared, const CUtensorMap& q_map, const CUtensorMap
     const int in_section = index - section * a.section_heads * a.tiles_per_head;
     const int section_heads = min(a.section_heads, a.heads - section * a.section_heads);
     const int tile = a.tiles_per_head - 1 - in_section / section_heads;
-    const int head = section * a.section_heads + in_section % section_heads;
-    const int b = head / a.H, h = head - b * a.H;
+    const int listed = section * a.section_heads + in_section % section_heads;
+    const int b = listed / a.list.count, h = a.list.head_at(listed - b * a.list.count);
     const Sequence s = sequence(a.sequences, b);
     const int row = tile * T::kRows;
-    Item item{row, s.rows, s.keys, 0, head, h, s.first_row, s.query_batch};
+    Item item{row, s.rows, s.keys, 0, b * a.H + h, h, s.first_row, s.query_batch, 0};
     if (row < s.rows) {
-      const int limit = key_limit(a.causal, min(row + T::kRows, s.rows) - 1, s.rows, s.keys);
-      item.tiles = max(0, (limit + T::kKeys - 1) / T::kKeys);
+      const int limit = key_limit(a.right, min(row + T::kRows, s.rows) - 1, s.rows, s.keys);
+      if constexpr (kForms) item.first_tile = first_key(a.left, row, s.rows, s.keys) / T::kKeys;
+      item.tiles = max(0, (limit + T::kKeys - 1) / T::kKeys - item.first_tile);
     }
     barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     shared.items[count++ % T::kItems] = item;
@@ -134,7 +131,7 @@ EK_DEVICE void copy_tiles(S& shared, const CUtensorMap& q_map, const CUtensorMap
     }
     q.next();
     const int kv_head = h / a.heads_per_group;
-    for (int j = item.tiles - 1; j >= 0; --j) {
+    for (int j = item.first_tile + item.tiles - 1; j >= item.first_tile; --j) {
       const int key = s.first_key + j * T::kKeys;
       barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
       load(shared.k[k.stage], k_map, &shared.k_full[k.stage], key, kv_head, s.key_batch);

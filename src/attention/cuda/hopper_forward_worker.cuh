@@ -1,4 +1,5 @@
-// The work of a warpgroup of Hopper's forward pass, step by step. Included by hopper_forward.cu alone.
+// The work of a warpgroup of Hopper's forward pass, step by step. Included by hopper_forward_kernel.cuh
+// alone.
 #pragma once
 
 #include "attention/cuda/hopper_forward_rows.cuh"
@@ -13,8 +14,10 @@ EK_DEVICE void hold(float x, float below_all) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p trap;\n}" ::"f"(x), "f"(below_all) : "memory");
 }
 
-template <int kHeadSize, Shift kShift>
+// kForms: with windows, soft caps, slopes, masks and sinks.
+template <class Pairs, int kHeadSize, Shift kShift, bool kForms>
 struct Worker {
+  static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   using T = Tiles<kHeadSize>;
   using Shared = typename T::Shared;
   // Two warpgroups take turns at the tensor cores; four get out of step by themselves.
@@ -36,9 +39,10 @@ struct Worker {
 
   int count = 0;  // of query tiles so far: names Q's stage and the item
   Ring<T::kStages> k, v;
-  int row;             // this warpgroup's first row in the query tile at hand
-  int j;               // key tile whose scores are next (or just computed)
-  bool half;           // only the first half of that tile is seen
+  int row;        // this warpgroup's first row in the query tile at hand
+  int j;          // key tile whose scores are next (or just computed)
+  int first = 0;  // the last one that this warpgroup sees of its query tile, which is the first of the keys
+  bool half;      // only the first half of that tile is seen
   float s[kScores];    // of 64 rows x kKeys keys
   uint32_t p[kPairs];  // probabilities
   float o[kOutputs];
@@ -69,17 +73,21 @@ struct Worker {
     return T::kStages > 3 && item % 2 ? T::kWarpgroups - 1 - group : group;
   }
   EK_DEVICE const Item& item() const { return shared.items[count % T::kItems]; }
-  // The query tile `count`: its key tiles (< 0: no more work), and how many of them this warpgroup sees.
-  EK_DEVICE int look(int& own) {
+  // The query tile `count`: its key tiles (< 0: no more work), how many of them this warpgroup sees, and how many come
+  // before those.
+  EK_DEVICE int look(int& own, int& ahead) {
     barrier_wait(&shared.q_full[count % T::kQueryStages], count / T::kQueryStages & 1);
     const Item& item = this->item();
     row = item.row + block_of(count) * kWarpgroupRows;
     int limit = 0;
     if (row < item.rows)
-      limit = max(0, key_limit(a.causal, min(row + kWarpgroupRows, item.rows) - 1, item.rows, item.keys));
-    own = (limit + T::kKeys - 1) / T::kKeys;
-    half = T::kHalves && own * T::kKeys - limit >= T::kHalf;
-    j = own - 1;
+      limit = max(0, key_limit(a.right, min(row + kWarpgroupRows, item.rows) - 1, item.rows, item.keys));
+    const int end = (limit + T::kKeys - 1) / T::kKeys;
+    if constexpr (kForms) first = first_key(a.left, row, item.rows, item.keys) / T::kKeys;
+    own = end - first;
+    ahead = own > 0 ? item.first_tile + item.tiles - end : item.tiles;
+    half = T::kHalves && end * T::kKeys - limit >= T::kHalf;
+    j = end - 1;
     return item.tiles;
   }
   EK_DEVICE void skip_keys(int tiles) {
@@ -97,18 +105,29 @@ struct Worker {
       release_values();
     }
   }
+  EK_DEVICE void skip_tiles(int tiles) {
+    for (; tiles > 0; --tiles) skip_keys(1), skip_values(1);
+  }
   // Stands before the first key tile of the next query tile whose rows see a key. False: no more work.
   EK_DEVICE bool seek_item() {
     while (true) {
-      int own;
-      const int tiles = look(own);
-      if (tiles < 0) return false;
-      for (int skipped = own; skipped < tiles; ++skipped) skip_keys(1), skip_values(1);
+      int own, ahead;
+      if (look(own, ahead) < 0) return false;
+      skip_tiles(ahead);
       if (own > 0) return true;
       release_query();
       write_empty_rows(item());
       ++count;
     }
+  }
+  // Is the next query tile near enough for its first scores to go with this one's last product? Further ahead, V would not
+  // follow. `left_over`: key tiles of this one that only others see; `skipped`: those, and the next one's.
+  EK_DEVICE bool follows(int left_over, int& skipped) {
+    if (left_over > T::kStages - 2) return false;
+    int own, ahead;
+    const int tiles = look(own, ahead);
+    skipped = left_over + ahead;
+    return tiles >= 0 && own > 0 && skipped <= T::kStages - 2;
   }
   EK_DEVICE void release_query() { release(&shared.q_empty[count % T::kQueryStages]); }
 
@@ -121,9 +140,9 @@ struct Worker {
     products_begin();
 #pragma unroll
     for (int step = 0; step < kHeadSize / 16; ++step)
-      Wgmma<T::kKeys>::template ss<false, false>(s, advance(query, step / 4 * T::kQueryBox + step % 4 * 32),
-                                                 advance(key, step / 4 * T::kKeyBox + step % 4 * 32),
-                                                 step > 0);
+      Wgmma<T::kKeys, kFp16>::template ss<false, false>(
+          s, advance(query, step / 4 * T::kQueryBox + step % 4 * 32),
+          advance(key, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
     products_commit();
   }
   EK_DEVICE void release_keys() {
@@ -139,7 +158,7 @@ struct Worker {
     products_begin();
 #pragma unroll
     for (int step = 0; step < T::kKeys / 16; ++step)
-      Wgmma<kHeadSize + (kOnes ? 8 : 0)>::template rs<true>(
+      Wgmma<kHeadSize + (kOnes ? 8 : 0), kFp16>::template rs<true>(
           o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
           advance(value, step * kStepBytes) - step * kNearer, true);
     products_commit();
@@ -172,15 +191,44 @@ struct Worker {
       for (int i = kScores / 2; i < kScores; ++i) f(i, i / 2 % 2);
     }
   }
+  // Scores as softmax sees them. `clear`, `clear_from`: key tiles [clear_from, clear) are seen whole by all rows.
+  EK_DEVICE void shape_scores(int clear, int clear_from) {
+    if constexpr (kForms) {
+      if (a.softcap > 0) {
+        const float factor = a.scale / a.softcap;
+        each_score([&](int i, int) { s[i] = tanh_of(s[i] * factor); });
+      }
+      if (a.slopes) slope();
+      if (a.visible) hide();
+    }
+    if (j >= clear || (kForms && j < clear_from)) mask();
+  }
   EK_DEVICE void mask() {
-    int limit[2];
+    int limit[2], from[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      limit[r] =
-          key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) - j * T::kKeys - lane_column;
+    for (int r = 0; r < 2; ++r) {
+      const int own = row + lane_row + 8 * r, here = j * T::kKeys + lane_column;
+      limit[r] = key_limit(a.right, own, item().rows, item().keys) - here;
+      from[r] = kForms ? first_key(a.left, own, item().rows, item().keys) - here : INT_MIN;
+    }
 #pragma unroll
     for (int i = 0; i < kScores; ++i)
-      if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+      if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2] || (kForms && i / 4 * 8 + i % 2 < from[i / 2 % 2]))
+        s[i] = kMinusInfinity;
+  }
+  EK_DEVICE void slope() {
+    const float slope = slope_of(a, item().h);
+    const int distance = row + lane_row + item().keys - item().rows - j * T::kKeys - lane_column;
+    each_score([&](int i, int r) {
+      s[i] = fmaf(-slope, fabsf(static_cast<float>(distance + 8 * r - (i / 4 * 8 + i % 2))), s[i]);
+    });
+  }
+  EK_DEVICE void hide() {
+    const Visible visible(a, item().head / a.H, item().h);
+    each_score([&](int i, int r) {
+      const int own = row + lane_row + 8 * r, key = j * T::kKeys + lane_column + i / 4 * 8 + i % 2;
+      if (own < item().rows && key < item().keys && !visible(own, key)) s[i] = kMinusInfinity;
+    });
   }
 
   // s: scores to p: probabilities; moves the rows' shifts, and O with them (after the product in flight).
@@ -213,8 +261,9 @@ struct Worker {
   EK_DEVICE void count_ties(const float (&most)[2], int (&ties)[2]) {
     float threshold[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) threshold[r] = fmaxf(state.max[r], most[r] * a.scale) - a.tie_tolerance;
-    each_score([&](int i, int r) { ties[r] += s[i] * a.scale >= threshold[r]; });
+    for (int r = 0; r < 2; ++r)
+      threshold[r] = fmaxf(state.max[r], most[r] * a.score_unit) - a.rules.tie_tolerance;
+    each_score([&](int i, int r) { ties[r] += s[i] * a.score_unit >= threshold[r]; });
 #pragma unroll
     for (int r = 0; r < 2; ++r) ties[r] = quad_sum(ties[r]);
   }
@@ -226,7 +275,7 @@ struct Worker {
     for (int r = 0; r < 2; ++r) {
       before[r] = state.shift[r];
       const float moved = state.moved(a, r, most[r], ties[r]);
-      if (moved > before[r] + a.slack) {
+      if (moved > before[r] + a.rules.slack) {
         state.shift[r] = moved;
         moves = true;
       }
@@ -247,13 +296,13 @@ struct Worker {
   // s to p, and l.
   EK_DEVICE void exponentiate(const float (&used)[2]) {
     each_score([&](int i, int r) {
-      s[i] = exp2_approx(fmaf(s[i], a.scale_log2, -used[r]));
+      s[i] = exp2_approx(fmaf(s[i], a.score_log2, -used[r]));
       if (kShift != Shift::consistent) state.sum[r] += s[i];
       if (i % 2 == 0) return;
-      p[i / 2] = pack_bf16(s[i - 1], s[i]);
+      p[i / 2] = Pairs::pack(s[i - 1], s[i]);
       if (kShift == Shift::consistent && !kOnes) {
-        state.sum[r] += low_bf16(p[i / 2]);
-        state.sum[r] += high_bf16(p[i / 2]);
+        state.sum[r] += Pairs::low(p[i / 2]);
+        state.sum[r] += Pairs::high(p[i / 2]);
       }
     });
     if (T::kHalves && half) {
@@ -264,10 +313,13 @@ struct Worker {
 
   // O / l, L and what backward needs, of a query tile that is done.
   EK_DEVICE void write(const Item& done, int row) {
-    float sum[2], factor[2];
+    float of_keys[2], sum[2], factor[2];
+    const float sink = kForms ? sink_log2(a, done.h) : kMinusInfinity;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] = kOnes ? o[kOutputs - 4 + 2 * r] : quad_sum(state.sum[r]);
+      sum[r] = of_keys[r] = kOnes ? o[kOutputs - 4 + 2 * r] : quad_sum(state.sum[r]);
+      // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
+      if (kForms && sum[r] != 0) sum[r] += exp2_approx(sink - state.shift[r]);
       factor[r] = sum[r] == 0 ? 0.0f : __fdividef(1.0f, sum[r]);  // no key in sight: O = 0
     }
 #pragma unroll
@@ -279,13 +331,13 @@ struct Worker {
     }
     uint32_t packed[kHeadSize / 4];
 #pragma unroll
-    for (int pair = 0; pair < kHeadSize / 4; ++pair) packed[pair] = pack_bf16(o[2 * pair], o[2 * pair + 1]);
+    for (int pair = 0; pair < kHeadSize / 4; ++pair) packed[pair] = Pairs::pack(o[2 * pair], o[2 * pair + 1]);
     if (a.sequences.query_offsets && row + kWarpgroupRows > done.rows)
       store_single_rows(done, row, packed);
     else
       store_boxes(done, row, packed);
     if (a.saved.residue) write_residue(done, row, packed);
-    write_row_facts(done, row, sum);
+    write_row_facts(done, row, of_keys, sum, sink);
   }
   // The last rows of a packed sequence: the next sequence's rows follow at once.
   EK_DEVICE void store_single_rows(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
@@ -317,14 +369,17 @@ struct Worker {
     }
   }
   // L, and consistent's m and l.
-  EK_DEVICE void write_row_facts(const Item& done, int row, const float (&sum)[2]) {
+  EK_DEVICE void write_row_facts(const Item& done, int row, const float (&of_keys)[2], const float (&sum)[2],
+                                 float sink) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row + lane_row + 8 * r;
       if (lane_column != 0 || i >= a.sequences.T) continue;
       const bool exists = i < done.rows;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
-      a.lse[at] = exists ? fmaf(state.shift[r], kLn2, __logf(sum[r])) : kMinusInfinity;
+      const float lse =
+          kForms ? log_sum(state.shift[r], of_keys[r], sink) : fmaf(state.shift[r], kLn2, __logf(sum[r]));
+      a.lse[at] = exists ? lse : kMinusInfinity;
       if (kShift == Shift::consistent) {
         a.saved.row_max[at] = exists ? state.shift[r] : kMinusInfinity;
         a.saved.row_sum[at] = exists ? sum[r] : 0.0f;
@@ -355,8 +410,9 @@ struct Worker {
         for (int w = 0; w < 4; ++w) {
           const int pair = box * 16 + w * 4 + r;  // and the one of the next 8 features
           word[w] = __byte_perm(
-              residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise[0], noise[1]),
-              residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise[2], noise[3]), 0x5410);
+              Pairs::residues(o[2 * pair], o[2 * pair + 1], packed[pair], noise[0], noise[1]),
+              Pairs::residues(o[2 * pair + 4], o[2 * pair + 5], packed[pair + 2], noise[2], noise[3]),
+              0x5410);
         }
         quad_transpose(word);
         const int feature = box * kBoxFeatures + thread % 4 * 16;
@@ -380,14 +436,15 @@ struct Worker {
     for (int i = row + thread / 2; i < end; i += kWarpgroup / 2) {
       const size_t at = static_cast<size_t>(empty.head) * a.sequences.T + i;
       if (thread % 2 == 0) {
-        a.lse[at] = kMinusInfinity;
+        // A row that sees no key sees its sink.
+        a.lse[at] = kForms && a.sinks && i < empty.rows ? a.sinks[empty.h] : kMinusInfinity;
         if (kShift == Shift::consistent) {
           a.saved.row_max[at] = kMinusInfinity;
           a.saved.row_sum[at] = 0;
         }
       }
-      __nv_bfloat16* const to = a.o + empty.query_batch * a.o_stride[0] + empty.h * a.o_stride[1] +
-                                (static_cast<int64_t>(empty.first_row) + i) * a.o_stride[2];
+      uint16_t* const to = a.o + empty.query_batch * a.o_stride[0] + empty.h * a.o_stride[1] +
+                           (static_cast<int64_t>(empty.first_row) + i) * a.o_stride[2];
       for (int feature = thread % 2 * 8; feature < a.D; feature += 16) {
         if (!is_packed || i < empty.rows) *reinterpret_cast<uint4*>(to + feature) = uint4{0, 0, 0, 0};
         if (a.saved.residue) *reinterpret_cast<uint2*>(a.saved.residue + at * a.D + feature) = uint2{0, 0};
@@ -404,13 +461,13 @@ struct Worker {
     issue_values();
     pass_turn();
   }
-  EK_DEVICE void step(int clear) {
+  EK_DEVICE void step(int clear, int clear_from) {
     --j;
     half = false;
     issue_both();
     products_wait<1>();
     release_keys();
-    if (j >= clear) mask();
+    shape_scores(clear, clear_from);
     softmax<true>();
     release_values();
   }
@@ -429,18 +486,21 @@ struct Worker {
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) o[i] = 0;
         // Key tiles that all of the rows see whole.
-        const int clear = max(0, key_limit(a.causal, row, item().rows, item().keys)) / T::kKeys;
-        if (j >= clear) mask();
+        const int clear = max(0, key_limit(a.right, row, item().rows, item().keys)) / T::kKeys;
+        const int clear_from =
+            kForms ? (first_key(a.left, row + kWarpgroupRows - 1, item().rows, item().keys) + T::kKeys - 1) /
+                         T::kKeys
+                   : 0;
+        shape_scores(clear, clear_from);
         softmax<false>();
         clear_values();
-        while (j > 0) step(clear);
+        while (j > first) step(clear, clear_from);
         release_query();
         const Item& done = item();
-        const int done_row = row;
+        const int done_row = row, left_over = first - done.first_tile;
         ++count;
-        int own;
-        const int skipped = look(own) - own;
-        chained = own > 0 && skipped >= 0 && skipped <= T::kStages - 2;  // further ahead, V would not follow
+        int skipped;
+        chained = follows(kForms ? left_over : 0, skipped);
         if (chained) {
           skip_keys(skipped);
           issue_both();
@@ -453,6 +513,7 @@ struct Worker {
         }
         settle(o);
         release_values();
+        if (kForms && !chained) skip_tiles(left_over);
         write(done, done_row);
         if (chained) skip_values(skipped);
       }

@@ -1,5 +1,7 @@
 #include "attention/cuda/hopper_host.h"
 
+#include <algorithm>
+
 #include "attention/head_plan.h"
 #include "gpu/device.h"
 
@@ -19,16 +21,19 @@ CUtensorMap key_map(const AttentionProblem& p, const DeviceTensor& tensor, int b
 int multiprocessors() { return cuda_device().multiprocessors; }
 
 Saved saved_layout(const AttentionProblem& p, void* saved) {
-  const HeadPlan plan(p.plans[0]);
+  const auto any = [&](bool HeadPlan::*rule) {
+    return std::any_of(p.plans.begin(), p.plans.end(),
+                       [&](const PrecisionPlan& plan) { return HeadPlan(plan).*rule; });
+  };
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
   auto* const base = static_cast<uint8_t*>(saved);
   Saved out;
   // Nothing lies between the pieces: D is a multiple of 8, so each starts where its elements may.
-  if (plan.wide_output) {
+  if (any(&HeadPlan::wide_output)) {
     out.residue = reinterpret_cast<int8_t*>(base);
     out.bytes += rows * static_cast<size_t>(p.D);
   }
-  if (plan.sums_rounded) {
+  if (any(&HeadPlan::sums_rounded)) {
     out.row_max = reinterpret_cast<float*>(base + out.bytes);
     out.bytes += rows * sizeof(float);
     out.row_sum = reinterpret_cast<float*>(base + out.bytes);

@@ -14,7 +14,8 @@ CUtensorMap query_map(const AttentionProblem& problem, const DeviceTensor& tenso
 CUtensorMap key_map(const AttentionProblem& problem, const DeviceTensor& tensor, int box_rows);
 int multiprocessors();
 
-// What forward leaves for backward in `saved`, one behind the other. Null where the stabiliser needs none.
+// What forward leaves for backward in `saved`, one behind the other. Null where no head needs it; of a head that does not,
+// nothing is written there and nothing read.
 struct Saved {
   int8_t* residue = nullptr;  // (B, H, T, D): wide outputs
   float *row_max = nullptr,  // (B, H, T), where l sums rounded probabilities: M, a whole number (m = M log 2)
@@ -22,9 +23,5 @@ struct Saved {
   size_t bytes = 0;
 };
 Saved saved_layout(const AttentionProblem& problem, void* saved);
-
-// backward's delta for zero_sum: sum P dP / sum P by a pass of its own. (B, H, T)
-void exact_delta(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                 const float* lse, float* delta, cudaStream_t stream);
 
 }  // namespace evenkeel::hopper

@@ -49,117 +49,98 @@ EK_DEVICE void settle(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d (+)= A B over 16 summed terms; A is 64 x 16, B 16 x N. `add` false: d is overwritten. Accumulator: thread t of the
-// warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns 8 j + 2 (t % 4) + {0, 1}:
+// d (+)= A B over 16 summed terms of BF16, or of FP16; A is 64 x 16, B 16 x N. `sum` false: d is overwritten. Accumulator:
+// thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns 8 j + 2 (t % 4) + {0, 1}:
 //   d[4 j + 2 r + c] is (row + 8 r, column + c).
-template <int N>
+// ss: both operands in shared memory. rs: A in registers, where an accumulator packed to pairs is in the right order.
+template <int N, bool kFp16 = false>
 struct Wgmma;
-template <>
-struct Wgmma<64> {
-  // Both operands in shared memory.
+
+// clang-format off
+#define EK_FLOATS_4(n) "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3])
+#define EK_FLOATS_16(n) EK_FLOATS_4(n), EK_FLOATS_4(n + 4), EK_FLOATS_4(n + 8), EK_FLOATS_4(n + 12)
+#define EK_FLOATS_32 EK_FLOATS_16(0), EK_FLOATS_16(16)
+#define EK_FLOATS_36 EK_FLOATS_32, EK_FLOATS_4(32)
+#define EK_FLOATS_64 EK_FLOATS_32, EK_FLOATS_16(32), EK_FLOATS_16(48)
+#define EK_NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define EK_NAMES_36 EK_NAMES_32 ", %32, %33, %34, %35"
+#define EK_NAMES_64 \
+  EK_NAMES_36 ", %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define EK_TEXT(n, type, names, left, right, add, transposed) \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+  " {" names "}, " left ", " right ", p, 1, 1, " transposed ";\n}\n"
+// What follows the accumulator's names are the operands' numbers.
+#define EK_SS(n, type, names, floats, left, right, add, transposed) \
+  asm volatile(EK_TEXT(n, type, names, left, right, add, transposed) : floats \
+               : "l"(a), "l"(b), "r"(static_cast<int>(sum)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0))
+#define EK_RS(n, type, names, floats, left, right, add, transposed) \
+  asm volatile(EK_TEXT(n, type, names, left, right, add, transposed) : floats \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(sum)), "n"(kTransposeB ? 1 : 0))
+// clang-format on
+
+template <bool kFp16>
+struct Wgmma<64, kFp16> {
   template <bool kTransposeA, bool kTransposeB>
-  EK_DEVICE static void ss(float (&d)[32], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, %32, %33, p, 1, 1, %35, %36;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+  EK_DEVICE static void ss(float (&d)[32], uint64_t a, uint64_t b, bool sum) {
+    if constexpr (kFp16)
+      EK_SS("64", "f16", EK_NAMES_32, EK_FLOATS_32, "%32", "%33", "%34", "%35, %36");
+    else
+      EK_SS("64", "bf16", EK_NAMES_32, EK_FLOATS_32, "%32", "%33", "%34", "%35, %36");
   }
-  // A in registers: an accumulator packed to pairs is in the right order.
   template <bool kTransposeB>
   EK_DEVICE static void rs(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeB ? 1 : 0));
+                           bool sum) {
+    if constexpr (kFp16)
+      EK_RS("64", "f16", EK_NAMES_32, EK_FLOATS_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
+    else
+      EK_RS("64", "bf16", EK_NAMES_32, EK_FLOATS_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
   }
 };
 
-template <>
-struct Wgmma<128> {
-  // Both operands in shared memory.
+template <bool kFp16>
+struct Wgmma<128, kFp16> {
   template <bool kTransposeA, bool kTransposeB>
-  EK_DEVICE static void ss(float (&d)[64], uint64_t a, uint64_t b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, %67, %68;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
-          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 1 : 0));
+  EK_DEVICE static void ss(float (&d)[64], uint64_t a, uint64_t b, bool sum) {
+    if constexpr (kFp16)
+      EK_SS("128", "f16", EK_NAMES_64, EK_FLOATS_64, "%64", "%65", "%66", "%67, %68");
+    else
+      EK_SS("128", "bf16", EK_NAMES_64, EK_FLOATS_64, "%64", "%65", "%66", "%67, %68");
   }
-  // A in registers: an accumulator packed to pairs is in the right order.
   template <bool kTransposeB>
   EK_DEVICE static void rs(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
-        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
-          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeB ? 1 : 0));
+                           bool sum) {
+    if constexpr (kFp16)
+      EK_RS("128", "f16", EK_NAMES_64, EK_FLOATS_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
+    else
+      EK_RS("128", "bf16", EK_NAMES_64, EK_FLOATS_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
   }
 };
 
-template <>
-struct Wgmma<72> {
-  // A in registers: an accumulator packed to pairs is in the right order.
+template <bool kFp16>
+struct Wgmma<72, kFp16> {
   template <bool kTransposeB>
   EK_DEVICE static void rs(float (&d)[36], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %41, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35"
-        "}, {%36, %37, %38, %39}, %40, p, 1, 1, %42;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
-          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
-          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
-          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposeB ? 1 : 0));
+                           bool sum) {
+    if constexpr (kFp16)
+      EK_RS("72", "f16", EK_NAMES_36, EK_FLOATS_36, "{%36, %37, %38, %39}", "%40", "%41", "%42");
+    else
+      EK_RS("72", "bf16", EK_NAMES_36, EK_FLOATS_36, "{%36, %37, %38, %39}", "%40", "%41", "%42");
   }
 };
+
+#undef EK_RS
+#undef EK_SS
+#undef EK_TEXT
+#undef EK_NAMES_64
+#undef EK_NAMES_36
+#undef EK_NAMES_32
+#undef EK_FLOATS_64
+#undef EK_FLOATS_36
+#undef EK_FLOATS_32
+#undef EK_FLOATS_16
+#undef EK_FLOATS_4
 
 }  // namespace evenkeel::gpu

@@ -1,0 +1,21 @@
+// Hopper's backward pass, as its host code calls it. Internal to src/attention.
+#pragma once
+
+#include "attention/cuda/hopper_backward_problem.cuh"
+
+namespace evenkeel::hopper::backward {
+
+// The rows' facts, and dQ, dK, dV. Compiled once for each type of tensors.
+template <class Pairs>
+void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                     const Backward& p, Consistent consistent, cudaStream_t stream);
+
+}  // namespace evenkeel::hopper::backward
+
+namespace evenkeel::hopper {
+
+// zero_sum's delta: sum P dP / sum P by a pass of its own, for the heads of `group`. (B, H, T)
+void exact_delta(const AttentionProblem& problem, const HeadGroup& group, const PassInputs& in,
+                 const DeviceTensor& grad_output, const float* lse, float* delta, cudaStream_t stream);
+
+}  // namespace evenkeel::hopper

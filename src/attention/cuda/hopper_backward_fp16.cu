@@ -1,0 +1,9 @@
+// Hopper's backward pass on FP16 tensors.
+#include "attention/cuda/hopper_backward_kernel.cuh"
+
+namespace evenkeel::hopper::backward {
+
+template void launch_backward<Fp16Pairs>(const AttentionProblem&, const PassInputs&, const DeviceTensor&,
+                                         const Backward&, Consistent, cudaStream_t);
+
+}  // namespace evenkeel::hopper::backward

@@ -1,0 +1,210 @@
+// The backward kernel of Hopper and its launch: dQ, dK and dV with five products a tile (S, dP, dV, dK, dQ). Included by the
+// files that compile it for a type of tensors each.
+//
+// A block owns 128 keys of one kv head: K and V stay in shared memory, dK and dV in registers, and the queries that
+// see these keys stream by. Scores are held transposed, [key][query], so that P^T and dS^T are operands from
+// registers as they come; dS^T also goes through shared memory, for dQ. dQ's parts from different key tiles are
+// added in device memory in FP32, in one order: the last key tile first. A block starts with the first query tile that
+// sees its keys and block n + 1 is taken up before block n, so the turn has usually come when a part is ready:
+// deterministic, and hardly ever waiting.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/cuda/hopper_backward.cuh"
+#include "attention/cuda/hopper_backward_consumer.cuh"
+#include "attention/cuda/hopper_row_facts.cuh"
+#include "base/sizes.h"
+
+namespace evenkeel::hopper::backward {
+
+// Loads everything: one thread.
+template <int D, Consistent kConsistent>
+EK_DEVICE void produce(SharedMemory<D>& sm, const Backward& p, const CUtensorMap& q_map,
+                       const CUtensorMap& k_map, const CUtensorMap& v_map,
+                       const CUtensorMap& grad_output_map) {
+  constexpr int kRows = kTileRows<D>, kBoxes = D / kBoxFeatures;
+  constexpr bool kHasInverse = kConsistent != Consistent::no_head;
+  const int group = p.H / p.G;
+  Ring<kStages> rows, queue;
+  uint32_t parity = 0;  // of k and v
+  while (true) {
+    // Not before the consumers are at their last tile: who takes an item early and starts it late makes others wait.
+    barrier_wait(&sm.q_empty[rows.stage], rows.parity ^ 1);
+    const Item item = Item::at(p, atomicAdd(p.next_item, 1), kRows);
+    barrier_wait(&sm.item_empty[queue.stage], queue.parity ^ 1);
+    sm.item[queue.stage] = item;
+    barrier_arrive(&sm.item_full[queue.stage]);
+    queue.next();
+    if (item.key_tile < 0) return;
+    if (item.steps == 0) continue;
+
+    barrier_wait(&sm.k_empty, parity ^ 1);
+    barrier_expect_bytes(&sm.k_full, sizeof(sm.k));
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(sm.k[box], k_map, &sm.k_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
+               item.g, item.key_batch);
+    barrier_wait(&sm.v_empty, parity ^ 1);
+    barrier_expect_bytes(&sm.v_full, sizeof(sm.v));
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(sm.v[box], v_map, &sm.v_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
+               item.g, item.key_batch);
+    parity ^= 1;
+
+    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
+      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, rows.next()) {
+        const int row = item.first_row + tile * kRows, stage = rows.stage;
+        const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
+        constexpr uint32_t kFactBytes = kRows * sizeof(float);
+        barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
+        if (kConsistent == Consistent::by_head) sm.consistent[stage] = p.rules_of(h).consistent;
+        barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kHasInverse ? 2 : 1));
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+          load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
+        load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
+        if (kHasInverse) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
+        barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
+        barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+          load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage],
+                   box * kBoxFeatures, row, h, item.query_batch);
+        load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
+      }
+  }
+}
+
+// Adds one warpgroup's parts of dQ to device memory, each in its turn: one thread. A row tile's first key tile comes last and
+// is not added here: the warpgroup itself adds what it finds to its own part, and writes dQ.
+template <int D, Form kForm>
+EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
+  constexpr int kPart = sizeof(sm.dq[0][0]) / sizeof(float);
+  const int group = p.H / p.G;
+  Ring<kStages> queue, parts;
+  while (true) {
+    barrier_wait(&sm.item_full[queue.stage], queue.parity);
+    const Item item = sm.item[queue.stage];
+    barrier_arrive(&sm.item_empty[queue.stage]);
+    queue.next();
+    if (item.key_tile < 0) break;
+    if (kForm == Form::plain && item.key_tile == 0) continue;
+    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
+      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile) {
+        if (kForm != Form::plain && item.key_tile == first_key_tile<D, kForm>(p, item.offset, tile)) continue;
+        const int64_t part = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * 2 + half;
+        const int before = last_key_tile<D>(p, item, tile) - item.key_tile;
+        float* const from = &sm.dq[parts.stage][half][0][0][0];
+        barrier_wait(&sm.dq_full[parts.stage][half], parts.parity);
+        if (before == 0) {
+          store_bytes(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
+        } else {
+          while (load_acquire(p.turn + part) < before) {
+          }
+          asm volatile("fence.proxy.async;" ::: "memory");
+          add_floats(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
+        }
+        store_commit();
+        store_wait_read<0>();
+        barrier_arrive(&sm.dq_empty[parts.stage][half]);
+        store_wait<0>();
+        asm volatile("fence.proxy.async;" ::: "memory");
+        add_release(p.turn + part, 1);
+        parts.next();
+      }
+  }
+}
+
+template <class Pairs, int D, Consistent kConsistent, Form kForm>
+__global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
+    backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ CUtensorMap q_map,
+                    const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                    const __grid_constant__ CUtensorMap grad_output_map) {
+  extern __shared__ __align__(1024) uint8_t shared[];  // its start is: the first tile lies there
+  auto& sm = *reinterpret_cast<SharedMemory<D>*>(shared);
+  if (threadIdx.x == 0) {
+    barrier_init(&sm.k_full, 1);
+    barrier_init(&sm.v_full, 1);
+    barrier_init(&sm.k_empty, kConsumerWarps);
+    barrier_init(&sm.v_empty, kConsumerWarps);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&sm.q_full[i], 1);
+      barrier_init(&sm.grad_output_full[i], 1);
+      barrier_init(&sm.item_full[i], 1);
+      barrier_init(&sm.q_empty[i], kConsumerWarps);
+      barrier_init(&sm.grad_output_empty[i], kConsumerWarps);
+      barrier_init(&sm.item_empty[i], kConsumerWarps + kConsumers);
+    }
+    for (int i = 0; i < kStages; ++i)
+      for (int half = 0; half < kConsumers; ++half) {
+        barrier_init(&sm.dq_full[i][half], kConsumerWarps / kConsumers);
+        barrier_init(&sm.dq_empty[i][half], 1);
+      }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x == 0)
+      produce<D, kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
+    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
+      add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
+  } else {
+    take_registers<240>();
+    Consumer<Pairs, D, kConsistent, kForm>(sm, p, threadIdx.x / kWarpgroup - 1).run();
+  }
+}
+
+template <class Pairs, int D, Consistent kConsistent, Form kForm>
+void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+            const Backward& p, cudaStream_t stream) {
+  constexpr int kRows = kTileRows<D>;
+  constexpr size_t kShared = sizeof(SharedMemory<D>);
+  const auto kernel = backward_kernel<Pairs, D, kConsistent, kForm>;
+  allow_shared_memory(kernel, kShared);
+  const int items = p.B * p.G * p.key_tiles, blocks = std::min(items, multiprocessors());
+  kernel<<<blocks, (1 + kConsumers) * kWarpgroup, kShared, stream>>>(
+      p, query_map(problem, in.q, kRows), key_map(problem, in.k, kTileKeys),
+      key_map(problem, in.v, kTileKeys), query_map(problem, grad_output, kRows));
+  check_launch("starting the backward kernel");
+}
+
+template <class Pairs, int D>
+void launch_row_facts(const AttentionProblem& problem, const Backward& p, cudaStream_t stream) {
+  constexpr int kFactRows = 256 / (D / 8);
+  const dim3 fact_blocks(grid(problem.B * problem.H), grid(divide_up(p.padded_rows, kFactRows)));
+  row_facts_kernel<Pairs, D><<<fact_blocks, 256, 0, stream>>>(p);
+  check_launch("starting the kernel of rows' facts");
+  if (!p.dsinks) return;
+  constexpr int kThreads = 256;
+  sink_gradient_kernel<kThreads><<<grid(problem.H), kThreads, 0, stream>>>(p);
+  check_launch("starting the kernel of sinks' gradients");
+}
+
+// Heads that differ in whether they are consistent, and all forms, share one instance that asks the head.
+template <class Pairs>
+void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                     const Backward& p, Consistent consistent, cudaStream_t stream) {
+  const auto with_head = [&]<int D>() {
+    launch_row_facts<Pairs, D>(problem, p, stream);
+    const auto run = [&](auto start) { start(problem, in, grad_output, p, stream); };
+    if (problem.softcap > 0)
+      run(launch<Pairs, D, Consistent::by_head, Form::capped>);
+    else if (has_forms(problem))
+      run(launch<Pairs, D, Consistent::by_head, Form::banded>);
+    else if (consistent == Consistent::by_head)
+      run(launch<Pairs, D, Consistent::by_head, Form::plain>);
+    else if (consistent == Consistent::every_head)
+      run(launch<Pairs, D, Consistent::every_head, Form::plain>);
+    else
+      run(launch<Pairs, D, Consistent::no_head, Form::plain>);
+  };
+  if (problem.D <= 64)
+    with_head.template operator()<64>();
+  else
+    with_head.template operator()<128>();
+}
+
+}  // namespace evenkeel::hopper::backward

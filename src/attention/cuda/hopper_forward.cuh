@@ -1,0 +1,14 @@
+// Hopper's forward pass, as its host code calls it. Internal to src/attention.
+#pragma once
+
+#include "attention/cuda/hopper_forward_tiles.cuh"
+
+namespace evenkeel::hopper::forward {
+
+// One launch, of the heads of a.list, which all have a.rules. `forms`: with all that ScoreForms has besides a causal or full
+// mask. Compiled once for each type of tensors.
+template <class Pairs>
+void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                    const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream);
+
+}  // namespace evenkeel::hopper::forward
