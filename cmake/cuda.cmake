@@ -66,7 +66,8 @@ set(cuda_families hopper ampere)
 # Only so: -arch=sm_90a also makes a compute_90 pass, which knows neither wgmma nor setmaxnreg.
 set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
 set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_forward_bf16.cu
-                      src/attention/cuda/hopper_forward_fp16.cu src/attention/cuda/hopper_backward.cu
+                      src/attention/cuda/hopper_forward_fp16.cu src/attention/cuda/hopper_forward_facts.cu
+                      src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_backward_bf16.cu src/attention/cuda/hopper_backward_fp16.cu
                       src/attention/cuda/hopper_delta.cu)
 

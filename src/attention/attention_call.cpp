@@ -69,6 +69,10 @@ const PassSizes& AttentionCall::sizes() const { return plan_->sizes; }
 
 bool AttentionCall::could_give_facts() const { return family_->limits.has(Feature::facts); }
 
+bool AttentionCall::gives_score_facts() const {
+  return family_->gives_score_facts && family_->gives_score_facts(problem_);
+}
+
 void AttentionCall::forward(const PassInputs& in, const ForwardPass& out, void* workspace,
                             void* stream) const {
   check_forward(problem_, *family_, sizes(), in, out, workspace, stream);

@@ -34,6 +34,9 @@ struct ForwardPass {
   float* lse = nullptr;     // (B, H, T) contiguous: L
   void* saved = nullptr;    // PassSizes::saved bytes: what backward needs besides; opaque
   int32_t* ties = nullptr;  // (B, H, T), optional
+  // Optional, both or none, (H): raised to a head's largest score, and to its largest |mean of the scores that a row sees|.
+  // All bits are set before the first pass. Where AttentionCall::gives_score_facts.
+  float *largest_score = nullptr, *largest_row_mean = nullptr;
 };
 
 struct BackwardPass {
@@ -80,6 +83,8 @@ class AttentionCall {
   const PassSizes& sizes() const;
   // Could the same kernels give facts? Else facts need a call of their own, which other kernels run.
   bool could_give_facts() const;
+  // Does forward find the largest score and row mean where it is asked? The other outputs' bits stay as they are.
+  bool gives_score_facts() const;
   // Of the random numbers: changes from step to step, and nothing of what was resolved depends on it.
   void set_step(uint32_t step) { problem_.step = step; }
 

@@ -109,11 +109,15 @@ std::string hopper_reason(const AttentionProblem& p) {
     if (stabilisers.find(rules.name) == std::string::npos)
       stabilisers += (stabilisers.empty() ? "" : ", ") + std::string(rules.name);
   }
-  return fmt::format("{}, head size {}, flash2 with stabiliser {} on compute capability 9.0{}{}", name(p.type),
-                     p.D, stabilisers, p.plans.size() > 1 ? ", by head" : "",
+  return fmt::format("{}, head size {}, flash2 with stabiliser {} on compute capability 9.0{}{}",
+                     name(p.type), p.D, stabilisers, p.plans.size() > 1 ? ", by head" : "",
                      wide ? fmt::format("; the O of delta has {} significand bits, rounded stochastically",
                                         fused_plan(p.type).at(Site::output).format.significand_bits + 8)
                           : "");
+}
+
+bool hopper_gives_score_facts(const AttentionProblem& p) {
+  return p.type == TensorType::bf16 && !has_forms(p);
 }
 
 std::string ampere_reason(const AttentionProblem& p) {
@@ -157,6 +161,7 @@ constexpr KernelFamily kFamilies[] = {
      fused_plan_not_taken,
      /*chosen_on=*/nullptr,
      hopper_reason,
+     hopper_gives_score_facts,
      hopper_prepare,
      hopper_forward,
      hopper_backward},
@@ -170,6 +175,7 @@ constexpr KernelFamily kFamilies[] = {
      fused_plan_not_taken,
      ampere_chosen_on,
      ampere_reason,
+     nullptr,
      ampere_prepare,
      ampere_forward,
      ampere_backward},
@@ -183,6 +189,7 @@ constexpr KernelFamily kFamilies[] = {
      any_plan_plan_not_taken,
      nullptr,
      any_plan_reason,
+     nullptr,
      any_plan_prepare,
      any_plan_forward,
      any_plan_backward},
@@ -197,6 +204,7 @@ constexpr KernelFamily kFamilies[] = {
      nullptr,
      nullptr,
      cpu_reason,
+     nullptr,
      cpu_prepare,
      cpu_forward,
      cpu_backward},

@@ -46,6 +46,12 @@ struct FamilyPlan {
   PassSizes sizes;
 };
 
+// Does the problem have more than a causal or full mask: windows, a mask of its own, a soft cap, slopes, sinks?
+inline bool has_forms(const AttentionProblem& p) {
+  return p.mask.window_left >= 0 || (p.mask.window_right >= 0 && !p.mask.causal) || p.softcap != 0 ||
+         p.mask.visible.present() || !p.slopes.empty() || !p.sinks.empty();
+}
+
 struct KernelFamily {
   const char* name;   // "hopper"
   const char* words;  // "the Hopper kernels"
@@ -57,6 +63,8 @@ struct KernelFamily {
   // Is the family the one to choose on a device that it takes? Else it runs where it is asked for by name. Null: yes.
   bool (*chosen_on)(const CudaDevice& device);
   std::string (*reason)(const AttentionProblem& problem);  // why it runs, where no faster one was refused
+  // Does its forward pass find the largest score and row mean of a problem that it takes? Null: no.
+  bool (*gives_score_facts)(const AttentionProblem& problem);
   // Problems are complete here and the family takes them; tensors and buffers are checked.
   std::shared_ptr<const FamilyPlan> (*prepare)(const AttentionProblem& problem);
   void (*forward)(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,

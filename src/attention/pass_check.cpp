@@ -113,6 +113,14 @@ void check_forward(const AttentionProblem& problem, const KernelFamily& family, 
   check.query("o", out.o, /*written=*/true);
   check.lse(out.lse);
   check.fact("ties", out.ties);
+  check.rows("largest_score", out.largest_score);
+  check.rows("largest_row_mean", out.largest_row_mean);
+  require((out.largest_score == nullptr) == (out.largest_row_mean == nullptr),
+          "[attention] expected largest_score and largest_row_mean, or neither");
+  require(
+      !out.largest_score || (family.gives_score_facts && family.gives_score_facts(problem)),
+      "[attention] {} do not find the largest score and row mean of this problem (gives_score_facts says so)",
+      family.words);
   check.buffers(out.saved, workspace, stream);
 }
 

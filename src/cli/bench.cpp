@@ -53,6 +53,9 @@ int run_bench(int argc, char** argv) {
   options.flag("--check", "exit 1 where a figure misses its target", bench.check);
   options.flag("--gpu", "attention, train, probes: on the GPU", gpu);
   options.flag("--quick", "attention --gpu: rows 1 and 4 in half a minute", bench.quick);
+  options.flag("--forms",
+               "attention --gpu: what windows, FP16, plans by head and other forms cost, our kernels alone",
+               bench.forms);
   options.values("--row", "N", "attention --gpu: only this row of the table, from 1; several allowed",
                  bench.rows);
   options.values("--plan", "PLAN", "attention --gpu: time this plan too, at every row; several allowed",
@@ -68,9 +71,9 @@ int run_bench(int argc, char** argv) {
   const Bench& chosen =
       *std::find_if(std::begin(kBenches), std::end(kBenches), [&](const Bench& b) { return what == b.name; });
   require(!gpu || chosen.on_gpu, "--gpu: expected bench attention, train or probes, got bench {}", what);
-  require((gpu && what == "attention") ||
-              (!bench.quick && bench.rows.empty() && bench.plans.empty() && bench.rounds == 0),
-          "--quick, --row, --plan and --rounds: expected with bench attention --gpu");
+  require((gpu && what == "attention") || (!bench.quick && !bench.forms && bench.rows.empty() &&
+                                           bench.plans.empty() && bench.rounds == 0),
+          "--quick, --forms, --row, --plan and --rounds: expected with bench attention --gpu");
   if (threads > 0) set_thread_count(static_cast<int>(threads));
   return gpu ? chosen.on_gpu(bench) : chosen.on_cpu(bench.check, bench.json);
 }

@@ -21,12 +21,14 @@ int bench_train_gpu(bool check, bool json);
 struct GpuBenchOptions {
   bool check = false, json = false;
   bool quick = false;              // two rows, few rounds, nothing else
+  bool forms = false;              // forms of a problem instead, our kernels alone
   std::vector<std::string> rows;   // numbers of rows, from 1; none: all
   std::vector<std::string> plans;  // timed at every row beside the default remedy
   int64_t rounds = 0;              // 0: 15, quick 7
   std::string layout = "bthd";     // order of the axes in memory, bthd or bhtd; where PyTorch is measured too
 };
 int bench_attention_gpu(const GpuBenchOptions& options);
+int bench_attention_forms(const GpuBenchOptions& options);
 
 // --- What benches of whole runs share
 

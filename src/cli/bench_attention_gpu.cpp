@@ -17,10 +17,9 @@
 #include "attention/kernel_families.h"
 #include "base/error.h"
 #include "base/json_text.h"
+#include "cli/attention_on_device.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
-#include "gpu/device_memory.h"
-#include "numerics/random.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -93,12 +92,6 @@ constexpr const char* kOursPlain = "evenkeel, no remedy";
 constexpr const char* kOursConsistent = "evenkeel, consistent";
 constexpr const char* kAnyPlan = "bf16_all";
 constexpr const char* kAnyPlanFacts = "bf16_all, with facts";
-
-double quantile(std::vector<double> x, double q) {
-  std::sort(x.begin(), x.end());
-  return x[static_cast<size_t>(std::lround(q * static_cast<double>(x.size() - 1)))];
-}
-double median(const std::vector<double>& x) { return quantile(x, 0.5); }
 
 std::vector<Group> groups_for(const GpuBenchOptions& options) {
   std::vector<size_t> chosen;
@@ -225,82 +218,25 @@ Timings timings_of(const Json& answer) {
 
 // --- The stopwatch in C++: ours alone.
 
-// q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D).
-class OnDevice {
- public:
-  OnDevice(const Row& row, const Contestant& c) : call_(resolve(problem_of(row, c), cuda_device())) {
-    const PassSizes& sizes = call_.sizes();
-    const auto elements = static_cast<size_t>(row.B * row.H * row.T * row.D),
-               rows = elements / static_cast<size_t>(row.D);
-    // Uniform with variance 1; a block that repeats at no multiple of a head is as good as fresh numbers here.
-    std::vector<uint16_t> values(1'000'003);
-    for (size_t n = 0; n < tensors_.size(); ++n) {
-      tensors_[n] = DeviceMemory(elements * sizeof(uint16_t));
-      if (n >= kInputs) continue;
-      for (size_t i = 0; i < values.size(); ++i) {
-        const float x = (random_unit({1, 0, static_cast<uint32_t>(n)}, i) - 0.5f) * std::sqrt(12.0f);
-        values[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(round_to(Rounding{kBf16}, x)) >> 16);
-      }
-      for (size_t first = 0; first < elements; first += values.size())
-        tensors_[n].upload(values.data(), std::min(values.size(), elements - first) * sizeof(uint16_t),
-                           first * sizeof(uint16_t));
-    }
-    for (DeviceMemory& memory : rows_) memory = DeviceMemory(rows * sizeof(float));
-    saved_ = DeviceMemory(sizes.saved);
-    workspace_ = DeviceMemory(sizes.workspace);
-    stride_ = {row.H * row.T * row.D, row.T * row.D, row.D, 1};
-  }
-  void forward(void* stream) const { call_.forward(inputs(), results(), workspace_.data(), stream); }
-  void backward(void* stream) const {
-    BackwardPass out{tensor(5), tensor(6), tensor(7)};
-    if (has_facts()) {
-      out.residual = rows_[2].as<float>();
-      out.delta_error = rows_[3].as<float>();
-    }
-    call_.backward(inputs(), tensor(3), results(), out, workspace_.data(), stream);
-  }
-  const KernelChoice& choice() const { return call_.choice(); }
-
- private:
-  static AttentionProblem problem_of(const Row& row, const Contestant& c) {
-    AttentionProblem p;
-    p.B = row.B;
-    p.H = p.G = row.H;
-    p.T = p.N = row.T;
-    p.D = row.D;
-    p.type = TensorType::bf16;
-    p.mask.causal = true;
-    p.plans = {parse_plan(c.plan)};
-    p.with_facts = c.facts;
-    return p;
-  }
-  bool has_facts() const { return call_.problem().with_facts; }
-  DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), stride_}; }
-  PassInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
-  ForwardPass results() const {
-    return {tensor(4), rows_[0].as<float>(), saved_.data(), has_facts() ? rows_[1].as<int32_t>() : nullptr};
-  }
-
-  AttentionCall call_;
-  static constexpr size_t kInputs = 4;
-  std::array<DeviceMemory, 8> tensors_;  // q, k, v, dO, o, dq, dk, dv
-  std::array<DeviceMemory, 4> rows_;     // lse, ties, residual, delta_error
-  DeviceMemory saved_, workspace_;
-  std::array<int64_t, 4> stride_{};
-};
+AttentionProblem problem_of(const Row& row, const Contestant& c) {
+  AttentionProblem p = causal_problem(row.B, row.H, row.T, row.D);
+  p.plans = {parse_plan(c.plan)};
+  p.with_facts = c.facts;
+  return p;
+}
 
 Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
   constexpr int kCalls = 4;
   Timings timings;
   for (const Group& group : groups) {
     std::vector<Timing>& list = timings.emplace_back();
-    std::vector<std::unique_ptr<OnDevice>> running;
+    std::vector<std::unique_ptr<AttentionOnDevice>> running;
     for (const Contestant& c : group.contestants) {
       if (c.is_rival() || group.tied > 0) continue;
       Timing& timing = list.emplace_back();
       timing.name = c.name;
       try {
-        running.push_back(std::make_unique<OnDevice>(*group.row, c));
+        running.push_back(std::make_unique<AttentionOnDevice>(problem_of(*group.row, c)));
         timing.kernel = running.back()->choice().kernel;
         timing.why = running.back()->choice().why;
         running.back()->forward(nullptr);
@@ -457,6 +393,7 @@ int bench_attention_gpu(const GpuBenchOptions& options) {
   const std::vector<Group> groups = groups_for(options);
   const CudaDevice device = cuda_device();
   require_data(device.present, "--gpu: no GPU: {}", device.why);
+  if (options.forms) return bench_attention_forms(options);
   const int64_t rounds = options.rounds > 0 ? options.rounds : options.quick ? 7 : 15;
   const Answer answer = ask_python(groups, rounds, options.layout);
   const Timings timings = answer.json ? timings_of(*answer.json) : time_alone(groups, rounds);

@@ -67,6 +67,7 @@ struct Operand {
 struct Extras {
   const Tensor<float>* grad_lse = nullptr;
   Tensor<float>* dsinks = nullptr;
+  std::vector<float>* score_facts = nullptr;  // (2, H): largest scores, largest row means
 };
 
 AttentionBuffers run(const char* family, const AttentionProblem& config, const Problem& host,
@@ -97,10 +98,17 @@ AttentionBuffers run(const char* family, const AttentionProblem& config, const P
       workspace(call.sizes().workspace);
   for (DeviceMemory* memory : {&lse, &saved, &workspace}) memory->fill(0xff);
   const PassInputs in{q.tensor(), k.tensor(), v.tensor()};
-  const ForwardPass forward{o.tensor(), lse.as<float>(), saved.data(), nullptr};
+  ForwardPass forward{o.tensor(), lse.as<float>(), saved.data(), nullptr};
   BackwardPass backward{dq.tensor(), dk.tensor(), dv.tensor()};
   if (extras.grad_lse) backward.grad_lse = grad_lse.as<float>();
   if (extras.dsinks) backward.dsinks = dsinks.as<float>();
+  DeviceMemory score_facts(2 * static_cast<size_t>(p.H) * sizeof(float));
+  score_facts.fill(0xff);
+  if (extras.score_facts) {
+    EXPECT_TRUE(call.gives_score_facts());
+    forward.largest_score = score_facts.as<float>();
+    forward.largest_row_mean = forward.largest_score + p.H;
+  }
   call.forward(in, forward, workspace.data(), nullptr);
   workspace.fill(0xff);
   call.backward(in, grad.tensor(), forward, backward, workspace.data(), nullptr);
@@ -109,6 +117,7 @@ AttentionBuffers run(const char* family, const AttentionProblem& config, const P
   out.o = o.read(), out.dq = dq.read(), out.dk = dk.read(), out.dv = dv.read();
   out.lse.values() = lse.download<float>();
   if (extras.dsinks) extras.dsinks->values() = dsinks.download<float>();
+  if (extras.score_facts) *extras.score_facts = score_facts.download<float>();
   return out;
 }
 
@@ -150,16 +159,21 @@ Sign sign_of(const Tensor<float>& got, const Tensor<double>& exact) {
   return {mean, std::sqrt(std::max(0.0, squares / count - mean * mean) / count)};
 }
 
+// "" where the family runs on the GPU at hand.
+std::string why_not_here(const char* family) {
+  AttentionProblem plain;
+  plain.B = plain.H = plain.G = plain.T = plain.N = 1;
+  plain.D = 64;
+  plain.type = TensorType::bf16;
+  plain.plans = {parse_plan("flash2")};
+  return not_taken(kernel_family(family), plain, cuda_device());
+}
+
 class FusedForms : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
-    AttentionProblem plain;
-    plain.B = plain.H = plain.G = plain.T = plain.N = 1;
-    plain.D = 64;
-    plain.type = TensorType::bf16;
-    plain.plans = {parse_plan("flash2")};
-    const std::string why = not_taken(kernel_family(GetParam()), plain, cuda_device());
-    if (!why.empty()) GTEST_SKIP() << "the family does not run here: " << why;
+    if (const std::string why = why_not_here(GetParam()); !why.empty())
+      GTEST_SKIP() << "the family does not run here: " << why;
   }
 
   void expect_in_bounds(const AttentionProblem& asked, const Problem& p, const std::string& name,
@@ -351,6 +365,51 @@ TEST_P(FusedForms, slopes_sinks_and_the_gradient_of_the_log_sum) {
         plan.keel = 1e-2f;
         expect_near_the_cpu(GetParam(), make_problem(c), plan, type);
       }
+}
+
+// The largest score and row mean of each head, as FP64 has them; and they change no bit of the rest.
+TEST(ScoreFacts, as_fp64_has_them) {
+  if (const std::string why = why_not_here("hopper"); !why.empty()) GTEST_SKIP() << why;
+  const Case shapes[] = {{{2, 4, 2, 300, 300, 64}, {.causal = true}, "causal_64"},
+                         {{2, 2, 1, 260, 400, 128}, {.causal = true, .scale = 0.125f}, "causal_128"},
+                         {{1, 2, 2, 130, 70, 64}, {.causal = true}, "rows_over_keys"},
+                         {{5, 2, 1, 140, 150, 64}, {.causal = true, .ragged = true}, "ragged"},
+                         {{3, 12, 12, 700, 700, 64}, {}, "full_many"},
+                         {{1, 2, 2, 64, 48, 64}, {.fill = Fill::offset}, "offset"}};
+  for (const Case& c : shapes)
+    for (const char* stabiliser : {"wide_output", "consistent", "paper_capped"}) {
+      const Problem p = make_problem(c);
+      const AttentionProblem config = problem_of(tiled(p.with(plan_of(stabiliser))), p.in);
+      std::vector<float> found;
+      const AttentionBuffers with = run("hopper", config, p, TensorType::bf16, {.score_facts = &found}),
+                             without = run("hopper", config, p);
+      for (auto member : {&AttentionBuffers::o, &AttentionBuffers::lse, &AttentionBuffers::dq})
+        EXPECT_EQ((with.*member).values(), (without.*member).values()) << c.name;
+      const double scale = complete(config).scale;
+      for (int64_t h = 0; h < c.H; ++h) {
+        double largest = -INFINITY, largest_mean = 0, size = 0;
+        for (int64_t b = 0; b < c.B; ++b)
+          for (int64_t i = 0; i < config.rows(b); ++i) {
+            const auto [first, last] = config.key_range(b, i);
+            double sum = 0;
+            for (int64_t j = first; j < last; ++j) {
+              double score = 0;
+              for (int64_t d = 0; d < c.D; ++d)
+                score += static_cast<double>(*p.in.q.at(b, h, i, d)) * *p.in.k.at(b, h / (c.H / c.G), j, d);
+              sum += score * scale;
+              largest = std::max(largest, score * scale);
+              size = std::max(size, std::fabs(score * scale));
+            }
+            if (last > first)
+              largest_mean = std::max(largest_mean, std::fabs(sum) / static_cast<double>(last - first));
+          }
+        const auto n = static_cast<size_t>(h);
+        EXPECT_NEAR(found[n], largest, 1e-5 * size) << c.name << ", head " << h;
+        EXPECT_NEAR(found[static_cast<size_t>(c.H) + n], largest_mean, 1e-5 * size)
+            << c.name << ", head " << h;
+        EXPECT_GT(size, 0);
+      }
+    }
 }
 
 // What the memory checker runs: each kernel once, with ends of rows, keys and features.

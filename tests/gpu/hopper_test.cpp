@@ -533,6 +533,16 @@ TEST_F(Hopper, more_tiles_than_multiprocessors) {
   check({"many", 4, 12, 12, 500, 500, 128, true, Layout::bthd}, plan_with("consistent"));
 }
 
+// Query tiles without a row or a key between others: nobody may wait for what nobody sends.
+TEST_F(Hopper, long_sequences_among_short_ones) {
+  std::vector<int32_t> lengths;
+  for (int32_t n = 0; n < 300; ++n) lengths.push_back(n % 30 == 0 ? 300 : 1 + n % 20);
+  for (Layout layout : {Layout::bhtd, Layout::sequences})
+    check({"long among short", 300, 1, 1, 300, 300, 64, true, layout, Fill::normal, lengths, lengths},
+          plan_with("wide_output"));
+  check({"more rows than keys", 8, 8, 8, 1000, 40, 128, true}, plan_with("wide_output"));
+}
+
 TEST_F(Hopper, hard_inputs) {
   for (const char* stabiliser : kStabilisers)
     for (Fill fill : {Fill::equal_keys, Fill::max_zero, Fill::scores_100, Fill::scores_1000})

@@ -12,6 +12,7 @@
 #include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/launch.h"
 #include "gpu/cuda/mma.cuh"
+#include "gpu/cuda/raise.cuh"
 #include "gpu/cuda/warp.cuh"
 #include "gpu/cuda/wgmma.cuh"
 
@@ -65,12 +66,6 @@ std::vector<HeadGroup> head_groups(const AttentionProblem& problem, Alike alike)
     found->list.head[found->list.count++] = static_cast<uint16_t>(h);
   }
   return groups;
-}
-
-// Does the problem have more than a causal or full mask?
-inline bool has_forms(const AttentionProblem& p) {
-  return p.mask.window_left >= 0 || (p.mask.window_right >= 0 && !p.mask.causal) || p.softcap != 0 ||
-         p.mask.visible.present() || !p.slopes.empty() || !p.sinks.empty();
 }
 
 // Heads (of all sequences) whose keys and values fit the part of the second-level cache that is theirs.

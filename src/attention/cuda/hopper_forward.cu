@@ -21,6 +21,8 @@ void hopper_forward(const AttentionProblem& problem, const FamilyPlan&, const Pa
   a.D = static_cast<int>(problem.D);
   a.device_step = problem.device_step;
   a.below_all = -1;
+  a.largest_score = out.largest_score;
+  a.largest_row_mean = out.largest_row_mean;
   const Saved saved = saved_layout(problem, out.saved);
   const auto launch =
       problem.type == TensorType::fp16 ? launch_forward<Fp16Pairs> : launch_forward<Bf16Pairs>;
@@ -32,7 +34,10 @@ void hopper_forward(const AttentionProblem& problem, const FamilyPlan&, const Pa
     if (!group.rules.wide) a.saved.residue = nullptr;
     a.heads = static_cast<int>(problem.B) * group.list.count;
     a.section_heads = heads_in_cache(problem, a.heads);
-    launch(problem, in, out, a, has_forms(problem), workspace, stream);
+    if (a.largest_score)
+      launch_forward_facts(problem, in, out, a, workspace, stream);
+    else
+      launch(problem, in, out, a, has_forms(problem), workspace, stream);
   }
 }
 

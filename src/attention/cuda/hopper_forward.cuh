@@ -10,5 +10,8 @@ namespace evenkeel::hopper::forward {
 template <class Pairs>
 void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                     const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream);
+// The same with facts of the scores, where there are no forms; the bits of everything else are the same.
+void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                          const ForwardArguments& a, void* workspace, cudaStream_t stream);
 
 }  // namespace evenkeel::hopper::forward

@@ -17,7 +17,7 @@
 
 namespace evenkeel::hopper::forward {
 
-template <class Pairs, int kHeadSize, Shift kShift, bool kForms>
+template <class Pairs, int kHeadSize, Shift kShift, bool kForms, bool kFacts>
 __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     if (threadIdx.x == T::kWorkers) copy_tiles<kForms>(shared, q_map, k_map, v_map, arguments, T{});
   } else {
     take_registers<T::kWorkRegisters>();
-    Worker<Pairs, kHeadSize, kShift, kForms>(shared, arguments, o_map, group).run();
+    Worker<Pairs, kHeadSize, kShift, kForms, kFacts>(shared, arguments, o_map, group).run();
   }
 }
 
-template <class Pairs, int kHeadSize, Shift kShift, bool kForms>
+template <class Pairs, int kHeadSize, Shift kShift, bool kForms, bool kFacts>
 void launch(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out, ForwardArguments a,
             void* workspace, cudaStream_t stream) {
   using T = Tiles<kHeadSize>;
@@ -59,7 +59,7 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const Forward
                     v_map = key_map(problem, in.v, T::kKeys),
                     o_map = query_map(problem, out.o, kWarpgroupRows / 4);
   a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
-  const auto kernel = forward_kernel<Pairs, kHeadSize, kShift, kForms>;
+  const auto kernel = forward_kernel<Pairs, kHeadSize, kShift, kForms, kFacts>;
   allow_shared_memory(kernel, T::kSharedBytes);
   const int tiles = a.tiles_per_head * a.heads, blocks = std::min(multiprocessors(), tiles);
   if (tiles > blocks) {
@@ -71,25 +71,30 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const Forward
   check_launch("starting the Hopper forward kernel");
 }
 
-template <class Pairs>
-void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
-                    const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream) {
-  const auto with_shift = [&]<int kHeadSize, Shift kShift>() {
-    (forms ? launch<Pairs, kHeadSize, kShift, true>
-           : launch<Pairs, kHeadSize, kShift, false>)(problem, in, out, a, workspace, stream);
-  };
+// The instance for the problem's head size and the heads' shift.
+template <class Pairs, bool kForms, bool kFacts>
+void launch_shift(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                  const ForwardArguments& a, void* workspace, cudaStream_t stream) {
   const auto with_head = [&]<int kHeadSize>() {
+    const auto run = [&](auto start) { start(problem, in, out, a, workspace, stream); };
     if (a.rules.consistent)
-      with_shift.template operator()<kHeadSize, Shift::consistent>();
+      run(launch<Pairs, kHeadSize, Shift::consistent, kForms, kFacts>);
     else if (a.rules.paper_capped)
-      with_shift.template operator()<kHeadSize, Shift::paper_capped>();
+      run(launch<Pairs, kHeadSize, Shift::paper_capped, kForms, kFacts>);
     else
-      with_shift.template operator()<kHeadSize, Shift::plain>();
+      run(launch<Pairs, kHeadSize, Shift::plain, kForms, kFacts>);
   };
   if (problem.D <= 64)
     with_head.template operator()<64>();
   else
     with_head.template operator()<128>();
+}
+
+template <class Pairs>
+void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                    const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream) {
+  (forms ? launch_shift<Pairs, true, false> : launch_shift<Pairs, false, false>)(problem, in, out, a,
+                                                                                 workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

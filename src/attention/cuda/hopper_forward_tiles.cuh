@@ -27,6 +27,7 @@ struct ForwardArguments : ScoreForms {
   const uint32_t* device_step;
   float below_all;  // -1, for hold: the assembler must not know
   HeadList list;
+  float *largest_score, *largest_row_mean;  // (H), raised, or null
   // Query tiles of all heads of the list and all sequences: sections of heads whose keys fit the cache; in each, last tiles
   // (the longest) first.
   int tiles_per_head, heads, section_heads;
@@ -118,6 +119,8 @@ EK_DEVICE void copy_tiles(S& shared, const CUtensorMap& q_map, const CUtensorMap
       if constexpr (kForms) item.first_tile = first_key(a.left, row, s.rows, s.keys) / T::kKeys;
       item.tiles = max(0, (limit + T::kKeys - 1) / T::kKeys - item.first_tile);
     }
+    // Without keys of its own it would keep those who wait for V waiting, and then the place of its Q is never free.
+    if (item.tiles == 0) load_pending();
     barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     shared.items[count++ % T::kItems] = item;
     if (item.tiles > 0) {

@@ -14,9 +14,10 @@ EK_DEVICE void hold(float x, float below_all) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p trap;\n}" ::"f"(x), "f"(below_all) : "memory");
 }
 
-// kForms: with windows, soft caps, slopes, masks and sinks.
-template <class Pairs, int kHeadSize, Shift kShift, bool kForms>
+// kForms: with windows, soft caps, slopes, masks and sinks. kFacts: finds the largest score and row mean too.
+template <class Pairs, int kHeadSize, Shift kShift, bool kForms, bool kFacts>
 struct Worker {
+  static_assert(!(kForms && kFacts), "what softmax sees are no longer the scores");
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   using T = Tiles<kHeadSize>;
   using Shared = typename T::Shared;
@@ -47,6 +48,8 @@ struct Worker {
   uint32_t p[kPairs];  // probabilities
   float o[kOutputs];
   Rows<kShift> state;
+  float total[2],
+      largest[2];  // kFacts: of the two rows, this thread's part of the sum of their scores; the largest
 
   EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, const CUtensorMap& o_map_, int group_)
       : shared(shared_),
@@ -231,11 +234,37 @@ struct Worker {
     });
   }
 
+  // Adds up what the rows see of this tile.
+  EK_DEVICE void note_scores(int clear) {
+    if (j >= clear)
+      each_score([&](int i, int r) { total[r] += s[i] == kMinusInfinity ? 0.0f : s[i]; });
+    else
+      each_score([&](int i, int r) { total[r] += s[i]; });
+  }
+  // The facts of the warp's rows of a query tile that is done.
+  EK_DEVICE void write_score_facts(const Item& done, int row) {
+    float score = kMinusInfinity, mean = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(total[r]);
+      const int i = row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
+      if (i >= done.rows || keys <= 0) continue;
+      score = fmaxf(score, largest[r] * a.scale);
+      mean = fmaxf(mean, fabsf(sum * a.scale / static_cast<float>(keys)));
+    }
+    score = warp_max(score);
+    mean = warp_max(mean);
+    if (thread % kWarp != 0) return;
+    raise(a.largest_score + done.h, score);
+    raise(a.largest_row_mean + done.h, mean);
+  }
+
   // s: scores to p: probabilities; moves the rows' shifts, and O with them (after the product in flight).
   template <bool kInFlight>
   EK_DEVICE void softmax() {
     float most[2];
     find_largest(most);
+    if constexpr (kFacts) largest[0] = fmaxf(largest[0], most[0]), largest[1] = fmaxf(largest[1], most[1]);
     int ties[2] = {0, 0};
     if constexpr (kShift == Shift::paper_capped) count_ties(most, ties);
     float before[2], used[2];
@@ -338,6 +367,7 @@ struct Worker {
       store_boxes(done, row, packed);
     if (a.saved.residue) write_residue(done, row, packed);
     write_row_facts(done, row, of_keys, sum, sink);
+    if constexpr (kFacts) write_score_facts(done, row);
   }
   // The last rows of a packed sequence: the next sequence's rows follow at once.
   EK_DEVICE void store_single_rows(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
@@ -468,6 +498,7 @@ struct Worker {
     products_wait<1>();
     release_keys();
     shape_scores(clear, clear_from);
+    if constexpr (kFacts) note_scores(clear);
     softmax<true>();
     release_values();
   }
@@ -492,6 +523,11 @@ struct Worker {
                          T::kKeys
                    : 0;
         shape_scores(clear, clear_from);
+        if constexpr (kFacts) {
+          total[0] = total[1] = 0;
+          largest[0] = largest[1] = kMinusInfinity;
+          note_scores(clear);
+        }
         softmax<false>();
         clear_values();
         while (j > first) step(clear, clear_from);

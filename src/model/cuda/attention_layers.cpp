@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/sizes.h"
+#include "gpu/cuda/check.h"
 #include "gpu/device.h"
 
 namespace evenkeel::device {
@@ -86,8 +87,14 @@ void AttentionLayers::reserve(size_t bytes) {
 void AttentionLayers::forward(int64_t layer) {
   const LayerMemory& m = a_->layers[at(layer)];
   const AttentionCall& call = calls(layer).train;
-  call.forward(inputs(m), outputs(layer, m, call.problem().with_facts && kind_.tie_facts), workspace(),
-               stream_);
+  ForwardPass out = outputs(layer, m, call.problem().with_facts && kind_.tie_facts);
+  if (finds_scores()) {
+    if (layer == 0)
+      check_cuda(cudaMemsetAsync(scores_.data(), 0xff, scores_.bytes(), stream_), "clearing facts of scores");
+    out.largest_score = scores_.as<float>() + layer * config_.heads;
+    out.largest_row_mean = out.largest_score + config_.layers * config_.heads;
+  }
+  call.forward(inputs(m), out, workspace(), stream_);
 }
 
 void AttentionLayers::backward(int64_t layer) {

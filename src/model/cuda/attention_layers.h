@@ -4,9 +4,10 @@
 // so that for their layers the any-plan kernels compute attention a second time, of the sequences that are asked for,
 // on a stream of their own (a thirty-second of the batch costs half a percent of a step of `nano`, and nothing waits
 // for it). The facts are then those of the plan's arithmetic, not of the order in which the Hopper kernels add; the
-// log-sum-exps are the Hopper kernels' own.
+// log-sum-exps are the Hopper kernels' own, and so are the largest scores and row means, which they find as they go.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <utility>
@@ -25,7 +26,10 @@ namespace evenkeel::device {
 class AttentionLayers {
  public:
   AttentionLayers(const Model& model, WorkStream& stream)
-      : model_(model), config_(model.config()), stream_(stream) {}
+      : model_(model),
+        config_(model.config()),
+        stream_(stream),
+        scores_(static_cast<size_t>(2 * config_.layers * config_.heads) * sizeof(float)) {}
   ~AttentionLayers() { cudaStreamSynchronize(second_stream_); }
   // In device memory: slopes (H), or empty; the sinks of each layer, (L) pointers to (H), or empty.
   void set_head_values(std::span<const float> slopes, std::vector<const float*> sinks) {
@@ -58,6 +62,12 @@ class AttentionLayers {
   // What follows on the stream waits for the facts that are computed separately.
   void join_facts();
 
+  // (L, H) each, found by the forward passes, or null: they were not asked for, or not all layers' kernels find them.
+  const float* largest_scores() const { return finds_scores() ? scores_.as<float>() : nullptr; }
+  const float* largest_row_means() const {
+    return finds_scores() ? scores_.as<float>() + config_.layers * config_.heads : nullptr;
+  }
+
   PassInputs inputs(const LayerMemory& m) const;
   AttentionProblem problem(int64_t layer) const;  // as the call runs it, with a plan for each head
 
@@ -75,6 +85,10 @@ class AttentionLayers {
   void* workspace() const {
     return memory_.as<char>() + static_cast<size_t>(config_.layers) * layout_->saved;
   }
+  bool finds_scores() const {
+    return kind_.score_facts && std::all_of(layout_->calls.begin(), layout_->calls.end(),
+                                            [](const LayerCalls& c) { return c.train.gives_score_facts(); });
+  }
   const LayerCalls& calls(int64_t layer) const { return layout_->calls[static_cast<size_t>(layer)]; }
   SecondPass carve_second_pass(const AttentionCall& call, Carver& carver) const;
 
@@ -86,6 +100,7 @@ class AttentionLayers {
   std::vector<const float*> sinks_;
   StreamMark forked_, joined_;
   DeviceMemory memory_;
+  DeviceMemory scores_;  // largest scores, largest row means: (L, H) each
 
   // Of the call at hand.
   CallKind kind_{};

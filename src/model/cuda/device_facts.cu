@@ -4,6 +4,7 @@
 #include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/launch.h"
 #include "gpu/cuda/mma.cuh"
+#include "gpu/cuda/raise.cuh"
 #include "gpu/cuda/warp.cuh"
 
 namespace evenkeel::device {
@@ -11,15 +12,6 @@ namespace evenkeel::device {
 using namespace gpu;
 
 namespace {
-
-// A maximum by atomics is the same in any order. fmaxf passes over NaN, so none gets here.
-__device__ __forceinline__ void raise(float* target, float value) {
-  value += 0.0f;  // -0 would have the bits of the lowest number
-  if (value >= 0)
-    atomicMax(reinterpret_cast<int*>(target), __float_as_int(value));
-  else  // of two negative numbers the larger has the smaller bits; a positive one is smaller than both
-    atomicMin(reinterpret_cast<unsigned*>(target), __float_as_uint(value));
-}
 
 // One (batch, head, layer) of q and k.
 template <class T>
@@ -261,6 +253,10 @@ __global__ void __launch_bounds__(kSumWarps* kWarp) row_sums_kernel(FactInputs i
   out.residual = own.residual;
   out.residual_squares = own.residual_squares;
   out.delta_squares = own.delta_squares;
+  if (in.largest_score) {  // all bits are still set: no row saw a key
+    out.largest_score = fmaxf(out.largest_score, in.largest_score[layer * in.H + head]);
+    out.largest_row_mean = fmaxf(out.largest_row_mean, in.largest_row_mean[layer * in.H + head]);
+  }
   sums[layer * in.H + head] = out;
 }
 static_assert(kSumWarps == kWarp);
@@ -296,7 +292,7 @@ void launch_scores(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
 void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream) {
   row_sums_kernel<<<dim3(grid(in.H), grid(in.L)), kSumWarps * kWarp, 0, stream>>>(in, sums);
   check_launch("sums of facts");
-  if (!scores) return;
+  if (!scores || in.largest_score) return;
   if (in.type == TensorType::bf16)
     launch_scores<Bf16>(in, sums, stream);
   else

@@ -18,13 +18,15 @@ struct FactInputs {
   int64_t layer_stride, row_stride;
   int64_t row_layer_stride;  // of what follows, (L, B, H, T), in elements
   const float* lse;
+  // (L, H) each, as ForwardPass has them, or null: not found yet.
+  const float *largest_score, *largest_row_mean;
   int64_t fact_sequences;         // the first so many of B, which what follows is of
   const int32_t* ties;            // nullptr: not asked for
   const float *residual, *delta;  // the same
 };
 
-// sums: (L, H), written. With `scores`, the largest score and row mean too: one more pass over q and k on the
-// tensor cores, 2 B H T^2 D operations a layer.
+// sums: (L, H), written. With `scores`, the largest score and row mean too: where `in` does not have them, by one more pass
+// over q and k on the tensor cores, 2 B H T^2 D operations a layer.
 void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream);
 
 }  // namespace evenkeel::device

@@ -181,12 +181,15 @@ void ModelCuda::write_facts(const CallKind& kind) {
   facts.row_stride = attended_width(config_);
   facts.row_layer_stride = a_->row_stride;
   facts.lse = first.lse;
+  facts.largest_score = attention_.largest_scores();
+  facts.largest_row_mean = attention_.largest_row_means();
   facts.fact_sequences = kind.fact_sequences;
   if (kind.tie_facts) facts.ties = first.ties;
   if (kind.residual_facts) facts.residual = first.residual, facts.delta = first.delta;
-  stream_.phase("facts", kind.score_facts ? static_cast<double>(config_.layers) * static_cast<double>(N_) *
-                                                static_cast<double>(T_ * config_.query_width())
-                                          : 0);
+  const bool pass_over_keys = kind.score_facts && !facts.largest_score;
+  stream_.phase("facts", pass_over_keys ? static_cast<double>(config_.layers) * static_cast<double>(N_) *
+                                              static_cast<double>(T_ * config_.query_width())
+                                        : 0);
   head_facts(facts, kind.score_facts, reinterpret_cast<FactSums*>(results_.as<char>() + Carver::kAlignment),
              stream_);
 }

@@ -1,0 +1,11 @@
+// Hopper's forward pass on BF16 tensors, with facts of its scores.
+#include "attention/cuda/hopper_forward_kernel.cuh"
+
+namespace evenkeel::hopper::forward {
+
+void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                          const ForwardArguments& a, void* workspace, cudaStream_t stream) {
+  launch_shift<Bf16Pairs, false, true>(problem, in, out, a, workspace, stream);
+}
+
+}  // namespace evenkeel::hopper::forward
