@@ -368,6 +368,19 @@ TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   forward("saved at a multiple of 256", [](auto&, auto& o, auto&) { o.saved = memory + 16; });
   forward("workspace", [](auto&, auto&, auto& w) { w = nullptr; });
   forward("with_facts", [](auto&, auto& o, auto&) { o.ties = reinterpret_cast<int32_t*>(memory); });
+  // Facts of scores: both or none, and of kernels that find them.
+  const auto with_scores = [](auto&, auto& o, auto&) {
+    o.largest_score = o.largest_row_mean = reinterpret_cast<float*>(memory);
+  };
+  forward("or neither", [](auto&, auto& o, auto&) { o.largest_score = reinterpret_cast<float*>(memory); });
+  forward("the Ampere-class kernels do not find the largest score", with_scores, kernel_family("ampere"));
+  ForwardPass scores = out;
+  scores.largest_score = scores.largest_row_mean = reinterpret_cast<float*>(memory);
+  check_forward(p, hopper, sizes, in, scores, memory, nullptr);
+  AttentionProblem window = p;
+  window.mask.window_left = 5;
+  expect_refused("of this problem",
+                 [&] { check_forward(window, hopper, sizes, in, scores, memory, nullptr); });
   // What only the fast kernels need is not asked of the others: any strides of inputs.
   PassInputs odd = in;
   odd.k.data = memory + 2;
