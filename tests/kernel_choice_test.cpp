@@ -368,19 +368,6 @@ TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   forward("saved at a multiple of 256", [](auto&, auto& o, auto&) { o.saved = memory + 16; });
   forward("workspace", [](auto&, auto&, auto& w) { w = nullptr; });
   forward("with_facts", [](auto&, auto& o, auto&) { o.ties = reinterpret_cast<int32_t*>(memory); });
-  // Facts of scores: both or none, and of kernels that find them.
-  const auto with_scores = [](auto&, auto& o, auto&) {
-    o.largest_score = o.largest_row_mean = reinterpret_cast<float*>(memory);
-  };
-  forward("or neither", [](auto&, auto& o, auto&) { o.largest_score = reinterpret_cast<float*>(memory); });
-  forward("the Ampere-class kernels do not find the largest score", with_scores, kernel_family("ampere"));
-  ForwardPass scores = out;
-  scores.largest_score = scores.largest_row_mean = reinterpret_cast<float*>(memory);
-  check_forward(p, hopper, sizes, in, scores, memory, nullptr);
-  AttentionProblem window = p;
-  window.mask.window_left = 5;
-  expect_refused("of this problem",
-                 [&] { check_forward(window, hopper, sizes, in, scores, memory, nullptr); });
   // What only the fast kernels need is not asked of the others: any strides of inputs.
   PassInputs odd = in;
   odd.k.data = memory + 2;
@@ -415,6 +402,27 @@ TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   expect_refused("dv", [&] {
     check_backward(with_facts, any_plan, sizes, in, query, out, facts_alone, memory, nullptr);
   });
+}
+
+// Facts of scores: both or none, and of kernels that find them.
+TEST(PassCheck, facts_of_scores) {
+  alignas(256) static char memory[512];
+  const AttentionProblem p = complete(problem());
+  const PassSizes sizes{1024, 1024};
+  const DeviceTensor query{memory, {32768, 8192, 64, 1}}, key{memory, {16384, 8192, 64, 1}};
+  const PassInputs in{query, key, key};
+  ForwardPass out{query, reinterpret_cast<float*>(memory), memory, nullptr};
+  out.largest_score = out.largest_row_mean = reinterpret_cast<float*>(memory);
+  check_forward(p, kernel_family("hopper"), sizes, in, out, memory, nullptr);
+  expect_refused("the Ampere-class kernels do not find the largest score",
+                 [&] { check_forward(p, kernel_family("ampere"), sizes, in, out, memory, nullptr); });
+  AttentionProblem window = p;
+  window.mask.window_left = 5;
+  expect_refused("of this problem",
+                 [&] { check_forward(window, kernel_family("hopper"), sizes, in, out, memory, nullptr); });
+  out.largest_row_mean = nullptr;
+  expect_refused("or neither",
+                 [&] { check_forward(p, kernel_family("hopper"), sizes, in, out, memory, nullptr); });
 }
 
 // Packed: a batch stride of 0 is asked for, and is no mistake in what is written.
