@@ -109,10 +109,11 @@ std::string hopper_reason(const AttentionProblem& p) {
     if (stabilisers.find(rules.name) == std::string::npos)
       stabilisers += (stabilisers.empty() ? "" : ", ") + std::string(rules.name);
   }
+  // One byte more than the tensors have, and the leading bit, which is not stored.
   return fmt::format("{}, head size {}, flash2 with stabiliser {} on compute capability 9.0{}{}",
                      name(p.type), p.D, stabilisers, p.plans.size() > 1 ? ", by head" : "",
                      wide ? fmt::format("; the O of delta has {} significand bits, rounded stochastically",
-                                        fused_plan(p.type).at(Site::output).format.significand_bits + 8)
+                                        fused_plan(p.type).at(Site::output).format.significand_bits + 9)
                           : "");
 }
 
