@@ -69,7 +69,7 @@ set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/ho
                       src/attention/cuda/hopper_forward_fp16.cu src/attention/cuda/hopper_forward_facts.cu
                       src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_backward_bf16.cu src/attention/cuda/hopper_backward_fp16.cu
-                      src/attention/cuda/hopper_delta.cu)
+                      src/attention/cuda/hopper_delta.cu src/attention/cuda/hopper_fp8.cu)
 
 # One machine code for all of 8.x, one for Hopper; PTX for what comes after.
 set(cuda_machines_ampere -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=sm_90

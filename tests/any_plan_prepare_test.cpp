@@ -15,7 +15,6 @@ struct BlockSize {
   unsigned x;
 };
 inline BlockSize blockDim{64};
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

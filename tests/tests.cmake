@@ -65,7 +65,7 @@ if(TARGET rounding_test)
 endif()
 
 # Kernels compiled for the CPU: the emulator's instructions stand before the device's. nvcc's pragmas mean nothing there.
-foreach(test cuda_emulator_test any_plan_prepare_test ampere_test)
+foreach(test cuda_emulator_test any_plan_prepare_test ampere_test hopper_fp8_test)
   if(TARGET ${test})
     target_include_directories(${test} BEFORE PRIVATE tests/cuda_emulator)
     target_compile_options(${test} PRIVATE -Wno-unknown-pragmas -Wno-unused-function -Wno-sign-compare)

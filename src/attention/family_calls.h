@@ -14,6 +14,7 @@ namespace evenkeel {
                          const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out, \
                          void* workspace, void* stream)
 EVENKEEL_FAMILY(hopper);
+EVENKEEL_FAMILY(hopper_fp8);
 EVENKEEL_FAMILY(ampere);
 EVENKEEL_FAMILY(any_plan);
 EVENKEEL_FAMILY(cpu);

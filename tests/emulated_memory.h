@@ -1,0 +1,124 @@
+// What kernels need that the CUDA emulator runs on the problems of attention_cases.h: how they are launched, and tensors of
+// 16-bit numbers in memory that is poisoned, and looked at afterwards where nobody may write.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "attention/attention_call.h"
+#include "attention_cases.h"
+#include "gpu/cuda/instructions.cuh"
+
+namespace evenkeel::emulated {
+
+using cases::Problem;
+using cuda_emulator::Order;
+
+struct How {
+  TensorType type = TensorType::bf16;
+  bool sequences = false;  // all sequences' rows on one axis, without padding; needs lengths
+  Order order = Order::ascending;
+  int blocks_at_once = 1;
+  uint32_t step = 0;
+  bool small = false;  // kernels for less shared memory
+  const Tensor<float>* grad_lse = nullptr;
+  Tensor<float>* dsinks = nullptr;
+};
+
+struct Launch {
+  const How& how;
+  template <class Kernel, class Arguments>
+  void run(int64_t blocks, const Arguments& arguments) {
+    cuda_emulator::run({.blocks = static_cast<int>(blocks),
+                        .threads = Kernel::kThreads,
+                        .shared_bytes = Kernel::kSharedBytes,
+                        .order = how.order,
+                        .blocks_at_once = how.blocks_at_once},
+                       [&] { Kernel::run(arguments); });
+  }
+};
+
+// Memory whose bytes are 0xff (NaN in every format) at birth, aligned to 256, between guards.
+class Poisoned {
+ public:
+  explicit Poisoned(size_t bytes) : bytes_(bytes), memory_(bytes + 3 * kGuard, 0xff) {
+    const auto start = reinterpret_cast<uintptr_t>(memory_.data());
+    data_ = memory_.data() + kGuard - start % kGuard;
+    if (static_cast<size_t>(data_ - memory_.data()) < 16) data_ += kGuard;
+  }
+  void* data() { return data_; }
+  template <class T>
+  T* as() {
+    return reinterpret_cast<T*>(data_);
+  }
+  void expect_guards(const char* name) const {
+    for (const uint8_t* at = memory_.data(); at < memory_.data() + memory_.size(); ++at)
+      if ((at < data_ || at >= data_ + bytes_) && *at != 0xff) {
+        ADD_FAILURE() << name << ": byte " << at - data_ << " of " << bytes_ << " was overwritten";
+        return;
+      }
+  }
+
+ private:
+  static constexpr size_t kGuard = 256;
+  size_t bytes_;
+  std::vector<uint8_t> memory_;
+  uint8_t* data_;
+};
+
+// A tensor of 16-bit numbers: (B, heads, rows, D), or all sequences' rows on one axis, (rows, heads, D).
+class Operand {
+ public:
+  Operand(const How& how, const std::array<int64_t, 4>& shape, const std::vector<int32_t>& lengths)
+      : how_(how), shape_(shape), lengths_(lengths) {
+    offsets_.resize(lengths.size());
+    std::exclusive_scan(lengths.begin(), lengths.end(), offsets_.begin(), 0);
+    rows_ = how.sequences ? std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) : shape[2];
+    const auto [B, heads, rows, D] = shape;
+    stride_ = how.sequences ? std::array{int64_t{0}, D, heads * D, int64_t{1}} : contiguous_strides(shape);
+    memory_ = std::make_unique<Poisoned>(
+        static_cast<size_t>((how.sequences ? 1 : B) * heads * std::max<int64_t>(rows_, 1) * D) * 2);
+  }
+  void write(const View<const float>& values) {
+    each([&](int64_t b, int64_t h, int64_t i, int64_t d, uint16_t& to) {
+      const float x = *values.at(b, h, i, d);
+      to = static_cast<uint16_t>(how_.type == TensorType::fp16 ? gpu::fp16_bits(x) : gpu::bf16_bits(x));
+    });
+  }
+  // Rows that do not exist: 0, as in a padded tensor.
+  void read(Tensor<float>& values) {
+    values = Tensor<float>(shape_);
+    each([&](int64_t b, int64_t h, int64_t i, int64_t d, uint16_t& from) {
+      *values.view().at(b, h, i, d) =
+          how_.type == TensorType::fp16 ? gpu::fp16_value(from) : gpu::bf16_value(from);
+    });
+  }
+  DeviceTensor tensor() { return {memory_->data(), stride_}; }
+  const std::vector<int32_t>& offsets() const { return offsets_; }
+  int64_t all_rows() const { return rows_; }
+  void expect_guards(const char* name) const { memory_->expect_guards(name); }
+
+ private:
+  template <class F>
+  void each(F f) {
+    for (int64_t b = 0; b < shape_[0]; ++b)
+      for (int64_t h = 0; h < shape_[1]; ++h)
+        for (int64_t i = 0; i < (how_.sequences ? lengths_[static_cast<size_t>(b)] : shape_[2]); ++i)
+          for (int64_t d = 0; d < shape_[3]; ++d) {
+            const int64_t row = how_.sequences ? offsets_[static_cast<size_t>(b)] + i : i;
+            f(b, h, i, d, memory_->as<uint16_t>()[b * stride_[0] + h * stride_[1] + row * stride_[2] + d]);
+          }
+  }
+
+  const How& how_;
+  std::array<int64_t, 4> shape_, stride_;
+  std::vector<int32_t> lengths_, offsets_;
+  int64_t rows_ = 0;
+  std::unique_ptr<Poisoned> memory_;
+};
+
+}  // namespace evenkeel::emulated
