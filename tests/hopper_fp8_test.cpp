@@ -7,7 +7,6 @@
 #include "attention/cuda/hopper_fp8_pass.h"
 #include "emulated_memory.h"
 #include "fp8_judge.h"
-#include "numerics/round_block.h"
 
 namespace evenkeel {
 namespace {
@@ -119,44 +118,6 @@ Result run(const AttentionProblem& config, const Problem& host, const How& how =
 
 // --- The quantiser
 
-// What e4m3*tile makes of rows [first, last) of one head, by the definition; rows beyond are zeros.
-std::vector<float> rounded_tile(const View<const float>& x, int64_t b, int64_t h, int64_t first,
-                                int64_t last) {
-  const Rounding rounding = parse_rounding("e4m3*tile");
-  const int64_t D = x.shape[3];
-  std::vector<float> tile(static_cast<size_t>(kTileRows * D));
-  for (int64_t i = first; i < last; ++i)
-    for (int64_t d = 0; d < D; ++d) tile[static_cast<size_t>((i - first) * D + d)] = *x.at(b, h, i, d);
-  round_block(rounding, {tile.data(), last - first, D, D, 1});
-  return tile;
-}
-
-int64_t wrong_numbers(const uint8_t* tiles, const View<const float>& x, int64_t keys_or_rows, bool is_value) {
-  const int64_t D = x.shape[3], count = divide_up(x.shape[2], kTileRows);
-  const int head = kernel_head(D);
-  int64_t wrong = 0;
-  for (int64_t b = 0; b < x.shape[0]; ++b)
-    for (int64_t h = 0; h < x.shape[1]; ++h)
-      for (int64_t tile = 0; tile * kTileRows < keys_or_rows; ++tile) {
-        const int64_t first = tile * kTileRows, last = std::min<int64_t>(first + kTileRows, keys_or_rows);
-        const std::vector<float> expected = rounded_tile(x, b, h, first, last);
-        const uint8_t* const at =
-            tiles + static_cast<size_t>((b * x.shape[1] + h) * count + tile) * tile_bytes(head);
-        float scale;
-        std::memcpy(&scale, at + image_bytes(head), sizeof scale);
-        for (int row = 0; row < kTileRows; ++row)
-          for (int d = 0; d < head; ++d) {
-            const int line = is_value ? d : row, byte = is_value ? value_slot(row) : d;
-            const float found =
-                decode(kE4m3, at[tile_offset(line, byte, line_bytes(is_value, head))]) * scale;
-            const float truth =
-                d < D && row < last - first ? expected[static_cast<size_t>(row * D + d)] : 0.0f;
-            wrong += std::isnan(truth) ? !std::isnan(found) : !(found == truth);
-          }
-      }
-  return wrong;
-}
-
 TEST(HopperFp8Quantise, is_the_rounding_by_tiles_to_the_bit) {
   for (const auto& [T, N, D] :
        {std::array<int64_t, 3>{70, 130, 64}, {64, 1, 128}, {3, 200, 40}, {130, 64, 96}}) {
@@ -181,12 +142,12 @@ TEST(HopperFp8Quantise, is_the_rounding_by_tiles_to_the_bit) {
       launch.run<Quantise<128>>(blocks, arguments);
     memory.expect_guards();
     EXPECT_EQ(*layout.next_item, 0u);
-    EXPECT_EQ(wrong_numbers(layout.q, host.in.q, T, false), 0) << D;
-    EXPECT_EQ(wrong_numbers(layout.k, host.in.k, N, false), 0) << D;
-    EXPECT_EQ(wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << D;
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << D;
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
     // And the comparison sees a wrong byte.
     layout.v[tile_bytes(kernel_head(D)) / 2] ^= 1;
-    EXPECT_GT(wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
+    EXPECT_GT(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
   }
 }
 
@@ -212,8 +173,7 @@ TEST(HopperFp8, one_tile_is_the_cpus) {
       AttentionBuffers cpu(host.in, false);
       attention_forward(config, host.in, cpu.forward());
       int64_t differ = 0;
-      for (size_t n = 0; n < found.o.values().size(); ++n)
-        differ += found.o.values()[n] != cpu.o.values()[n];
+      for (size_t n = 0; n < found.o.values().size(); ++n) differ += found.o.values()[n] != cpu.o.values()[n];
       EXPECT_LT(differ, 64 * D / 50) << D << " " << stabiliser;
       for (size_t n = 0; n < found.lse.values().size(); ++n)
         EXPECT_NEAR(found.lse.values()[n], cpu.lse.values()[n], 1e-4) << D << " " << stabiliser << " " << n;

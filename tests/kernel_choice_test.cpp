@@ -135,6 +135,29 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   expect(changed([](auto& p) { p.with_facts = true; }), "outputs");
 }
 
+// The forward pass of one plan, where it is asked for by name: it cannot train.
+TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_fp8_fa3_by_name) {
+  const KernelFamily& family = kernel_family("hopper_fp8");
+  for (const char* plan :
+       {"fp8_fa3", "fp8_fa3,stabiliser=consistent", "fp8_fa3,accumulate=h200/4", "fp8_fa3,dq=fp32,keel=0.1"})
+    EXPECT_EQ(not_taken(family, problem(plan), kHopper), "") << plan;
+  for (const auto& [plan, words] : {std::pair{"flash2", "q=fp32 (fp8_fa3 has e4m3*tile)"},
+                                    {"fp8_fa3,probs=bf16", "probs=bf16"},
+                                    {"fp8_fa3,v=e4m3*head", "v=e4m3*head"},
+                                    {"fp8_fa3,row_sum=bf16", "row_sum=bf16"},
+                                    {"fp8_fa3,keys=centred", "keys=centred"},
+                                    {"fp8_fa3,stabiliser=dither", "the stabiliser dither"},
+                                    {"fp8_fa3,accumulate=h200", "theirs are accumulate=h200/4"},
+                                    {"fp8_fa3,accumulate=a100/4", "theirs are accumulate=h200/4"}})
+    EXPECT_NE(not_taken(family, problem(plan), kHopper).find(words), std::string::npos)
+        << plan << ": " << not_taken(family, problem(plan), kHopper);
+  EXPECT_NE(not_taken(family, problem("fp8_fa3"), device(8, 0)), "");
+  EXPECT_EQ(choose_kernel(problem("fp8_fa3"), kHopper).kernel, "any_plan");
+  setenv("EVENKEEL_KERNELS", "hopper_fp8", 1);
+  EXPECT_EQ(choose_kernel(problem("fp8_fa3"), kHopper).kernel, "hopper_fp8");
+  unsetenv("EVENKEEL_KERNELS");
+}
+
 // What no kernels of a GPU have is refused in words, never computed as something else.
 TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   const std::pair<const char*, const char*> cases[] = {
@@ -265,6 +288,7 @@ TEST(KernelFamilies, limits_are_kept) {
     EXPECT_EQ(&kernel_family(family.name), &family);
     AttentionProblem p = problem("fp32");
     if (family.plan_not_taken) p = problem("flash2");
+    if (std::string_view(family.name) == "hopper_fp8") p = problem("fp8_fa3");
     p.D = family.limits.head_step;
     const std::vector<PrecisionPlan> plans = p.plans;
     for (size_t n = 0; n < kTensorTypeNames.size(); ++n) {

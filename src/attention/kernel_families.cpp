@@ -121,6 +121,33 @@ bool hopper_gives_score_facts(const AttentionProblem& p) {
   return p.type == TensorType::bf16 && !has_forms(p);
 }
 
+// fp8_fa3's forward pass, whose sums go to FP32 after all features of a score and every 64 keys of O: h200/4.
+std::string hopper_fp8_plan_not_taken(const PrecisionPlan& plan, TensorType) {
+  if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
+  if (plan.stabiliser != Stabiliser::none && plan.stabiliser != Stabiliser::consistent)
+    return fmt::format("the stabiliser {}", name(plan.stabiliser));
+  constexpr int kPromote = 4;
+  if (plan.accumulate == Accumulate::tensor_core && (plan.chip != kDefaultChip || plan.promote != kPromote))
+    return fmt::format("sums as in \"{}\" (theirs are accumulate={}/{})", to_string(plan), kDefaultChip,
+                       kPromote);
+  const PrecisionPlan fp8 = parse_plan("fp8_fa3");
+  for (Site site : {Site::q, Site::k, Site::v, Site::scores, Site::shifted, Site::probs, Site::row_sum,
+                    Site::pv, Site::output})
+    if (plan.at(site) != fp8.at(site))
+      return fmt::format("{}={} (fp8_fa3 has {})", name(site), to_string(plan.at(site)),
+                         to_string(fp8.at(site)));
+  return "";
+}
+
+std::string hopper_fp8_reason(const AttentionProblem& p) {
+  return fmt::format(
+      "bf16, head size {}, the forward pass of fp8_fa3 with stabiliser {} on compute capability 9.0", p.D,
+      name(p.plans[0].stabiliser));
+}
+
+// Who asks for a plan may train with it, and there is no backward pass.
+bool only_by_name(const CudaDevice&) { return false; }
+
 std::string ampere_reason(const AttentionProblem& p) {
   return fmt::format("{}, head size {}, flash2's sites on compute capability 8.0 or newer", name(p.type),
                      p.D);
@@ -166,7 +193,21 @@ constexpr KernelFamily kFamilies[] = {
      hopper_prepare,
      hopper_forward,
      hopper_backward},
-    // The same by mma.sync.
+    // fp8_fa3's forward pass alone (wgmma of E4M3).
+    {"hopper_fp8",
+     "the Hopper FP8 kernels",
+     /*on_gpu=*/true,
+     {features({Feature::packed, Feature::device_step}), types({TensorType::bf16}), kLargestGpuHead,
+      /*head_step=*/8, kGpuAlignment},
+     hopper_device_not_taken,
+     hopper_fp8_plan_not_taken,
+     only_by_name,
+     hopper_fp8_reason,
+     nullptr,
+     hopper_fp8_prepare,
+     hopper_fp8_forward,
+     hopper_fp8_backward},
+    // hopper's plans and forms by mma.sync.
     {"ampere",
      "the Ampere-class kernels",
      /*on_gpu=*/true,

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention/attention_call.h"
+#include "attention/kernel_families.h"
 #include "gpu/device_memory.h"
 #include "numerics/random.h"
 
@@ -34,7 +34,9 @@ inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t 
 // q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D). REQUIRES: H = G, T = N, tensors of 16 bits.
 class AttentionOnDevice {
  public:
-  explicit AttentionOnDevice(const AttentionProblem& p) : call_(resolve(p, cuda_device())) {
+  // `family`: by this name; null: the one that the table chooses.
+  explicit AttentionOnDevice(const AttentionProblem& p, const char* family = nullptr)
+      : call_(family ? AttentionCall(kernel_family(family), p) : resolve(p, cuda_device())) {
     const PassSizes& sizes = call_.sizes();
     const auto elements = static_cast<size_t>(p.B * p.H * p.T * p.D),
                rows = elements / static_cast<size_t>(p.D);

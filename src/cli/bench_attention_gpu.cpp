@@ -55,6 +55,9 @@ constexpr size_t kQuickRows[] = {0, 3};
 constexpr double kRemedyPrice = 1.02;   // the default remedy against none, forward + backward, row 1
 constexpr double kAnyPlanShare = 0.35;  // bf16_all against cuDNN, row 1
 constexpr double kFactsPrice = 1.05;    // ties, residual and delta's error as outputs
+// The FP8 forward pass against ours in BF16, the same stabiliser, at the row of the longest sequences.
+constexpr size_t kFp8Row = 4;
+constexpr double kFp8Ratio = 1.25;
 
 // The default remedy: the cheapest of those that cure. consistent is stronger and dearer.
 constexpr const char* kRemedyStabiliser = "wide_output";
@@ -64,6 +67,7 @@ constexpr double kTiedShares[] = {0, 0.05, 1};
 struct Contestant {
   std::string name, plan;  // no plan: a rival
   bool facts = false;
+  const char* family = nullptr;  // null: the one that the table chooses
   bool is_rival() const { return plan.empty(); }
 };
 struct Group {
@@ -263,6 +267,39 @@ Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
   return timings;
 }
 
+// Forward passes alone, ours: in turns, so that both meet the same clocks.
+std::vector<Timing> time_forward(const Row& row, const std::vector<Contestant>& contestants, int64_t rounds) {
+  constexpr int kCalls = 4;
+  std::vector<Timing> timings;
+  std::vector<std::unique_ptr<AttentionOnDevice>> running;
+  for (const Contestant& c : contestants) {
+    Timing& timing = timings.emplace_back();
+    timing.name = c.name;
+    running.push_back(std::make_unique<AttentionOnDevice>(problem_of(row, c), c.family));
+    timing.kernel = running.back()->choice().kernel;
+    running.back()->forward(nullptr);
+    device_wait();
+  }
+  for (int64_t round = 0; round < rounds; ++round)
+    for (size_t n = 0; n < running.size(); ++n)
+      timings[n].forward.push_back(device_seconds([&](void* stream) {
+                                     for (int call = 0; call < kCalls; ++call) running[n]->forward(stream);
+                                   }) /
+                                   kCalls);
+  return timings;
+}
+
+// FP8 after BF16, with the sum kept and without, the quantiser included.
+std::vector<Timing> time_fp8(int64_t rounds) {
+  std::vector<Contestant> contestants;
+  for (const char* stabiliser : {"none", "consistent"})
+    for (const bool fp8 : {false, true})
+      contestants.push_back({fmt::format("{} forward, {}", fp8 ? "fp8" : "bf16", stabiliser),
+                             fmt::format("{},stabiliser={}", fp8 ? "fp8_fa3" : "flash2", stabiliser),
+                             /*facts=*/false, fp8 ? "hopper_fp8" : nullptr});
+  return time_forward(kRows[kFp8Row], contestants, rounds);
+}
+
 // --- Results.
 
 const Timing* find(const std::vector<Timing>& list, std::string_view name) {
@@ -313,6 +350,25 @@ std::vector<Verdict> verdicts_of(const std::vector<Group>& groups, const Timings
     }
   }
   return verdicts;
+}
+
+void add_fp8_verdicts(const std::vector<Timing>& timings, std::vector<Verdict>& verdicts) {
+  for (size_t n = 0; n + 1 < timings.size(); n += 2)
+    verdicts.push_back({kRows[kFp8Row].name() + " " + timings[n + 1].name + " against bf16",
+                        median(timings[n].forward) / median(timings[n + 1].forward), kFp8Ratio, true});
+}
+
+void print_fp8(const std::vector<Timing>& timings) {
+  if (timings.empty()) return;
+  const Row& row = kRows[kFp8Row];
+  fmt::print("\n{:<32}{:>8}  {:<16}  {}\n", row.name() + " causal, FP8", "forward", "10..90 %", "kernel");
+  for (const Timing& t : timings) {
+    const auto tflops = [&](double seconds) { return row.forward_flops() / seconds * 1e-12; };
+    fmt::print(
+        "  {:<30}{:>8.0f}  {:<16}  {}\n", t.name, tflops(median(t.forward)),
+        fmt::format("{:.0f}..{:.0f}", tflops(quantile(t.forward, 0.9)), tflops(quantile(t.forward, 0.1))),
+        t.kernel);
+  }
 }
 
 std::string title(const Group& group) {
@@ -401,18 +457,27 @@ int bench_attention_gpu(const GpuBenchOptions& options) {
                                  ? fmt::format("PyTorch {}, cuDNN {}", answer.json->value("torch", "?"),
                                                answer.json->value("cudnn", 0))
                                  : "no rival: " + answer.why_not;
-  const std::vector<Verdict> verdicts = verdicts_of(groups, timings);
+  std::vector<Verdict> verdicts = verdicts_of(groups, timings);
+  // Where the row of FP8 is measured, and the kernels run.
+  const bool with_fp8 =
+      kernel_family("hopper_fp8").device_not_taken(device).empty() &&
+      std::any_of(groups.begin(), groups.end(), [](const Group& g) { return g.row == &kRows[kFp8Row]; });
+  const std::vector<Timing> fp8 = with_fp8 ? time_fp8(rounds) : std::vector<Timing>{};
+  add_fp8_verdicts(fp8, verdicts);
   const bool ok = std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.ok(); });
   if (options.json) {
     Json out = to_json(groups, timings, verdicts);
     out["device"] = device.name;
     out["rivals"] = rivals;
+    for (const Timing& t : fp8)
+      out["fp8"].push_back({{"name", t.name}, {"kernel", t.kernel}, {"forward_seconds", t.forward}});
     fmt::print("{}\n", out.dump(2));
     return options.check && !ok ? 1 : 0;
   }
   fmt::print("attention on {}: BF16, causal, TFLOP/s (medians of {} rounds); {}\n", device.name, rounds,
              rivals);
   print(groups, timings);
+  print_fp8(fp8);
   fmt::print("\n{:<56}{:>8}{:>10}\n", "", "ratio", "target");
   for (const Verdict& v : verdicts)
     fmt::print("{:<56}{:>8.3f}{:>10}  {}\n", v.what, v.value,

@@ -1,4 +1,4 @@
-// What Hopper's FP8 forward pass does on the host: lays out memory and launches its two kernels through a `launch` that is
+// What Hopper's FP8 forward pass does on the host: launches its two kernels through a `launch` that is
 // given: on a stream of the device (hopper_fp8.cu), or in the emulator of the tests. Internal to src/attention.
 #pragma once
 
@@ -9,30 +9,8 @@
 #include "attention/cuda/hopper_fp8_quantise.cuh"
 #include "attention/head_plan.h"
 #include "base/sizes.h"
-#include "gpu/device_memory.h"
 
 namespace evenkeel::hopper_fp8 {
-
-constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
-
-// The workspace: the counter of items and the tiles of q, k and v.
-struct Layout {
-  uint32_t* next_item;
-  uint8_t *q, *k, *v;
-  size_t bytes;
-};
-inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
-  Carver parts(workspace);
-  const auto tile = static_cast<int64_t>(tile_bytes(kernel_head(problem.D)));
-  const int64_t row_tiles = divide_up(problem.T, kTileRows), key_tiles = divide_up(problem.N, kTileRows);
-  Layout layout{};
-  layout.next_item = parts.take<uint32_t>(1);
-  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_tiles * tile);
-  layout.k = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
-  layout.v = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
-  layout.bytes = parts.used();
-  return layout;
-}
 
 inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const PassInputs& in,
                                             const Layout& layout) {

@@ -6,7 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/attention_problem.h"
 #include "attention/stabiliser.h"
+#include "base/sizes.h"
+#include "gpu/device_memory.h"
 #include "numerics/shared_scale.h"
 
 namespace evenkeel::hopper_fp8 {
@@ -39,5 +42,26 @@ EVENKEEL_HOST_DEVICE constexpr int value_slot(int key) {
 EVENKEEL_HOST_DEVICE constexpr size_t image_bytes(int head) { return static_cast<size_t>(kTileRows * head); }
 inline constexpr size_t kScaleBytes = 16;  // the least that the copy engine moves
 EVENKEEL_HOST_DEVICE constexpr size_t tile_bytes(int head) { return image_bytes(head) + kScaleBytes; }
+
+constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
+
+// The workspace: the counter of items and the tiles of q, k and v.
+struct Layout {
+  uint32_t* next_item;
+  uint8_t *q, *k, *v;
+  size_t bytes;
+};
+inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
+  Carver parts(workspace);
+  const auto tile = static_cast<int64_t>(tile_bytes(kernel_head(problem.D)));
+  const int64_t row_tiles = divide_up(problem.T, kTileRows), key_tiles = divide_up(problem.N, kTileRows);
+  Layout layout{};
+  layout.next_item = parts.take<uint32_t>(1);
+  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_tiles * tile);
+  layout.k = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
+  layout.v = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
+  layout.bytes = parts.used();
+  return layout;
+}
 
 }  // namespace evenkeel::hopper_fp8

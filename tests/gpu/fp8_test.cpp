@@ -1,0 +1,317 @@
+// Hopper's FP8 forward pass on the GPU, stage by stage (quantiser, scores, where probabilities meet values, sums), then whole:
+// its errors against FP64 beside those of the CPU with the same plan, every length and layout, the same bits twice. What the
+// kernel does without a GPU is hopper_fp8_test.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+
+#include "attention/kernel_families.h"
+#include "fp8_judge.h"
+#include "gpu/device_memory.h"
+
+namespace evenkeel {
+namespace {
+
+using cases::Case;
+using cases::Fill;
+using cases::make_problem;
+using cases::Problem;
+using fp8_judge::kernel_plan;
+
+constexpr const char* kStabilisers[] = {"none", "consistent"};
+const bool kSmall = std::getenv("EVENKEEL_SMALL") != nullptr;
+
+uint16_t to_bits(float x) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(round_to(Rounding{kBf16}, x)) >> 16);
+}
+float from_bits(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// A tensor on the device between guards, NaN at birth: (B, heads, rows, D), or all sequences' rows on one axis.
+class Operand {
+ public:
+  Operand(const std::array<int64_t, 4>& shape, const std::vector<int32_t>& lengths, bool packed)
+      : shape_(shape), lengths_(lengths), packed_(packed), offsets_(lengths.size()) {
+    std::exclusive_scan(lengths.begin(), lengths.end(), offsets_.begin(), 0);
+    rows_ = packed ? std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) : shape[2];
+    stride_ = packed ? std::array{int64_t{0}, shape[3], shape[1] * shape[3], int64_t{1}}
+                     : contiguous_strides(shape);
+    image_.assign(
+        kGuard + static_cast<size_t>((packed ? 1 : shape[0]) * shape[1] * rows_ * shape[3]) + kGuard, 0xffff);
+    memory_ = DeviceMemory(image_.size() * sizeof(uint16_t));
+  }
+  void write(const View<const float>& values) {
+    each([&](int64_t b, int64_t h, int64_t i, int64_t d, uint16_t& to) {
+      to = to_bits(*values.at(b, h, i, d));
+    });
+    upload();
+  }
+  void upload() { memory_.upload(image_.data(), image_.size() * sizeof(uint16_t)); }
+  Tensor<float> read() {
+    memory_.download(image_.data(), image_.size() * sizeof(uint16_t));
+    for (size_t n = 0; n < kGuard; ++n)
+      if (image_[n] != 0xffff || image_[image_.size() - 1 - n] != 0xffff) {
+        ADD_FAILURE() << "written beside the output";
+        break;
+      }
+    Tensor<float> values(shape_);
+    each([&](int64_t b, int64_t h, int64_t i, int64_t d, uint16_t& from) {
+      *values.view().at(b, h, i, d) = from_bits(from);
+    });
+    return values;
+  }
+  DeviceTensor tensor() const { return {memory_.as<uint16_t>() + kGuard, stride_}; }
+  const std::vector<int32_t>& offsets() const { return offsets_; }
+  int64_t rows() const { return rows_; }
+
+ private:
+  static constexpr size_t kGuard = 1024;
+  template <class F>
+  void each(F f) {
+    for (int64_t b = 0; b < shape_[0]; ++b)
+      for (int64_t h = 0; h < shape_[1]; ++h)
+        for (int64_t i = 0; i < (packed_ ? lengths_[static_cast<size_t>(b)] : shape_[2]); ++i)
+          for (int64_t d = 0; d < shape_[3]; ++d) {
+            const int64_t row = packed_ ? offsets_[static_cast<size_t>(b)] + i : i;
+            f(b, h, i, d,
+              image_[kGuard + static_cast<size_t>(b * stride_[0] + h * stride_[1] + row * stride_[2] + d)]);
+          }
+  }
+
+  std::array<int64_t, 4> shape_, stride_;
+  std::vector<int32_t> lengths_;
+  bool packed_;
+  std::vector<int32_t> offsets_;
+  int64_t rows_ = 0;
+  std::vector<uint16_t> image_;
+  DeviceMemory memory_;
+};
+
+struct Result {
+  Tensor<float> o, lse;
+  std::vector<uint8_t> workspace;
+  AttentionProblem problem;
+};
+Result run(const AttentionProblem& config, const Problem& host, bool packed = false) {
+  AttentionProblem p = problem_of(config, host.in);
+  p.type = TensorType::bf16;
+  Operand q({p.B, p.H, p.T, p.D}, host.query_lengths, packed),
+      o({p.B, p.H, p.T, p.D}, host.query_lengths, packed), k({p.B, p.G, p.N, p.D}, host.key_lengths, packed),
+      v({p.B, p.G, p.N, p.D}, host.key_lengths, packed);
+  q.write(host.in.q), k.write(host.in.k), v.write(host.in.v), o.upload();
+  const DeviceMemory query_lengths(host.query_lengths), key_lengths(host.key_lengths),
+      query_offsets(q.offsets()), key_offsets(k.offsets());
+  if (!host.query_lengths.empty()) {
+    p.mask.query_lengths = {query_lengths.as<const int32_t>(), host.query_lengths.size()};
+    p.mask.key_lengths = {key_lengths.as<const int32_t>(), host.key_lengths.size()};
+  }
+  if (packed) {
+    p.mask.query_offsets = {query_offsets.as<const int32_t>(), q.offsets().size()};
+    p.mask.key_offsets = {key_offsets.as<const int32_t>(), k.offsets().size()};
+    p.mask.query_rows = q.rows(), p.mask.key_rows = k.rows();
+  }
+  const AttentionCall call(kernel_family("hopper_fp8"), p);
+  DeviceMemory workspace(call.sizes().workspace), lse(static_cast<size_t>(p.B * p.H * p.T) * sizeof(float));
+  workspace.fill(0xff), lse.fill(0xff);
+  call.forward({q.tensor(), k.tensor(), v.tensor()}, {o.tensor(), lse.as<float>()}, workspace.data(),
+               nullptr);
+  device_wait();
+  Result result{o.read(), Tensor<float>({p.B, p.H, p.T, 1}), workspace.download<uint8_t>(), call.problem()};
+  lse.download(result.lse.values().data(), result.lse.values().size() * sizeof(float));
+  return result;
+}
+
+class Fp8 : public testing::Test {
+ protected:
+  void SetUp() override {
+    AttentionProblem plain;
+    plain.B = plain.H = plain.G = plain.T = plain.N = 1;
+    plain.D = 64;
+    plain.type = TensorType::bf16;
+    plain.plans = {kernel_plan("none")};
+    const std::string what = not_taken(kernel_family("hopper_fp8"), complete(plain), cuda_device());
+    if (!what.empty()) GTEST_SKIP() << "the Hopper FP8 kernels do not take " << what;
+  }
+};
+
+// --- Stage by stage. Each says the first thing that is not as it should be.
+
+TEST_F(Fp8, a_the_quantiser_is_the_definition_to_the_bit) {
+  for (const auto& [T, N, D] : {std::array<int64_t, 3>{70, 130, 64}, {130, 200, 128}, {3, 200, 40}}) {
+    const Problem host = make_problem({{2, 2, 1, T, N, D}, {}, ""});
+    Result found = run(host.with(kernel_plan("none")), host);
+    const hopper_fp8::Layout layout = hopper_fp8::lay_out(found.problem, found.workspace.data());
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << "q, D " << D;
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << "k, D " << D;
+    EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << "v, D " << D;
+  }
+}
+
+// One key: L is the score, O is that key's value.
+TEST_F(Fp8, b_scores_alone) {
+  for (const int64_t D : {64, 128}) {
+    const Problem host = make_problem({{1, 2, 2, 150, 1, D}, {}, ""});
+    const AttentionProblem config = host.with(kernel_plan("none"));
+    const Result found = run(config, host);
+    AttentionBuffers cpu(host.in, false);
+    attention_forward(config, host.in, cpu.forward());
+    int wrong = 0;
+    for (size_t n = 0; n < found.lse.values().size() && wrong < 4; ++n)
+      if (!(std::fabs(found.lse.values()[n] - cpu.lse.values()[n]) < 2e-2f) && ++wrong)
+        ADD_FAILURE() << "D " << D << ", score of head " << n / 150 << " row " << n % 150 << ": "
+                      << found.lse.values()[n] << ", expected " << cpu.lse.values()[n];
+  }
+}
+
+// Row i sees key i alone, all others being far below: O is that key's value. Says which key's value came instead.
+TEST_F(Fp8, c_probabilities_meet_their_values) {
+  for (const int64_t D : {64, 128}) {
+    constexpr int64_t kKeys = 64;
+    Problem host = make_problem({{1, 1, 1, kKeys, kKeys, D}, {}, ""});
+    for (int64_t i = 0; i < kKeys; ++i)
+      for (int64_t d = 0; d < D; ++d) {
+        *host.q().at(0, 0, i, d) = d == i ? 448.0f : 0.0f;
+        *host.k().at(0, 0, i, d) = d == i ? 1.0f : 0.0f;
+        *host.v().at(0, 0, i, d) =
+            static_cast<float>((i * 7 + d * 3) % 15 + 1);  // numbers of E4M3 times 15 / 448
+        if (d == 0) *host.v().at(0, 0, i, d) = static_cast<float>(i % 8 + 8);
+        if (d == 1) *host.v().at(0, 0, i, d) = static_cast<float>(i / 8 + 8);
+      }
+    const Result found = run(host.with(kernel_plan("consistent")), host);
+    int wrong = 0;
+    for (int64_t i = 0; i < kKeys && wrong < 8; ++i) {
+      const auto key_of_row = [&] {
+        const auto digit = [&](int64_t d) {
+          return static_cast<int>(std::lround(*found.o.view().at(0, 0, i, d))) - 8;
+        };
+        return digit(0) + 8 * digit(1);
+      }();
+      if (key_of_row != i && ++wrong)
+        ADD_FAILURE() << "D " << D << ", row " << i << " got the value of key " << key_of_row;
+      for (int64_t d = 0; d < D && wrong < 8; ++d) {
+        const float expected = *host.in.v.at(0, 0, i, d), value = *found.o.view().at(0, 0, i, d);
+        if (!(std::fabs(value - expected) <= 0.07f * expected) && ++wrong)
+          ADD_FAILURE() << "D " << D << ", O of row " << i << " feature " << d << " is " << value
+                        << ", expected " << expected;
+      }
+    }
+  }
+}
+
+// Scores of 0: O is the mean of the values, over tiles with scales of their own; and of equal values exactly that value.
+TEST_F(Fp8, d_sums_alone) {
+  for (const int64_t D : {64, 128}) {
+    Problem host = make_problem({{1, 1, 1, 64, 200, D}, {}, ""});
+    for (int64_t i = 0; i < 64; ++i)
+      for (int64_t d = 0; d < D; ++d) *host.q().at(0, 0, i, d) = 0;
+    const AttentionProblem config = host.with(kernel_plan("consistent"));
+    const Result found = run(config, host);
+    AttentionBuffers cpu(host.in, false);
+    attention_forward(config, host.in, cpu.forward());
+    int wrong = 0;
+    for (int64_t i = 0; i < 64 && wrong < 4; ++i)
+      for (int64_t d = 0; d < D && wrong < 4; ++d) {
+        const float expected = *cpu.o.view().at(0, 0, i, d), value = *found.o.view().at(0, 0, i, d);
+        if (!(std::fabs(value - expected) < 2e-3f) && ++wrong)
+          ADD_FAILURE() << "D " << D << ", mean of values, row " << i << " feature " << d << ": " << value
+                        << ", expected " << expected;
+      }
+    for (int64_t j = 0; j < 200; ++j)
+      for (int64_t d = 0; d < D; ++d) *host.v().at(0, 0, j, d) = 1.75f;
+    const Problem random = make_problem({{1, 1, 1, 64, 200, D}, {}, ""});
+    std::copy(random.q_memory.begin(), random.q_memory.end(), host.q_memory.begin());
+    const Result equal = run(config, host);
+    for (size_t n = 0; n < equal.o.values().size() && wrong < 4; ++n)
+      if (!(std::fabs(equal.o.values()[n] - 1.75f) <= 1.75f * 0x1p-8f) && ++wrong)
+        ADD_FAILURE() << "D " << D << ", equal values, O[" << n << "] is " << equal.o.values()[n];
+  }
+}
+
+// --- Whole
+
+void expect_accurate(const Case& c, const std::string& stabiliser, bool packed = false) {
+  const Problem host = make_problem(c);
+  const AttentionProblem config = host.with(kernel_plan(stabiliser));
+  Result found = run(config, host, packed);
+  if (packed)  // rows beyond a sequence do not exist
+    for (int64_t b = 0; b < c.B; ++b)
+      for (int64_t h = 0; h < c.H; ++h)
+        for (int64_t i = host.query_lengths[static_cast<size_t>(b)]; i < c.T; ++i)
+          *found.lse.view().at(b, h, i) = -INFINITY;
+  const std::string name = std::string(c.name) + ", " + stabiliser;
+  const fp8_judge::Verdict v = fp8_judge::judge(name, config, host.in, found.o, found.lse);
+  std::printf("  %-40s o rms %.3e (cpu %.3e), mean %+.1e +- %.0e (cpu %+.1e); lse rms %.2e (cpu %.2e)\n",
+              name.c_str(), v.o.rms, v.o_measure.rms, v.o.mean, v.o.standard_error, v.o_measure.mean,
+              v.lse.rms, v.lse_measure.rms);
+}
+
+TEST_F(Fp8, e_errors_are_those_of_the_plan) {
+  const Case kCases[] = {
+      {{1, 2, 1, 70, 200, 128}, {}, "full"},
+      {{1, 1, 1, 200, 200, 128}, {.causal = true}, "causal"},
+      {{1, 2, 2, 200, 200, 64}, {.causal = true}, "causal, head size 64"},
+      {{2, 4, 2, 193, 321, 128}, {.causal = true}, "grouped"},
+      {{1, 1, 1, 100, 30, 64}, {.causal = true}, "rows without keys"},
+      {{1, 1, 1, 30, 100, 96}, {.causal = true}, "head size 96"},
+      {{1, 1, 1, 65, 65, 40}, {}, "head size 40"},
+      {{1, 1, 1, 64, 130, 128}, {.fill = Fill::one_signed}, "values of one sign"},
+      {{1, 1, 1, 64, 48, 64}, {.fill = Fill::ties_tail}, "ties"},
+      {{1, 1, 1, 64, 48, 64}, {.fill = Fill::huge}, "huge scores"},
+  };
+  for (const Case& c : kCases)
+    for (const char* stabiliser : kStabilisers) expect_accurate(c, stabiliser);
+}
+
+TEST_F(Fp8, f_lengths) {
+  for (const int64_t T : {1, 63, 64, 65, 127, 129, 193})
+    for (const bool causal : {false, true}) {
+      expect_accurate({{1, 1, 1, T, T, 128}, {.causal = causal}, "odd length"}, "consistent");
+      expect_accurate({{1, 2, 2, T, 65, 64}, {.causal = causal}, "odd length 64"}, "none");
+    }
+  expect_accurate({{5, 2, 1, 140, 150, 64}, {.causal = true, .ragged = true}, "ragged"}, "consistent");
+  expect_accurate({{5, 2, 1, 140, 150, 64}, {.causal = true, .ragged = true}, "packed"}, "consistent", true);
+}
+
+// Many items a block, and many keys: sums of 13 bits must not show.
+TEST_F(Fp8, g_long_sequences) {
+  if (kSmall) return;
+  expect_accurate({{3, 4, 4, 700, 700, 128}, {.causal = true}, "many items"}, "consistent");
+  expect_accurate({{4, 12, 12, 500, 500, 64}, {.causal = true}, "many items 64"}, "none");
+  expect_accurate({{1, 1, 1, 64, 8192, 128}, {.fill = Fill::one_signed}, "8192 keys, one sign"},
+                  "consistent");
+}
+
+TEST_F(Fp8, h_the_same_bits_twice) {
+  for (const int64_t D : {64, 128}) {
+    const Problem host = make_problem({{2, 8, 4, 600, 600, D}, {.causal = true}, ""});
+    const AttentionProblem config = host.with(kernel_plan("consistent"));
+    const Result first = run(config, host);
+    for (int again = 0; again < 3; ++again) {
+      const Result second = run(config, host);
+      EXPECT_EQ(first.o.values(), second.o.values());
+      EXPECT_EQ(first.lse.values(), second.lse.values());
+    }
+  }
+}
+
+TEST_F(Fp8, i_backward_is_refused_in_words) {
+  const Problem host = make_problem({{1, 1, 1, 64, 64, 64}, {}, ""});
+  AttentionProblem p = problem_of(host.with(kernel_plan("none")), host.in);
+  p.type = TensorType::bf16;
+  const AttentionCall call(kernel_family("hopper_fp8"), p);
+  Operand x({1, 1, 64, 64}, {}, false);
+  DeviceMemory lse(64 * sizeof(float)), workspace(call.sizes().workspace);
+  const PassInputs in{x.tensor(), x.tensor(), x.tensor()};
+  try {
+    call.backward(in, x.tensor(), {x.tensor(), lse.as<float>()}, {x.tensor(), x.tensor(), x.tensor()},
+                  workspace.data(), nullptr);
+    ADD_FAILURE() << "not refused";
+  } catch (const std::invalid_argument& error) {
+    EXPECT_NE(std::string(error.what()).find("no backward pass"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace evenkeel
