@@ -136,7 +136,7 @@ class Machine {
   static constexpr size_t kGuardBytes = 4096;
 
   Index thread_index, block_index, grid;
-  int64_t blocks_started = 0;  // of all launches
+  int64_t blocks_started = 0;                      // of all launches
   int64_t matrix_loads = 0, matrix_conflicts = 0;  // of ldmatrix: 8 rows at a time; rows that met in a bank
 
   // Every thread of every block calls `kernel`. Throws KernelFault.
