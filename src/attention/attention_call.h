@@ -89,7 +89,7 @@ class AttentionCall {
   void set_step(uint32_t step) { problem_.step = step; }
 
   // Throw std::invalid_argument where a tensor or a buffer does not fit, DataError where CUDA reports an error. Never
-  // allocate device memory, never synchronise; two calls may run on two streams at once. `stream` is a cudaStream_t;
+  // allocate device memory, never synchronise. Two calls may run on two streams at once. The `stream` is a cudaStream_t;
   // null on the CPU, where a pass is done when it returns.
   void forward(const PassInputs& in, const ForwardPass& out, void* workspace, void* stream) const;
   void backward(const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,

@@ -52,8 +52,8 @@ inline constexpr std::array<std::string_view, kSiteCount> kSiteNames = {
 Site parse_site(std::string_view text);
 constexpr std::string_view name(Site site) { return kSiteNames[static_cast<size_t>(site)]; }
 
-// Sites that are a second reading of one value: they take the format of the first where a text sets that, unless they
-// are set by themselves, and draw its random numbers: rounded alike, they are the same numbers.
+// Sites that are a second reading of one value. They take the format of the first where a text sets that, unless they
+// are set by themselves. They draw its random numbers, so that both readings rounded alike are the same numbers.
 struct SecondReading {
   Site site, first;
 };

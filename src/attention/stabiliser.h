@@ -1,5 +1,5 @@
-// What the stabilisers are made of: a rule for the shift of a row, one for its sum, one for the output that backward
-// reads, one for delta and one for the keys. A stabiliser is one row of kStabiliserTable. Every implementation reads
+// What the stabilisers are made of: five rules, for the shift of a row, its sum, the output that backward
+// reads, delta, and the keys. A stabiliser is one row of kStabiliserTable. Every implementation reads
 // the rules, never the name: a new combination of rules is a new row here and nothing else.
 // Plain C++, for host and device code; free of tensors and threads. Costs and mechanism: docs/numerics.md.
 #pragma once

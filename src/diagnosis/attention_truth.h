@@ -1,6 +1,6 @@
-// The definition of attention (attention_reference.cpp) as matrix products in FP64, for everything that the judge asks
-// about: value heads of their own size, sinks, packed sequences and the gradient of the log-sum-exp too. With it come the
-// scales of the error bounds (conform_bounds.h), which need the same probabilities. Tested against the definition.
+// The definition of attention (attention_reference.cpp) as matrix products in FP64, with everything that the judge asks
+// about. That includes value heads of their own size, sinks, packed sequences and the gradient of the log-sum-exp. With
+// it come the scales of the error bounds (conform_bounds.h), which need the same probabilities. Tested against the definition.
 #pragma once
 
 #include <span>

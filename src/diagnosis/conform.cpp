@@ -72,8 +72,8 @@ double norm(const float* x, int64_t count) {
   return std::sqrt(squares);
 }
 
-// What FP32 arithmetic leaves in a row even where nothing is rounded below FP32, relative to |dO| max|v|,
-// which bounds |dP| and |delta|: 2^-24 for each of about 16 roundings on the way, and |L| 2^-24 of relative
+// What FP32 arithmetic leaves in a row even where nothing is rounded below FP32. Relative to |dO| max|v|, which
+// bounds |dP| and |delta|, it is 2^-24 for each of about 16 roundings on the way, and |L| 2^-24 of relative
 // error in P through L.
 double arithmetic_noise(double lse) { return 0x1p-24 * (16 + std::fabs(lse)); }
 // And its systematic part: the last places of exp, of the products' order, of the division: a few units of

@@ -1,6 +1,6 @@
-// Conformance of attention, judged by what training feels: the sign of errors on hard inputs, and above all
-// the zero-sum residual rho_i = sum_j dS_ij / a, which exact softmax makes 0 in every row and which nothing
-// in training pulls back (docs/numerics.md derives the bounds). Before that the outputs must be right: wholly written,
+// Conformance of attention, judged by what matters to training: the sign of errors on hard inputs, and above all
+// the leak rho_i = sum_j dS_ij / a. Exact softmax makes it 0 in every row, and nothing in training pulls back
+// what it adds (docs/numerics.md derives the bounds). Before that the outputs must be right: wholly written,
 // finite, and within the worst case of the plan's roundings from FP64 (conform_bounds.h).
 #pragma once
 
@@ -108,8 +108,8 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 // What the outputs hold before each call: a NaN that no arithmetic makes, and one of BF16 too.
 inline constexpr uint32_t kUnwritten = 0x7fe50000;
 
-// For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel): the residual, read off dQ at
-// the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.
+// For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel). Fills in the leak, read off dQ
+// at the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.
 // REQUIRES: one plan; inputs with the constant feature.
 void read_off_outputs(const AttentionProblem& config, const AttentionInputs& in,
                       View<const float> grad_output, AttentionBuffers& out);

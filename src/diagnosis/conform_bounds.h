@@ -1,5 +1,5 @@
-// How far a kernel's outputs may lie from FP64, by the roundings of its plan: worst-case bounds, so that what lies beyond
-// is no rounding but a wrong scale, mask, index or a result that was not computed (docs/numerics.md, section 5).
+// How far a kernel's outputs may lie from FP64, by the roundings of its plan. The bounds are worst cases: what lies beyond
+// is not rounding but a wrong scale, mask or index, or a result that was not computed (docs/numerics.md, section 5).
 #pragma once
 
 #include <array>

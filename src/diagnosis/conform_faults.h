@@ -1,5 +1,5 @@
-// Faults by name: a failing kernel's outputs are compared with those of the definition with one known fault put in, and
-// the fault that explains most of the failing forms is named.
+// Faults by name. A failing kernel's outputs are compared with those of the definition with one known fault put in.
+// The fault that explains most of the failing forms is named.
 #pragma once
 
 #include <vector>

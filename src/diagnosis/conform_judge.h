@@ -1,5 +1,5 @@
-// One kernel judged over the space of forms (conform_forms.h): each output against FP64 with the worst case of the plan's
-// roundings, memory, NaN, determinism, the leak, forward against backward, and errors of one sign.
+// One kernel judged over the space of forms (conform_forms.h). Each output is compared with FP64 within the worst case of
+// the plan's roundings. Also judged: memory, NaN, determinism, leak, forward against backward, errors of one sign.
 #pragma once
 
 #include <functional>

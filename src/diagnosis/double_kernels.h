@@ -1,7 +1,7 @@
 // The inner loops of the probes in FP64. Internal to src/diagnosis.
 //
-// The same bits on every CPU target: nothing is fused, sums of products are chains in the order of the summed index, and
-// a dot product is kDotLanes interleaved partial sums whatever the vector width, added up as a tree.
+// The same bits on every CPU target. Nothing is fused, and sums of products are chains in the order of the summed index.
+// A dot product is kDotLanes interleaved partial sums whatever the vector width, added up as a tree.
 #pragma once
 
 #include <stdint.h>

@@ -33,14 +33,14 @@ inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.
 inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
 inline constexpr double kForecastLeastTime = 0.5;   // of the warm-up's steps, behind it
 // Before anything drifts, the leak's share of W_Q's gradient (probes.h), in the median head over the last window, says
-// whether something can: it was above this in every probed run that drifted. It does not say when, nor that it must: where
+// whether something can. It was above this in every probed run that drifted. It does not say when, nor that it must. Where
 // the loss has not seen the error (delta's O alone is rounded), as large a share did not drift (docs/study.md).
 inline constexpr double kRiskyLeakShare = 0.1;
 
 inline constexpr double kUsualHeadSize = 64;  // where it is not known
 
-// Rounding to m stored bits errs by 2^-m / sqrt(24) of a value, root mean square. Errors of q_d and k_d add up to
-// sqrt(2) times that of c / sqrt(size) where `size` features make the score c: they move it by one at the harmful offset.
+// Rounding to m stored bits errs by 2^-m / sqrt(24) of a value, root mean square. Let `size` features make the score c.
+// Errors of q_d and k_d then add up to sqrt(2) times that of c / sqrt(size). At the harmful offset they move c by one.
 // Formats finer than BF16 do not raise it: there the leak takes over the gradient at much the same offsets (docs/study.md).
 double harmful_offset(double size, int significand_bits);
 // Stored bits of q and k as attention reads them.

@@ -1,4 +1,4 @@
-// A form as the struct of the C interface, for whoever calls a kernel by it: the C interface and the command line, which
+// A form as the struct of the C interface, for callers of a kernel: the C interface and the command line. They
 // know include/evenkeel.h; this file does not.
 #pragma once
 

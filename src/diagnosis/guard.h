@@ -1,14 +1,14 @@
 // The guard: watches the cheap probes of a run that trains, and stabilises the heads that drift before the loss moves.
 //
-// A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where, over the last steps,
-//   its log-sum-exp, which any drift of the offset moves, is half way to the limit of drift (mend_limit of health.h), or
-//   on a course that ends in failure (forecast.h: that carries over from size to size),
-//   it still rises, and
-//   the rows of its dS leak more than FP32 does (kLeak): drift without a leak is not caused by rounding.
+// A head is in alarm (HeadDrift of indicators.h, which judges recorded runs by the same) where all of this holds.
+//   Its log-sum-exp, which any drift of the offset moves, is half way to the limit of drift (mend_limit of health.h), or
+//   on a course that ends in failure (forecast.h: that carries over from size to size).
+//   It still rises over the last steps.
+//   The rows of its dS leak more than FP32 does (kLeak): drift without a leak is not caused by rounding.
 // On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,
-// the run goes back to its last good checkpoint, with the remedy on. Too late is
-//   a log-sum-exp at which scores of the plan's format come in steps larger than all that a softmax can use, or
-//   a head that has the remedy and has grown twofold since.
+// the run goes back to its last good checkpoint, with the remedy on. It is too late where
+//   the scores of the plan's format come in steps larger than all that a softmax can use, at this log-sum-exp, or
+//   a head has the remedy and its offset has doubled since.
 // Every event goes into guard.jsonl in the run's folder and, unless it is rolled back, into the step's line of metrics.jsonl.
 #pragma once
 

@@ -46,8 +46,8 @@ class RunningMean {
   int64_t last_ = 0;
 };
 
-// The guard's alarm (guard.h), one head: the log-sum-exp still rises, is beyond a limit (mend_limit of all heads, health.h) or
-// on a course that ends in failure (forecast.h), and the rows of dS miss their zero sum by more than FP32 does.
+// The guard's alarm (guard.h), one head. The log-sum-exp still rises. It is beyond a limit (mend_limit of all heads,
+// health.h) or on a course that ends in failure (forecast.h). The rows of dS leak more than FP32 does.
 class HeadDrift {
  public:
   // Leak over delta, root mean squares. FP32 leaves about its own step, 2^-23; BF16 somewhere near 2^-8: the middle.
@@ -156,8 +156,8 @@ IndicatorRun indicators_of(const std::filesystem::path& folder, const Metrics& m
                            const std::optional<TomlTable>& config);
 
 // The loss has moved where its mean over kLossWindow steps behind the warm-up lies more than kLossMoved above that of all
-// its twins (healthy runs that differ in the plan alone: how far these lie apart is chance), or without twins, by that
-// share above its own best; where a loss is not finite, too. It must stay so for kLossHold steps or to the end. The answer
+// its twins (healthy runs that differ in the plan alone: how far these lie apart is chance). Without twins it is compared
+// with its own best. A loss that is not finite has moved, too. It must stay so for kLossHold steps or to the end. The answer
 // is the *first* step of the first such window, so that the window's length does not lengthen the lead.
 inline constexpr int64_t kLossWindow = 50, kLossHold = 200;  // steps
 inline constexpr double kLossMoved = 0.05;

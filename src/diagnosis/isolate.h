@@ -1,6 +1,6 @@
 // From a recorded run to the rounding that makes it drift: the smallest change that restores health, found by replays of a
 // stretch of the run on its own batches. Layers, then heads, then sites, each by delta debugging (Zeller and Hildebrandt,
-// "Simplifying and isolating failure-inducing input", 2002) over "these in FP32"; then what the answer predicts: equivalent
+// "Simplifying and isolating failure-inducing input", 2002) over "these in FP32". Then what the answer predicts: equivalent
 // remedies, a sham, an unbiased rounding, and the guilty rounding all by itself. Nothing is concluded from a stretch whose
 // unchanged replay does not show the recorded symptom: then the verdict says which checkpoint is missing.
 #pragma once

@@ -147,7 +147,7 @@ std::vector<double> transposed(const std::vector<double>& from, int64_t rows, in
 }
 
 // One head's attention in FP64, as attention_reference and pk_rows define it, by products of matrices: a block of rows at
-// a time, scores once for all that is told of them.
+// a time, scores computed once for all figures.
 struct ExactHead {
   std::vector<double> delta;   // (B T)
   std::vector<double> pk, dq;  // (B T, D)
@@ -444,7 +444,7 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
     const Head head(capture, h);
     HeadProbe& p = probes[at(h)];
     p.nonfinite = static_cast<double>(count_nonfinite(head));
-    if (p.nonfinite > 0) return;  // nothing that is told of the rest would mean anything
+    if (p.nonfinite > 0) return;  // no other figure would mean anything
     const ExactHead exact = probe_scores(head, p);
     probe_roundings(head, ran, exact, p);
     probe_weights(head, norms[at(h)], p);

@@ -5,9 +5,9 @@
 // 1 / b. The family loss_feedback measures b in units of delta's root mean square. The times are those of our runs:
 //   FlashAttention-2's arithmetic, b = -3.6e-4: GPT-2 124M passes an offset of 1,000 at step 4,000 (seed 1, constant rate,
 //   16,384 tokens a step; docs/study.md). PyTorch with its FLASH kernel was at 733 at step 14,000.
-//   At nano size seven runs of it passed 1,000 at steps 2,425 to 7,800 (median 3,975), a row sum in BF16 (b twice as
-//   large) at 1,000 to 1,100 in four runs, the paper's arithmetic (twice as large) at 3,000; zero_sum, with b below 1e-5,
-//   in none of 25,000 steps.
+//   At nano size seven runs of it passed 1,000 at steps 2,425 to 7,800 (median 3,975). A row sum in BF16 (b twice as
+//   large) did at 1,000 to 1,100 in four runs, the paper's arithmetic (twice as large) at 3,000. With zero_sum (b below
+//   1e-5) none did in 25,000 steps.
 // So the time is known to a factor of three downwards and five upwards.
 #pragma once
 

@@ -1,9 +1,9 @@
 // Which rotary pairs of a head's features make its offset, and which of them softmax can see.
 //
-// With rotary positions, pair p of a head adds to the score of row i and key j the term a Re(q_p k_p* e^(i w_p (i - j))):
-// one that q and k share all the way turns with the distance, w_p radians a place. A fast pair's term swings around zero
-// along a row: its mean vanishes, and softmax sees the swing. Only a pair that turns by little over a whole row can add
-// the same number to all of a row's scores, which softmax does not see: an offset can drift in these pairs alone.
+// With rotary positions, pair p of a head adds the term a Re(q_p k_p* e^(i w_p (i - j))) to the score of row i and key j.
+// It turns with the distance, w_p radians a place. The term of a fast pair swings around zero along a row.
+// Its mean vanishes, and softmax sees the swing. Only a pair that turns by little over a whole row can add
+// the same number to all of a row's scores, which softmax does not see. An offset can drift in these pairs alone.
 #pragma once
 
 #include <vector>

@@ -15,13 +15,13 @@ namespace evenkeel {
 // 6 to 10 sweeps, with columns the shorter side.
 std::vector<double> singular_values(const Matrix& a, int64_t rows, int64_t columns);
 
-// Those of the product A B^T of A (m, D) and B (n, D), at most D of them, without the product: both are first brought
-// to triangles of D by D (Householder), whose product has the same singular values. O((m + n) D^2 + D^3).
+// Those of the product A B^T of A (m, D) and B (n, D), at most D of them, without forming the product. Both are first
+// brought to triangles of D by D (Householder), whose product has the same singular values. O((m + n) D^2 + D^3).
 std::vector<double> product_singular_values(const Matrix& a, int64_t m, const Matrix& b, int64_t n,
                                             int64_t D);
 
-// The largest, by power iteration on A^T A that forgets no direction it has passed through (Lanczos, 1950): 4 rows columns
-// operations an iteration, and the square root of the iterations that the last direction alone would take. The vector is
+// The largest, by power iteration on A^T A that forgets no direction it has passed through (Lanczos, 1950). An iteration
+// costs 4 rows columns operations. The last direction alone would take the square of their number. The vector is
 // kept from one call to the next, which takes fewer where the matrix is the same weights some steps later.
 class SpectralNorm {
  public:

@@ -2,9 +2,9 @@
 // Plain C++, in every build; without CUDA, or where there is no such library, making a DeviceProducts throws
 // DataError and says what was looked for.
 //
-// Sums are FP32 whatever the operands are. The same product has the same bits every time: no algorithm in use
-// adds in an order that may change, and which one is used is decided once for a shape, a GPU and a version of
-// cuBLASLt, and then kept in a file of the user's cache folder (products.txt in $XDG_CACHE_HOME/evenkeel or
+// Sums are FP32 whatever the operands are. The same product has the same bits every time. No algorithm in use
+// adds in an order that may change. The choice is made once for a shape, a GPU and a version of cuBLASLt.
+// It is then kept in a file of the user's cache folder (products.txt in $XDG_CACHE_HOME/evenkeel or
 // ~/.cache/evenkeel). Where that file cannot be kept, nothing is timed: cuBLASLt's own first choice is used.
 #pragma once
 
@@ -24,9 +24,9 @@ struct DeviceMatrix {
   static DeviceMatrix transposed(const void* data, int64_t columns) { return {data, 1, columns}; }
 };
 
-// What happens to a sum before it is stored; in FP32, but where c_type is bf16 cuBLASLt may round the sum to it
-// before a base or GELU' is applied (as it does on Hopper for some shapes: two roundings instead of one, both to
-// nearest).
+// What happens to a sum before it is stored, in FP32. Where c_type is bf16, cuBLASLt may round the sum to it
+// before a base or GELU' is applied. It does so on Hopper for some shapes: two roundings instead of one, both to
+// nearest.
 enum class ProductEnd {
   plain,
   gelu,        // aux = y, then C = GELU(y), both from the unrounded y (the tanh form)

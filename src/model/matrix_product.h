@@ -15,8 +15,8 @@ struct Matrix {
   static Matrix transposed(const float* data, int64_t columns) { return {data, 1, columns}; }
 };
 
-// Terms of a sum are added in blocks of so many: each block is a chain of fused multiply-adds from 0 in the
-// order of the summed index; blocks are added up in order. Short blocks lose fewer bits than one long chain.
+// Terms of a sum are added in blocks of so many. Each block is a chain of fused multiply-adds from 0 in the
+// order of the summed index. Blocks are added up in order. Short blocks lose fewer bits than one long chain.
 inline constexpr int64_t kProductBlock = 256;
 
 // C = bias + base + A B.

@@ -21,8 +21,8 @@ ModelConfig read_model_folder(const std::filesystem::path& folder);
 void load_model_folder(const std::filesystem::path& folder, Model& model);
 
 // A folder that transformers loads: config.json and model.safetensors in F32, written whole or not at all. The type is
-// the one that can say the description; a bias that the type has and the model has not is written as zeros.
-// std::invalid_argument names what no type can say. parameters: (table.size()).
+// the one that can express the description. A bias that the type has and the model lacks is written as zeros.
+// std::invalid_argument names what no type can express. parameters: (table.size()).
 void save_model_folder(const std::filesystem::path& folder, const ModelConfig& config,
                        std::span<const float> parameters);
 

@@ -1,6 +1,6 @@
 // The inner loops of the CPU's layers: matrix products and passes over rows. Internal to src/model.
 //
-// The same bits on every CPU target: products are chains in the order of the summed index, and a sum over a
+// The same bits on every CPU target. Products are chains in the order of the summed index. A sum over a
 // row is kSumLanes interleaved partial sums whatever the vector width, added up as a tree.
 #pragma once
 

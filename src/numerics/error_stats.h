@@ -1,7 +1,7 @@
 // Statistics of rounding errors that keep the sign. Two verbs: add and merge.
 //
-// Errors inside one attention row are correlated (they share q, m, l), so the sample of the mean, of its
-// standard error and of the sign test is the *row*: add every error of a row to a RowError, then the row to
+// Errors inside one attention row are correlated (they share q, m, l). So the sample of the mean, of its
+// standard error and of the sign test is the *row*. Add every error of a row to a RowError, then the row to
 // the statistics. A lone value is a row of one.
 #pragma once
 

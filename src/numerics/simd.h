@@ -1,8 +1,8 @@
 // Short vectors for the kernels, over GCC/Clang vector types: the compiler emits AVX-512, AVX2 or NEON code for
-// the same source. A file that includes this is compiled once per target, with that target's flags and with
-// EVENKEEL_TARGET naming a namespace of its own; cpu.h picks the best one at run time.
+// the same source. A file that includes this is compiled once per target, with that target's flags. There
+// EVENKEEL_TARGET names a namespace of its own. The best one is picked by cpu.h at run time.
 //
-// Rules for such files: everything in the target's namespace (or static), and no inline function or template of
+// Rules for such files: everything is in the target's namespace (or static). No inline function or template of
 // any other header may be called, or the linker might keep the copy that only a newer CPU can run.
 // Operations are lane by lane only, so that the vector width never changes a bit of any result.
 #pragma once

@@ -1,5 +1,5 @@
-// Charts as SVG. Curves are drawn in the numbers themselves (x as it is, y in kGrid parts of its axis) under one transform,
-// so that the script zooms by changing that, and reads values back from the very paths: the data is in the page once.
+// Charts as SVG. Curves are drawn in the numbers themselves (x as it is, y in kGrid parts of its axis) under one transform.
+// The script zooms by changing that transform, and reads values back from the paths: the data is in the page once.
 #pragma once
 
 #include <cstddef>

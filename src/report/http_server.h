@@ -52,7 +52,7 @@ class HttpServer {
   int port() const { return port_; }
   bool loopback() const { return loopback_; }  // reached from this machine alone
   // Whether a request may name this host. A page of another site may have its own name point here and so ask as if it
-  // were ours, so that names are refused: but for the one that this server was given, and the machine's own.
+  // were ours. So all names are refused except the one that this server was given, and the machine's own.
   bool accepts_host(const std::string& host) const;
 
   void run();   // until stop(); then every connection is closed

@@ -15,8 +15,8 @@ struct PageOptions {
   std::vector<std::filesystem::path> captures = {};
 };
 
-// The whole document. What a folder lacks, and what of it cannot be read, is said on the page: nothing is thrown because
-// of what a run holds, and a folder that is not there is a run without records.
+// The whole document. The page says what a folder lacks and what of it cannot be read. Nothing is thrown because
+// of what a run holds; a folder that is not there is a run without records.
 std::string page(std::span<const std::filesystem::path> runs, const PageOptions& options = {});
 
 // What is inside <main id="page">: what the live view replaces.

@@ -37,9 +37,9 @@ std::unique_ptr<Optimizer> make_optimizer(Backend backend, const OptimizerConfig
 std::string attention_kernels_in_words(Backend backend, const CudaDevice& device, const Model& model,
                                        int64_t sequences);
 
-// Operations a second that the machine can do on such operands, for the share that a run reaches: measured on the CPU
-// (fused multiply-adds of all threads, the best of a few short rounds), from a table of known GPUs; none where the GPU is
-// not known or the operands are not its tensor cores'.
+// Operations a second that the machine can do on such operands, for the share that a run reaches. Measured on the CPU
+// (fused multiply-adds of all threads, the best of a few short rounds); on a GPU from a table. None where the GPU is
+// not known or its tensor cores do not take such operands.
 std::optional<double> peak_flops(Backend backend, const CudaDevice& device, LinearPrecision precision);
 // One short round of the CPU's.
 double fma_flops_round();

@@ -1,5 +1,5 @@
-// batches.bin: where in the tokens every sequence of every step began, so that any step can be run again, by this run
-// or by another on the same tokens.
+// batches.bin: where in the tokens every sequence of every step began. So this run, or another on the same tokens,
+// can run any step again.
 //   "EKBATCH1", int64 sequences a step, int64 tokens a sequence (its target included), int64 tokens of the source,
 //   then the offsets of step 0, 1, ...: int64 each. Little-endian.
 #pragma once

@@ -1,5 +1,5 @@
-// BpeTrainer of tokenizer.h: counts words on all threads, then merges pairs on one, which costs little: words
-// that differ are few, and a merge touches only the words that have its pair.
+// BpeTrainer of tokenizer.h: counts words on all threads, then merges pairs on one thread. Merging costs little, since
+// words that differ are few and a merge touches only the words that have its pair.
 #include <algorithm>
 #include <bit>
 #include <cstring>

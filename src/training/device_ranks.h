@@ -14,7 +14,7 @@ void take_device(const Launch& launch);
 std::unique_ptr<FloatMemory> make_device_memory(void* stream);
 
 // NCCL (libnccl.so.2, found at run time) between the ranks' current devices, in the order of the stream. nullptr on all
-// ranks where it cannot be: not found on one of them, or two ranks on one GPU; `why` says it.
+// ranks where it cannot be used: not found on one of them, or two ranks on one GPU. The reason is in `why`.
 std::unique_ptr<DeviceLink> connect_nccl(Ranks& ranks, void* stream, std::string& why);
 
 }  // namespace evenkeel

@@ -12,7 +12,7 @@ namespace evenkeel {
 inline constexpr size_t kShortestSecret = 16;  // bytes: whoever hears ranks join may try to guess it
 std::string secret_of_environment(const std::function<const char*(const char*)>& environment);
 
-// For ranks of one user on one machine, where no secret is set: a random one, made on first use and kept in a file that
+// For ranks of one user on one machine, where no secret is set. It is random, made on first use and kept in a file that
 // only this user can read. DataError where that cannot be; it says what to set instead.
 std::string secret_of_user();
 

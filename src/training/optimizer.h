@@ -48,8 +48,8 @@ class Optimizer {
   virtual void write_state(std::span<const float> first, std::span<const float> second, int64_t steps) = 0;
 };
 
-// Sharded over ranks (AdamW alone), an optimiser holds the states of this rank's slice of the flat buffers, needs the
-// gradients there, and updates the parameters there: the same bits as one that does it all, its norm's too.
+// Sharded over ranks (AdamW alone), an optimiser holds the states of this rank's slice of the flat buffers. It needs the
+// gradients there, and updates the parameters there. Bits are those of one that does it all, also of the norm.
 //
 // On host memory:
 std::unique_ptr<Optimizer> make_optimizer_cpu(const OptimizerConfig& config, const ParameterTable& table,

@@ -21,8 +21,8 @@ struct StepRates {
         keep(static_cast<float>(1 - lr * config.weight_decay)) {}
 };
 
-// Muon's update has the root mean square 0.2 that AdamW's typically has, so that both take the same learning rate and
-// decay: an orthogonal matrix of r by c has 1 / sqrt(max(r, c)). (J. Liu et al., "Muon is scalable for LLM training",
+// Muon's update has the root mean square 0.2 that AdamW's typically has, so both take the same learning rate and
+// decay. An orthogonal matrix of r by c has 1 / sqrt(max(r, c)). (J. Liu et al., "Muon is scalable for LLM training",
 // 2025.)
 inline float muon_scale(double lr, int64_t rows, int64_t columns) {
   return static_cast<float>(lr * 0.2 * std::sqrt(static_cast<double>(std::max(rows, columns))));

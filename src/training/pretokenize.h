@@ -29,9 +29,9 @@ size_t word_end(std::string_view text, size_t begin);
 // so the two sides can be split into words, and encoded, apart: how text is shared between threads.
 bool is_safe_cut(std::string_view text, size_t at);
 
-// A text shared in pieces, so that each piece can be found without looking at those before it: piece i begins at
-// the first safe cut in bytes [i * stride, (i + 1) * stride) and ends where the next piece begins; where there
-// is no such cut it is empty, and an earlier piece takes its bytes.
+// A text shared in pieces. Each piece can be found without looking at those before it. Piece i begins at
+// the first safe cut in bytes [i * stride, (i + 1) * stride) and ends where the next piece begins. Without
+// such a cut it is empty, and an earlier piece takes its bytes.
 struct Piece {
   size_t begin, end;
 };

@@ -1,5 +1,5 @@
-// A run again, from one of its checkpoints. A replay is a run of its own, in a scratch folder that goes when it goes, and
-// gives the same bits; a branch is one that stays, and goes another way. The original's folder is only read.
+// A run again, from one of its checkpoints. A replay is a run of its own, in a temporary folder, and
+// gives the same bits. A branch is a run that stays, with a change from there on. The original's folder is only read.
 #pragma once
 
 #include <filesystem>
@@ -12,8 +12,8 @@
 
 namespace evenkeel {
 
-// Makes `folder`, which must be new or empty, a run that stands where `run` stood before `step`, with the records of the
-// steps before and with `config` for those to come; Trainer::resume continues it. DataError where `run` has no
+// Makes `folder`, which must be new or empty, a run that stands where `run` stood before `step`. It has the records of
+// the steps before, and `config` for those to come. Trainer::resume continues it. DataError where `run` has no
 // checkpoint of that very step.
 void branch_run(const std::filesystem::path& run, int64_t step, const std::filesystem::path& folder,
                 const RunConfig& config);

@@ -82,8 +82,8 @@ struct Setting {
 const std::vector<Setting>& run_settings();  // in the order of config.toml
 
 // Sets one key to a value as a person types it: "1e-3", "muon", "true"; text may be in quotes. The value is never read
-// as TOML, so it cannot change another key. std::invalid_argument names the key, what was expected and what was found;
-// an empty value and an unknown key are errors.
+// as TOML, so it cannot change another key. std::invalid_argument names the key, what was expected and what was found.
+// An empty value and an unknown key are errors.
 void set_run_setting(RunConfig& config, std::string_view key, std::string_view value);
 
 // Sets what the table has and leaves the rest as it is; [model] preset = "nano" first. DataError on a value of

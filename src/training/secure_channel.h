@@ -1,5 +1,5 @@
 // One authenticated connection between rank 0 and another rank. First each end proves to the other that it knows the
-// job's secret; then every frame carries a tag over its bytes, its number and its direction, so that none can be altered,
+// job's secret. Then every frame carries a tag over its bytes, its number and its direction. So none can be altered,
 // repeated, left out or sent back unnoticed. Nothing is encrypted.
 //
 //   caller -> rank 0   Hello: who calls, and a random number

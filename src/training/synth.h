@@ -1,6 +1,6 @@
 // A made-up language for tests and demonstrations: text of any length without a download, the same bytes for
-// the same seed on any machine. There is something to learn at every distance: spelling (a few syllables),
-// word frequencies (Zipf), order of words, which noun follows which, agreement of subject and verb over a
+// the same seed on any machine. There is something to learn at every distance. Near: spelling (a few syllables),
+// word frequencies (Zipf), order of words, which noun follows which. Far: agreement of subject and verb over a
 // clause, topics of paragraphs, names and lists that are repeated, sums that come out right.
 #pragma once
 

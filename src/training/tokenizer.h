@@ -1,6 +1,6 @@
 // Byte-level BPE: every text of any bytes becomes tokens, and back exactly. Text is split into words as GPT-2
-// does (pretokenize.h); in a word, the neighbouring pair of the lowest rank is merged, the leftmost first,
-// until no pair is left that has a rank. (A word above 1 MiB, which is none, is cut there: its memory is
+// does (pretokenize.h). In a word, the neighbouring pair of the lowest rank is merged, the leftmost first,
+// until no pair is left that has a rank. (A word above 1 MiB is cut there, so that memory is
 // bounded.)
 //
 // Token ids of tokenizers made here: 0 to 255 are the bytes by their value, then the merges by rank, then the

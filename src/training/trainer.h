@@ -8,8 +8,8 @@
 // Whatever kills the process loses at most the steps since the last checkpoint; going on from there gives the same bits
 // as a run that was never stopped.
 //
-// Several ranks (ranks.h) train as one: a step is computed in `accumulate` parts, each rank has an equal share of
-// them, and their gradients are added by a tree that halves the parts again and again. So 1, 2, 4, ... ranks give the
+// Several ranks (ranks.h) train as one. A step is computed in `accumulate` parts, and each rank has an equal share of
+// them. Their gradients are added by a tree that halves the parts again and again. So 1, 2, 4, ... ranks give the
 // same bits, and a run can continue with any of these numbers. Rank 0 alone writes the folder; the others need not see it.
 #pragma once
 
@@ -74,10 +74,10 @@ class Trainer {
   // become as many. Without ranks: alone.
   static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config,
                                         std::shared_ptr<Ranks> ranks = nullptr);
-  // Goes on from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
-  // On another backend the bits are others, so that one must be asked for; it is the folder's from then on. `steps`:
-  // another length of the run, likewise; std::invalid_argument where fewer are asked for than are done, or where a step
-  // that is done would have had another learning rate (replays of it would give other bits).
+  // Continues from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
+  // Another backend gives other bits, so it must be asked for; the folder keeps it from then on. `steps` is
+  // another length of the run, likewise kept. std::invalid_argument where fewer are asked for than are done, or where a
+  // step that is done would have had another learning rate (replays of it would give other bits).
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
                                          std::optional<Backend> backend = {},
                                          std::shared_ptr<Ranks> ranks = nullptr,
@@ -106,8 +106,8 @@ class Trainer {
   static void roll_back(const std::filesystem::path& folder, int64_t step, const std::string& clauses);
 
   // One step: batch, gradients, update, records; a checkpoint where one is due. The report's `stop` is true on all
-  // ranks where one of them was asked. Its line is written while the next step is computed, and is there before that one
-  // is seen, before a checkpoint, and when the run is over; where it cannot be written, the next step throws.
+  // ranks where one of them was asked. Its line is written while the next step is computed. It is there before that one
+  // is seen, before a checkpoint, and when the run is over. Where it cannot be written, the next step throws.
   StepReport step(bool stop_asked = false);
   void save();  // saves a checkpoint of the current step unless one exists
 

@@ -160,7 +160,7 @@ class Packing(unittest.TestCase):
             self.assertTrue(0 < run.minutes < 60, run.folder)
         for run in every:  # a twin for every run of the parts that compare with one
             if run.part in ("hostile", "rates") and not run.name.endswith("_twin"):
-                twin = [other for other in every if other.name == run.name + "_twin" and other.seed == run.seed]
+                twin = [other for other in every if other.part == run.part and other.name == run.name + "_twin" and other.seed == run.seed]
                 self.assertEqual([(other.steps, other.more, other.plan) for other in twin], [(run.steps, run.more, run.plan + ",stabiliser=wide_output")])
 
     def test_a_budget_starts_what_fits_and_resumes_nothing(self):
