@@ -291,8 +291,8 @@ TEST(Probes, a_planted_head_is_the_worst_and_is_named) {
   c.plans[3] = parse_plan("fp32,row_sum=e5m2");
   const std::vector<HeadProbe> probes = probe(c);
   EXPECT_EQ(worst_head(probes), 3);
-  EXPECT_NE(in_words(probes[3], "head 3").find("do not sum to zero"), std::string::npos);
-  EXPECT_NE(in_words(probes[2], "head 2").find("nothing leaks"), std::string::npos);
+  EXPECT_NE(in_words(probes[3], "head 3").find("the rows of dS leak"), std::string::npos);
+  EXPECT_NE(in_words(probes[2], "head 2").find("no leak"), std::string::npos);
   EXPECT_EQ(worst_head({}), -1);
   // A coarser rounding that keeps the sums errs as much, and leaks nothing.
   c.plans[1] = parse_plan("fp32,row_sum=e5m1,stabiliser=zero_sum");
