@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 
 try:
@@ -377,6 +378,9 @@ def transformers(_):
     return f"GPT-2 and Llama, padding and not, generate, Monitor, capture; FP32 losses apart by {max(told):.0e}"
 
 
+_numbers = itertools.count()
+
+
 class Contestant:
     """A training of GPT-2 124M: BF16 by autocast, compiled as a whole, fused AdamW. around: what chooses its attention."""
 
@@ -384,8 +388,12 @@ class Contestant:
         self.around = around
         draw = torch.Generator("cuda").manual_seed(1)
         self.batches = [torch.randint(0, 50257, (sequences, 1025), device="cuda", generator=draw) for _ in range(4)]
+        # Code of its own: compiled code is kept by it, and which kernel scaled_dot_product_attention takes is no part of the key.
+        code = Gpt.forward.__code__
+        own = types.FunctionType(code.replace(co_filename=f"{code.co_filename}#{next(_numbers)}"), Gpt.forward.__globals__, "forward",
+                                 Gpt.forward.__defaults__)
         with self.around():
-            self.model = Gpt(50304, 1024, 12, 12, 768).cuda()
+            self.model = type("Gpt", (Gpt,), {"forward": own})(50304, 1024, 12, 12, 768).cuda()
             self.compiled = torch.compile(self.model, fullgraph=True)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         began = time.perf_counter()

@@ -1,6 +1,5 @@
 """Capture files and the library's probes of them: what src/diagnosis/capture.h describes, of one call of attention."""
 import ctypes
-import io
 import json
 import math
 import struct
@@ -13,8 +12,9 @@ from ._recording import Recording
 CAPTURE_VERSION = "1"
 
 
-def write_safetensors(file, tensors, metadata):
-    """FP32 tensors, one behind the other, as src/base/safetensors.h reads them."""
+def safetensors_of(tensors, metadata):
+    """FP32 tensors, one behind the other, as src/base/safetensors.h reads them: bytes, as a tensor. PyTorch copies them, so that
+    other threads of Python go on meanwhile."""
     header, place = {"__metadata__": metadata}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * 4
@@ -22,13 +22,24 @@ def write_safetensors(file, tensors, metadata):
         place += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    text = struct.pack("<Q", len(text)) + text
+    content = torch.empty(len(text) + place, dtype=torch.uint8)
+    content[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    place = len(text)
     for tensor in tensors.values():
-        tensor = tensor.contiguous()
-        file.write(ctypes.string_at(tensor.data_ptr(), tensor.numel() * 4))
+        size = tensor.numel() * 4
+        content[place : place + size] = tensor.contiguous().view(-1).view(torch.uint8)
+        place += size
+    return content
 
 
-def write_capture(file, call, layer, heads=None, plan="flash2", source="", model="", step=0, loss=math.nan):
+def write_capture(file, *arguments, **options):
+    """capture_of's bytes to a file."""
+    content = capture_of(*arguments, **options)
+    file.write(ctypes.string_at(content.data_ptr(), content.numel()))
+
+
+def capture_of(call, layer, heads=None, plan="flash2", source="", model="", step=0, loss=math.nan):
     """Of one call; heads: their numbers, all by default."""
     B, H, T, D = call.q.shape
     G = call.k.shape[1]
@@ -36,11 +47,13 @@ def write_capture(file, call, layer, heads=None, plan="flash2", source="", model
     heads = list(range(H)) if everyone else list(heads)
     # Key and value heads follow their query heads: one for each that was chosen.
     groups = list(range(G)) if everyone else [h // (H // G) for h in heads]
-    tensors = {"q": call.q[:, heads], "k": call.k[:, groups], "v": call.v[:, groups], "d_o": call.d_o[:, heads]}
+    some = lambda t, axis, which: t if everyone else t.index_select(axis, torch.tensor(which))
+    tensors = {"q": some(call.q, 1, heads), "k": some(call.k, 1, groups), "v": some(call.v, 1, groups),
+               "d_o": some(call.d_o, 1, heads)}
     if call.x is not None:
         w_q, w_k, w_v = call.weights
-        tensors.update(x=call.x, w_q=w_q[heads], w_k=w_k[groups], w_v=w_v[groups])
-    write_safetensors(file, tensors, {
+        tensors.update(x=call.x, w_q=some(w_q, 0, heads), w_k=some(w_k, 0, groups), w_v=some(w_v, 0, groups))
+    return safetensors_of(tensors, {
         "evenkeel_capture": CAPTURE_VERSION, "source": source, "model": model, "step": str(step), "layer": str(layer),
         "heads": ",".join(map(str, heads)), "loss": repr(float(loss)), "scale": repr(call.scale),
         "softcap": repr(call.softcap), "causal": str(int(call.causal)), "tile_keys": "64",
@@ -99,11 +112,9 @@ def probe_fields():
 
 def probe(call, layer, plan):
     """name -> (H) numbers."""
-    file = io.BytesIO()
-    write_capture(file, call, layer, plan=plan)
-    content, fields, H = file.getvalue(), probe_fields(), call.q.shape[1]
+    content, fields, H = capture_of(call, layer, plan=plan), probe_fields(), call.q.shape[1]
     values = (ctypes.c_double * (H * len(fields)))()
-    check(library().evenkeel_probe(content, len(content), values, len(values)), "evenkeel.Monitor")
+    check(library().evenkeel_probe(content.data_ptr(), content.numel(), values, len(values)), "evenkeel.Monitor")
     return {name: [values[h * len(fields) + n] for h in range(H)] for n, name in enumerate(fields)}
 
 

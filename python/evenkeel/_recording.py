@@ -18,6 +18,14 @@ def kept(t):
     return t.clone(memory_format=torch.contiguous_format) if t.is_cuda else t.float().cpu().contiguous()
 
 
+def kept_weights(weights):
+    """The same for weights, which are larger: on their GPU where its memory is ample."""
+    size = sum(w.numel() * w.element_size() for w in weights)
+    if weights[0].is_cuda and torch.cuda.mem_get_info(weights[0].device)[0] < 100 * size:
+        return [w.detach().float().cpu() for w in weights]
+    return [kept(w) for w in weights]
+
+
 class Call:
     """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, after on_host() on the CPU in FP32; with its
     projections, where they were found: x (B, T, C), weights w_q (H, C, D), w_k, w_v (G, C, D)."""
@@ -37,11 +45,18 @@ class Call:
         self.d_o = kept(self._part(self._of_output(gradient)))
 
     def on_host(self):
-        """Brings everything to the CPU, in FP32; waits for the GPU where it is there."""
-        to_host = lambda t: None if t is None else t.cpu().float()
-        for name in ("q", "k", "v", "d_o", "x"):
-            setattr(self, name, to_host(getattr(self, name)))
-        self.weights = self.weights and [to_host(w) for w in self.weights]
+        """Brings everything to the CPU, in FP32; waits for the GPU where it is there. Through memory that the GPU's copies do
+        not hold up other calls for (pinned), one call's tensors at a time."""
+        names = ("q", "k", "v", "d_o", "x")
+        tensors = [getattr(self, name) for name in names] + list(self.weights or ())
+        brought = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                   if t is not None and t.is_cuda else t for t in tensors]
+        for device in {t.device for t in tensors if t is not None and t.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        brought = [None if t is None else t.float() for t in brought]
+        for name, t in zip(names, brought):
+            setattr(self, name, t)
+        self.weights = self.weights and brought[len(names) :]
         return self
 
 
@@ -171,7 +186,7 @@ class Recording:
             x = x.reshape(-1, 1, x.shape[-1]) if packed else x.unsqueeze(1)
             fits = x.shape[0] == q.shape[0] and (packed or x.dim() == 4 and x.shape[2] == q.shape[2])
             if fits:
-                call.set_projections(x, [kept(w) for w in weights])
+                call.set_projections(x, kept_weights(weights))
                 self.parts.update(parts)
         self.calls.append(call)
         return call
