@@ -460,6 +460,7 @@ def main():
     if options.part is None:
         return all_parts(options)
     torch.manual_seed(1)
+    torch.set_num_threads(1)  # the library has threads of its own, and three parts share the cores
     answer = PARTS[options.part](options)
     partial = options.folder / f"{options.part}.json.partial"
     partial.write_text(json.dumps(answer))
