@@ -516,12 +516,14 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
     return fmt::format(
         "{}: no leak: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
         p.largest_row_mean > kDrifted ? common + ", from earlier steps or from training itself" : common);
+  const std::string size = p.leak_share < 1 ? fmt::format("{:.3g} % of", 100 * p.leak_share)
+                                            : fmt::format("{:.3g} times", p.leak_share);
   const std::string share = std::isnan(p.leak_share)
                                 ? ""
                                 : fmt::format(
-                                      " That is {:.3g} % of the gradient of its W_Q, and {:.0f} % of the "
-                                      "gradient's error is of rank 1.",
-                                      100 * p.leak_share, 100 * p.gradient_rank_1);
+                                      " In the gradient of its W_Q that is {} the gradient itself, and "
+                                      "{:.0f} % of the gradient's error is of rank 1.",
+                                      size, 100 * p.gradient_rank_1);
   return fmt::format(
       "{}: the rows of dS leak {:.1e} of delta (root mean square; mean {:+.1e}, z {:+.1f}).{} Nothing pulls "
       "back what this adds to the offset: {}.",
