@@ -3,7 +3,7 @@
 
 option(EVENKEEL_MPI "the module for MPI, where MPI is found" ON)
 # Not under sanitizers: MPI's own leaks are not ours to report.
-if(EVENKEEL_MPI AND NOT EVENKEEL_SANITIZE AND NOT EVENKEEL_FUZZ)
+if(EVENKEEL_MPI AND NOT EVENKEEL_SANITIZE)
   enable_language(C)
   find_package(MPI QUIET COMPONENTS C)
   if(MPI_C_FOUND)

@@ -250,43 +250,64 @@ inline View<const float> rows_first(const float* data, int64_t B, int64_t H, int
   return {data + slot * D, {B, H, T, D}, {T * slots * D, D, slots * D, 1}};
 }
 
-inline Problem make_problem(const Case& c, uint64_t seed = 1) {
-  Problem p;
-  p.shape = c;
-  const auto count = [](int64_t a, int64_t b, int64_t d, int64_t e) {
-    return static_cast<size_t>(a * b * d * e);
-  };
-  const auto [B, H, G, T, N, D] = std::array{c.B, c.H, c.G, c.T, c.N, c.D};
-  p.grad_memory.resize(count(B, H, T, D));
+// Memory and views for the case's layout.
+inline void lay_out(Problem& p) {
+  const Case& c = p.shape;
+  const int64_t B = c.B, H = c.H, G = c.G, T = c.T, N = c.N, D = c.D;
+  const auto size = [](int64_t n) { return static_cast<size_t>(n); };
+  p.grad_memory.resize(size(B * H * T * D));
+  p.grad_output = c.layout == Layout::bhtd ? contiguous_view<const float>(p.grad_memory.data(), {B, H, T, D})
+                                           : rows_first(p.grad_memory.data(), B, H, T, D, H, 0);
   if (c.layout == Layout::packed) {
     if (T != N || H != G) throw std::invalid_argument("a packed case needs T == N and H == G");
-    p.q_memory.resize(count(B, T, 3 * H, D));
+    p.q_memory.resize(size(B * T * 3 * H * D));
     p.in.q = rows_first(p.q_memory.data(), B, H, T, D, 3 * H, 0);
     p.in.k = rows_first(p.q_memory.data(), B, H, T, D, 3 * H, H);
     p.in.v = rows_first(p.q_memory.data(), B, H, T, D, 3 * H, 2 * H);
-  } else {
-    p.q_memory.resize(count(B, H, T, D));
-    p.k_memory.resize(count(B, G, N, D));
-    p.v_memory.resize(count(B, G, N, D));
+    return;
   }
-  if (c.layout == Layout::bthd) {
+  p.q_memory.resize(size(B * H * T * D));
+  p.k_memory.resize(size(B * G * N * D));
+  p.v_memory.resize(size(B * G * N * D));
+  if (c.layout == Layout::bthd)
     p.in = {rows_first(p.q_memory.data(), B, H, T, D, H, 0), rows_first(p.k_memory.data(), B, G, N, D, G, 0),
             rows_first(p.v_memory.data(), B, G, N, D, G, 0)};
-  } else if (c.layout == Layout::bhtd) {
+  else
     p.in = {contiguous_view<const float>(p.q_memory.data(), {B, H, T, D}),
             contiguous_view<const float>(p.k_memory.data(), {B, G, N, D}),
             contiguous_view<const float>(p.v_memory.data(), {B, G, N, D})};
-  }
-  p.grad_output = c.layout == Layout::bhtd ? contiguous_view<const float>(p.grad_memory.data(), {B, H, T, D})
-                                           : rows_first(p.grad_memory.data(), B, H, T, D, H, 0);
+}
 
-  // Values in the order of (b, h, row, d), so that the layout changes where they lie and not what they are.
-  const auto fill = [&](View<float> view, uint32_t tensor, auto value) {
+// Every element of a view by value(b, h, row, d), in that order, so that the layout changes where values lie and not
+// what they are.
+template <class Value>
+void fill_view(View<float> view, Value value) {
+  for (int64_t b = 0; b < view.shape[0]; ++b)
+    for (int64_t h = 0; h < view.shape[1]; ++h)
+      for (int64_t row = 0; row < view.shape[2]; ++row)
+        for (int64_t d = 0; d < view.shape[3]; ++d) *view.at(b, h, row, d) = value(b, h, row, d);
+}
+
+// Keys and queries whose scores are those of the fill.
+inline void set_scores(Problem& p, uint64_t seed) {
+  const Case& c = p.shape;
+  const float a = c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(c.D)));
+  if (c.N > c.D || std::exp2(std::round(std::log2(a))) != a)
+    throw std::invalid_argument("exact scores need N <= D and a power of two for the scale");
+  fill_view(p.k(), [&](int64_t, int64_t, int64_t j, int64_t d) { return d == j ? 1 / a : 0.0f; });
+  Draw draw(seed, 4);
+  std::vector<float> S;
+  fill_view(p.q(), [&](int64_t, int64_t, int64_t, int64_t d) {
+    if (d == 0) S = score_row(c.fill, c.N, draw);
+    return d < c.N ? S[static_cast<size_t>(d)] : 0.0f;
+  });
+}
+
+inline void fill_inputs(Problem& p, uint64_t seed) {
+  const Case& c = p.shape;
+  const auto draw_all = [&](View<float> view, uint32_t tensor, auto value) {
     Draw draw(seed, tensor);
-    for (int64_t b = 0; b < view.shape[0]; ++b)
-      for (int64_t h = 0; h < view.shape[1]; ++h)
-        for (int64_t row = 0; row < view.shape[2]; ++row)
-          for (int64_t d = 0; d < D; ++d) *view.at(b, h, row, d) = value(draw);
+    fill_view(view, [&](int64_t, int64_t, int64_t, int64_t) { return value(draw); });
   };
   const auto normal = [&](Draw& draw) {
     if (c.fill == Fill::fp32_normal) return draw.normal();
@@ -294,40 +315,27 @@ inline Problem make_problem(const Case& c, uint64_t seed = 1) {
     return to_bf16(draw.normal());
   };
   const bool one_signed = c.fill == Fill::one_signed || c.fill == Fill::sink || c.fill >= Fill::pairs;
-  fill(p.q(), 0, normal);
-  fill(p.k(), 1, normal);
-  fill(p.v(), 2, [&](Draw& draw) { return one_signed ? to_bf16(draw.between(1, 2)) : normal(draw); });
-  fill(p.grad(), 3, [&](Draw& draw) { return one_signed ? to_bf16(draw.between(0.5f, 1)) : normal(draw); });
-  if (sets_scores(c.fill)) {
-    const float a = c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
-    if (N > D || std::exp2(std::round(std::log2(a))) != a)
-      throw std::invalid_argument("exact scores need N <= D and a power of two for the scale");
-    for (int64_t b = 0; b < B; ++b)
-      for (int64_t g = 0; g < G; ++g)
-        for (int64_t j = 0; j < N; ++j)
-          for (int64_t d = 0; d < D; ++d) *p.k().at(b, g, j, d) = d == j ? 1 / a : 0.0f;
-    Draw draw(seed, 4);
-    for (int64_t b = 0; b < B; ++b)
-      for (int64_t h = 0; h < H; ++h)
-        for (int64_t i = 0; i < T; ++i) {
-          const std::vector<float> S = score_row(c.fill, N, draw);
-          for (int64_t d = 0; d < D; ++d) *p.q().at(b, h, i, d) = d < N ? S[static_cast<size_t>(d)] : 0.0f;
-        }
-  }
+  draw_all(p.q(), 0, normal);
+  draw_all(p.k(), 1, normal);
+  draw_all(p.v(), 2, [&](Draw& draw) { return one_signed ? to_bf16(draw.between(1, 2)) : normal(draw); });
+  draw_all(p.grad(), 3,
+           [&](Draw& draw) { return one_signed ? to_bf16(draw.between(0.5f, 1)) : normal(draw); });
+  if (sets_scores(c.fill)) set_scores(p, seed);
   if (c.fill == Fill::pairs || c.fill == Fill::pairs_tail) {
     Draw draw(seed, 6);
-    for (int64_t b = 0; b < B; ++b)
-      for (int64_t g = 0; g < G; ++g)
-        for (int64_t j = 0; j < N; ++j)
-          for (int64_t d = 0; d < D; ++d)
-            *p.v().at(b, g, j, d) =
-                (j < N / 2 ? 1.0f : 2.0f) * (1 + 0x1p-7f * static_cast<float>(draw.below(128)));
+    fill_view(p.v(), [&](int64_t, int64_t, int64_t j, int64_t) {
+      return (j < c.N / 2 ? 1.0f : 2.0f) * (1 + 0x1p-7f * static_cast<float>(draw.below(128)));
+    });
   }
   if (c.fill == Fill::sink)  // the sink's own value is small, as trained models have it
-    for (int64_t b = 0; b < B; ++b)
-      for (int64_t g = 0; g < G; ++g)
-        for (int64_t d = 0; d < D; ++d) *p.v().at(b, g, 0, d) *= 0x1p-4f;
+    fill_view(p.v(), [&](int64_t b, int64_t g, int64_t j, int64_t d) {
+      return *p.v().at(b, g, j, d) * (j == 0 ? 0x1p-4f : 1.0f);
+    });
+}
 
+inline void set_mask(Problem& p, uint64_t seed) {
+  const Case& c = p.shape;
+  const int64_t B = c.B, H = c.H, T = c.T, N = c.N;
   AttentionMask& mask = p.config.mask;
   mask.causal = c.causal;
   mask.window_left = c.window_left;
@@ -357,6 +365,14 @@ inline Problem make_problem(const Case& c, uint64_t seed = 1) {
     }
     mask.visible = {p.visible.data(), {B, H, T, N}, {0, T * N, N, 1}};
   }
+}
+
+inline Problem make_problem(const Case& c, uint64_t seed = 1) {
+  Problem p;
+  p.shape = c;
+  lay_out(p);
+  fill_inputs(p, seed);
+  set_mask(p, seed);
   p.config.softcap = c.softcap;
   p.config.scale = c.scale;
   p.config.tile_rows = c.tile_rows;

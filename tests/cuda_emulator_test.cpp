@@ -229,6 +229,8 @@ TEST(CudaEmulator, numbers_of_16_bits) {
   EXPECT_EQ(__byte_perm(0x33221100, 0x77665544, 0x7632), 0x77663322u);
   EXPECT_EQ(exp2_approx(-200), 0);
   EXPECT_EQ(exp2_approx(-INFINITY), 0);
+  EXPECT_EQ(max_or_nan(-2, 3), 3);
+  EXPECT_TRUE(std::isnan(max_or_nan(NAN, 3)) && std::isnan(max_or_nan(3, NAN)));
 }
 
 }  // namespace

@@ -172,7 +172,8 @@ Doubles layernorm(const Doubles& x, const Doubles& gain, const Doubles& bias, in
 }
 
 TEST(Layers, layernorm) {
-  for (const auto& [N, C] : kNormCases) {
+  for (const auto& sizes : kNormCases) {
+    const auto N = sizes.N, C = sizes.C;
     const Floats x = random_values(N * C, 1, 2), gain = random_values(C, 2), bias = random_values(C, 3),
                  dy = random_values(N * C, 4), before = random_values(N * C, 5);
     Floats y(at(N * C)), mean(at(N)), rstd(at(N)), dx(before), dgain(at(C)), dbias(at(C));

@@ -267,9 +267,9 @@ TEST_F(PyTorchTest, ARunGoesOnInPyTorch) {
   if (code == kNoPackage) GTEST_SKIP() << "no python3 with PyTorch and NumPy";
   ASSERT_EQ(code, 0);
   std::map<int64_t, Json> ours, theirs;
-  for (const auto& [name, lines] : {std::pair("run", &ours), std::pair("twin", &theirs)})
-    read_json_lines(folder / name / "metrics.jsonl", [&](const JsonLine& line) {
-      (*lines)[line.object.at("step").get<int64_t>()] = line.object;
+  for (const auto& side : {std::pair("run", &ours), std::pair("twin", &theirs)})
+    read_json_lines(folder / side.first / "metrics.jsonl", [&](const JsonLine& line) {
+      (*side.second)[line.object.at("step").get<int64_t>()] = line.object;
     });
   ASSERT_EQ(theirs.size(), 8u);
   for (const auto& [step, line] : theirs)

@@ -503,7 +503,8 @@ __attribute__((target("f16c"))) uint32_t hardware_half(float x) {
 
 TEST(Hardware, F16cConversions) {
 #if defined(__x86_64__)
-  if (!__builtin_cpu_supports("f16c")) GTEST_SKIP() << "this CPU has no F16C";
+  // Clang 14 has no question for F16C; whatever has AVX2 has it.
+  if (!__builtin_cpu_supports("avx2")) GTEST_SKIP() << "this CPU has no F16C";
   const std::pair<RoundingMode, uint32_t (*)(float)> modes[] = {
       {RoundingMode::nearest_even, hardware_half<_MM_FROUND_TO_NEAREST_INT>},
       {RoundingMode::toward_zero, hardware_half<_MM_FROUND_TO_ZERO>},

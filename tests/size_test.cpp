@@ -27,7 +27,6 @@ constexpr size_t kMostLinesOfFile = 700, kMostLinesOfFunction = 80, kMostLinesOf
 // more fails the test.
 const std::set<std::string> kKnown = {
     "python/twin_torch.py: main",
-    "tests/attention_cases.h: make_problem",
     "tests/gpu/any_plan_test.cpp",
     "tests/gpu/any_plan_test.cpp: Bound",
     "tests/gpu/gpt2_cuda_test.cpp",

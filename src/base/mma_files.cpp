@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "numerics/rounding.h"
 
 namespace evenkeel {
@@ -29,13 +30,6 @@ std::vector<std::string_view> lines_of(std::string_view text) {
   }
   while (!lines.empty() && lines.back().empty()) lines.pop_back();
   return lines;
-}
-
-// A word for a message: short, and with nothing in it that a terminal would obey.
-std::string shown(std::string_view word) {
-  std::string text;
-  for (const char c : word.substr(0, 40)) text += c < ' ' || c > '~' ? '?' : c;
-  return text + (word.size() > 40 ? "..." : "");
 }
 
 // A word of exactly `digits` digits. False: it is none.

@@ -24,7 +24,7 @@ enum SummaryField { kValue = 1 };
 enum ValueField { kTag = 1, kSimpleValue = 2 };
 enum SessionLogField { kStatus = 1 };
 constexpr uint64_t kStatusStart = 1;
-enum Layout : uint64_t { kVarint = 0, kEightBytes = 1, kLengthAndBytes = 2, kFourBytes = 5 };
+enum WireType : uint64_t { kVarint = 0, kEightBytes = 1, kLengthAndBytes = 2, kFourBytes = 5 };
 
 template <class T>
 std::string raw(T value) {
@@ -38,7 +38,7 @@ std::string varint(uint64_t value) {
   return bytes + static_cast<char>(value);
 }
 
-std::string key(int field, Layout layout) { return varint(static_cast<uint64_t>(field) << 3 | layout); }
+std::string key(int field, WireType layout) { return varint(static_cast<uint64_t>(field) << 3 | layout); }
 
 std::string with_length(int field, std::string_view bytes) {
   return (key(field, kLengthAndBytes) + varint(bytes.size())).append(bytes);
@@ -76,7 +76,7 @@ class MessageReader {
   }
 
   // A field that we know, laid out otherwise than it must be, is a fault; one that we do not know is skipped.
-  bool is(int wanted, Layout wanted_layout) const {
+  bool is(int wanted, WireType wanted_layout) const {
     if (field != static_cast<uint64_t>(wanted)) return false;
     require_data(layout == wanted_layout, "expected field {} in layout {}, found {}", field,
                  static_cast<uint64_t>(wanted_layout), layout);

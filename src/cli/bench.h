@@ -30,7 +30,11 @@ struct GpuBenchOptions {
 int bench_attention_gpu(const GpuBenchOptions& options);
 int bench_attention_forms(const GpuBenchOptions& options);
 
-// --- What benches of whole runs share
+// --- What the benches share
+
+// REQUIRES: not empty. The value at that place of the sorted ones; median: q = 1/2.
+double quantile(std::vector<double> values, double q);
+double median(std::vector<double> values);
 
 // A run without an end, checkpoints and facts. Its data is not set.
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences);

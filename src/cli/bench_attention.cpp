@@ -153,11 +153,6 @@ class Unfused {
   std::vector<float> sums_;   // (threads, T): written by the exponential, read by nobody
 };
 
-double median(std::vector<double> x) {
-  std::nth_element(x.begin(), x.begin() + static_cast<int64_t>(x.size() / 2), x.end());
-  return x[x.size() / 2];
-}
-
 struct Entry {
   std::string name;
   std::function<void()> run;

@@ -25,11 +25,6 @@ constexpr int kRounds = 60, kGpuRounds = 20;
 constexpr int64_t kEvery = 50;                         // steps between full sets, in the figure below
 constexpr double kMostCheap = 0.01, kMostFull = 0.05;  // of a step's time
 
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
-}
-
 // Random tokens: what is computed does not depend on them.
 struct RandomBatch {
   RandomBatch(int64_t B, const ModelConfig& c)

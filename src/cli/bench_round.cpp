@@ -21,7 +21,7 @@ namespace evenkeel::cli {
 namespace {
 
 constexpr size_t kCount = size_t{4} << 20;  // 16 MiB each for source and target
-constexpr int kRounds = 21;
+constexpr int kRoundingRounds = 21;
 
 struct Case {
   Rounding rounding;
@@ -55,12 +55,6 @@ double seconds(const Action& action) {
   return thread_seconds() - start;
 }
 
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
-}
-
-double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 double nanoseconds_each(double seconds_whole) { return seconds_whole * 1e9 / static_cast<double>(kCount); }
 
 bool hit(const Case& c) { return !c.target || median(c.ratios) <= *c.target; }
@@ -69,7 +63,7 @@ void print_table(const std::vector<Case>& list, double copy) {
   fmt::print("round_array, one thread, {} Mi floats, out of place, kernels: {}\n", kCount >> 20,
              name(cpu_target()));
   fmt::print("memcpy {:.3f} ns an element; medians of {} rounds; spread: quartiles of the ratio\n\n",
-             nanoseconds_each(copy), kRounds);
+             nanoseconds_each(copy), kRoundingRounds);
   fmt::print("{:<24}{:>12}{:>10}{:>16}{:>9}\n", "rounding", "ns/element", "x memcpy", "spread", "target");
   for (const Case& c : list) {
     std::string format = to_string(c.rounding);
@@ -85,10 +79,14 @@ void print_table(const std::vector<Case>& list, double copy) {
 }
 
 void print_json(const std::vector<Case>& list, double copy, bool ok) {
-  nlohmann::ordered_json out = {{"bench", "round"},  {"kernels", name(cpu_target())},
-                                {"threads", 1},      {"elements", kCount},
-                                {"rounds", kRounds}, {"memcpy_ns", nanoseconds_each(copy)},
-                                {"ok", ok},          {"results", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json out = {{"bench", "round"},
+                                {"kernels", name(cpu_target())},
+                                {"threads", 1},
+                                {"elements", kCount},
+                                {"rounds", kRoundingRounds},
+                                {"memcpy_ns", nanoseconds_each(copy)},
+                                {"ok", ok},
+                                {"results", nlohmann::ordered_json::array()}};
   for (const Case& c : list)
     out["results"].push_back(
         {{"rounding", to_string(c.rounding)},
@@ -112,7 +110,7 @@ int bench_round(bool check, bool json) {
     source[i] = std::ldexp(random_unit({1}, i) - 0.5f, static_cast<int>(random_bits({2}, i) % 40) - 28);
 
   std::vector<double> copies;
-  for (int round = 0; round <= kRounds; ++round)
+  for (int round = 0; round <= kRoundingRounds; ++round)
     for (Case& c : list) {
       const double copy = seconds([&] { std::memcpy(target.data(), source.data(), kCount * sizeof(float)); });
       const double own = seconds([&] { round_array(c.rounding, target.data(), source.data(), kCount, {3}); });

@@ -36,11 +36,6 @@ constexpr double kRotaryNanoSteps = 150;    // llama-nano with bf16_all, the sam
 constexpr double kRemedyPrice = 1.01;       // a stabiliser against none
 constexpr const char* kTargetGpu = "H200";  // where the two rates count
 
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
-}
-
 // One of ours (a plan) or one of the script's (a variant).
 struct Contestant {
   std::string name, plan;

@@ -64,7 +64,7 @@ void print_residuals(const std::vector<ConformPlan>& plans) {
   }
 }
 
-Json to_json(const std::vector<ConformPlan>& plans) {
+Json sums_json(const std::vector<ConformPlan>& plans) {
   Json out = Json::array();
   for (const ConformPlan& plan : plans) {
     Json cases = Json::array();
@@ -185,12 +185,12 @@ void print_story_json(const std::vector<std::string>& plans) {
     drift.push_back({{"plan", run.plan.text}, {"offsets", run.offsets()}, {"loss", run.points.back().loss}});
   Json out = {{"schema", 1},
               {"addition", parse_json(evenkeel::to_json(addition()))},
-              {"sums", to_json(judged_on_cpu())},
+              {"sums", sums_json(judged_on_cpu())},
               {"drift", drift},
               {"gpu", nullptr}};
   if (cuda_device().present) {
     GpuConform gpu;
-    out["gpu"] = to_json(judged_on_gpu(gpu));
+    out["gpu"] = sums_json(judged_on_gpu(gpu));
   }
   fmt::print("{}\n", out.dump(2));
 }

@@ -11,8 +11,6 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kNone = -std::numeric_limits<double>::infinity();
-
 // A matrix of rows x columns, contiguous.
 struct Matrix {
   Matrix() = default;
@@ -105,7 +103,7 @@ class RowBlock {
         rows_(count),
         q_(rows_of(task.in.q, of.batch, h, of.first_row + first, count)),
         d_o_(rows_of(task.grad_output, of.batch, h, of.first_row + first, count)),
-        m_(static_cast<size_t>(count), kNone) {}
+        m_(static_cast<size_t>(count), kNoScore) {}
 
   void run(const Matrix& k, const Matrix& k_size, const Matrix& v, const Matrix& v_size) {
     find_scores(k, k_size);
@@ -135,7 +133,7 @@ class RowBlock {
         double& score = s_.row(j)[i];
         const auto [begin, end] = range[static_cast<size_t>(i)];
         if (j < begin || j >= end || (visible.present() && *visible.at(of_.number, h_, first_ + i, j) == 0)) {
-          score = kNone;
+          score = kNoScore;
           continue;
         }
         score *= a;
@@ -155,7 +153,7 @@ class RowBlock {
     for (int64_t j = 0; j < s_.rows; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
         const double score = s_.row(j)[i], size = a * size_.row(j)[i];
-        if (score == kNone) continue;
+        if (score == kNoScore) continue;
         largest = std::max(largest, size);
         if (score > at(m_, i) - kNear) near = std::max(near, size);
       }
@@ -164,7 +162,7 @@ class RowBlock {
   // P in place of S, and L. A row that sees nothing has P = 0.
   void find_probabilities() {
     const bool has_sink = !task_.options.sinks.empty();
-    const double sink = has_sink ? double{task_.options.sinks[static_cast<size_t>(h_)]} : kNone;
+    const double sink = has_sink ? double{task_.options.sinks[static_cast<size_t>(h_)]} : kNoScore;
     for (double& m : m_) m = std::max(m, sink);
     note_sizes();
     std::vector<double> l(m_.size());
@@ -174,7 +172,7 @@ class RowBlock {
     for (int64_t j = 0; j < s_.rows; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
         double& score = s_.row(j)[i];
-        score = score == kNone ? 0 : std::exp(score - at(m_, i));
+        score = score == kNoScore ? 0 : std::exp(score - at(m_, i));
         at(l, i) += score;
       }
     for (int64_t i = 0; i < rows_; ++i) {
@@ -297,7 +295,7 @@ void prepare(Task& task) {
   out.scales.dq.fill(out.dq);
   out.scales.dk.fill(out.dk);
   out.lse = out.delta = out.row_sum = out.forced = Tensor<double>({batch, p.H, rows, 1});
-  std::fill(out.lse.values().begin(), out.lse.values().end(), kNone);
+  std::fill(out.lse.values().begin(), out.lse.values().end(), kNoScore);
   out.grad_sink = Tensor<double>({1, p.H, 1, 1});
   out.scales.v_low = out.scales.v_high = Tensor<double>({p.B, p.G, 1, task.Dv});
   out.scales.score.assign(static_cast<size_t>(p.B * p.H), 0.0);

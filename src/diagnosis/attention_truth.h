@@ -3,12 +3,16 @@
 // it come the scales of the error bounds (conform_bounds.h), which need the same probabilities. Tested against the definition.
 #pragma once
 
+#include <limits>
 #include <span>
 
 #include "attention/attention.h"
 #include "diagnosis/conform_bounds.h"
 
 namespace evenkeel {
+
+inline constexpr double kNoScore =
+    -std::numeric_limits<double>::infinity();  // of a key that a row does not see
 
 // What the problem does not say.
 struct TruthOptions {

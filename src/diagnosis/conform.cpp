@@ -132,8 +132,6 @@ void add_errors(const AttentionTruth& exact, const AttentionBuffers& found, Conf
 
 // --- Whole and right
 
-bool is_unwritten(float x) { return std::bit_cast<uint32_t>(x) == kUnwritten; }
-
 void poison(AttentionBuffers& buffers) {
   for (Tensor<float>* tensor :
        {&buffers.o, &buffers.lse, &buffers.dq, &buffers.dk, &buffers.dv, &buffers.delta})

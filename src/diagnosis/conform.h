@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -107,6 +108,7 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 
 // What the outputs hold before each call: a NaN that no arithmetic makes, and one of BF16 too.
 inline constexpr uint32_t kUnwritten = 0x7fe50000;
+inline bool is_unwritten(float x) { return std::bit_cast<uint32_t>(x) == kUnwritten; }
 
 // For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel). Fills in the leak, read off dQ
 // at the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.

@@ -6,13 +6,13 @@
 #include <map>
 
 #include "base/error.h"
+#include "diagnosis/attention_truth.h"
 #include "diagnosis/conform.h"
 
 namespace evenkeel {
 namespace {
 
 constexpr int64_t kTiles[] = {16, 32, 48, 64, 80, 96, 128, 256};
-constexpr double kNone = -std::numeric_limits<double>::infinity();
 
 // What a faulty kernel would have written. Empty: not said.
 struct Explained {
@@ -92,14 +92,14 @@ enum class Rescale { late, not_of_output, not_of_row_sum };
 void tiled_row(const std::vector<double>& scores, const FormInputs& in, int64_t first_value, int64_t tile,
                Rescale fault, double sink, double* o, double& lse) {
   const int64_t Dv = in.form.Dv, N = static_cast<int64_t>(scores.size());
-  double m = sink, l = sink == kNone ? 0 : 1;
+  double m = sink, l = sink == kNoScore ? 0 : 1;
   for (int64_t begin = 0; begin < N; begin += tile) {
     const int64_t end = std::min(N, begin + tile);
     double next = m;
     for (int64_t j = begin; j < end; ++j) next = std::max(next, scores[static_cast<size_t>(j)]);
-    if (next == kNone) continue;
-    const double alpha = m == kNone ? 0 : std::exp(m - next);
-    if (fault != Rescale::not_of_row_sum || m == kNone) l *= alpha;
+    if (next == kNoScore) continue;
+    const double alpha = m == kNoScore ? 0 : std::exp(m - next);
+    if (fault != Rescale::not_of_row_sum || m == kNoScore) l *= alpha;
     if (fault != Rescale::not_of_output && fault != Rescale::late)
       for (int64_t d = 0; d < Dv; ++d) o[d] *= alpha;
     for (int64_t j = begin; j < end; ++j) {
@@ -107,7 +107,7 @@ void tiled_row(const std::vector<double>& scores, const FormInputs& in, int64_t 
       l += p;
       for (int64_t d = 0; d < Dv; ++d) o[d] += p * in.v[static_cast<size_t>((first_value + j) * Dv + d)];
     }
-    if (fault == Rescale::late && m != kNone)
+    if (fault == Rescale::late && m != kNoScore)
       for (int64_t d = 0; d < Dv; ++d) o[d] *= alpha;
     m = next;
   }
@@ -132,7 +132,7 @@ Explained tiled_outputs(const FormInputs& in, const AttentionTruth& truth, int64
         const int64_t first_row = f.packed ? in.query_starts[static_cast<size_t>(b)] : 0,
                       first_key = f.packed ? in.key_starts[static_cast<size_t>(b)] : 0;
         const auto [first, last] = p.key_range(b, i);
-        std::vector<double> scores(static_cast<size_t>(f.keys(b)), kNone);
+        std::vector<double> scores(static_cast<size_t>(f.keys(b)), kNoScore);
         for (int64_t j = first; j < last; ++j) {
           if (p.mask.visible.present() && *p.mask.visible.at(b, h, i, j) == 0) continue;
           double sum = 0;
@@ -141,7 +141,7 @@ Explained tiled_outputs(const FormInputs& in, const AttentionTruth& truth, int64
           sum *= a;
           scores[static_cast<size_t>(j)] = f.softcap > 0 ? f.softcap * std::tanh(sum / f.softcap) : sum;
         }
-        const double sink = in.sinks.empty() ? kNone : double{in.sinks[static_cast<size_t>(h)]};
+        const double sink = in.sinks.empty() ? kNoScore : double{in.sinks[static_cast<size_t>(h)]};
         tiled_row(scores, in, (batch * f.G + g) * f.all_keys() + first_key, tile, fault, sink,
                   out.o.view().at(batch, h, first_row + i), *out.lse.view().at(batch, h, first_row + i));
       }
@@ -307,7 +307,7 @@ double distance(const std::vector<float>& found, const Tensor<double>& expected)
 }
 
 // A failing form with what the kernel wrote there.
-struct Evidence {
+struct FailingForm {
   FormInputs inputs;
   AttentionTruth truth;
   FormOutputs found;
@@ -318,7 +318,7 @@ struct Evidence {
 
 // All outputs of the forward pass are as the fault says, or all gradients where the forward pass is right (a wrong forward
 // pass spoils the gradients in its own way); those that are wrong are nearer by far to what it says than to the definition.
-bool explains(const Hypothesis& fault, const Evidence& e) {
+bool explains(const Hypothesis& fault, const FailingForm& e) {
   const Explained outputs = fault.outputs(e.inputs, e.truth);
   const struct {
     const char* name;
@@ -376,7 +376,7 @@ std::string words_for(const FormFinding& finding, const FormInputs& in, const At
 }
 
 // Rows whose O or L is wrong or not finite, against those whose log-sum-exp is beyond what exp of FP32 can hold.
-bool is_underflow(const Evidence& e) {
+bool is_underflow(const FailingForm& e) {
   constexpr double kLowest = -87;  // log of FP32's smallest normal number is -87.3
   int64_t wrong_low = 0, wrong_other = 0, right_low = 0;
   const int64_t Dv = e.inputs.form.Dv;
@@ -403,7 +403,7 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
   constexpr size_t kMostForms = 8;
   constexpr int64_t kMostWork = int64_t{1} << 20;
   std::map<std::pair<Fault, std::string>, NamedFault> seen_in_findings;  // in the order of Fault
-  std::vector<Evidence> evidence;
+  std::vector<FailingForm> evidence;
   for (const FormResult& failure : report.failures) {
     FormInputs inputs(failure.form);
     const bool needs_numbers = std::ranges::any_of(failure.findings, [](const FormFinding& x) {
@@ -412,7 +412,7 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
     AttentionTruth truth;
     const bool small = failure.form.work() <= kMostWork && failure.form.values != FormValues::nan;
     if (needs_numbers && small && evidence.size() < kMostForms) truth = inputs.truth(options.plan);
-    Evidence e{std::move(inputs), std::move(truth), {}, {}};
+    FailingForm e{std::move(inputs), std::move(truth), {}, {}};
     for (const FormFinding& finding : failure.findings) {
       const std::string words = words_for(finding, e.inputs, e.truth);
       if (!words.empty()) {
@@ -431,13 +431,13 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
   std::vector<NamedFault> named;
   const auto count = [&](const std::string& words, auto holds) {
     NamedFault fault{words, 0, static_cast<int64_t>(evidence.size())};
-    for (const Evidence& e : evidence) fault.forms += holds(e);
+    for (const FailingForm& e : evidence) fault.forms += holds(e);
     if (fault.forms > 0) named.push_back(fault);
   };
   count("exp underflows: a row whose log-sum-exp is below -87 is lost", is_underflow);
   for (const Hypothesis& fault : hypotheses()) {
     if (!named.empty() && named.back().forms == named.back().tried) break;  // nothing is left to explain
-    count(fault.words, [&](const Evidence& e) { return explains(fault, e); });
+    count(fault.words, [&](const FailingForm& e) { return explains(fault, e); });
   }
   std::ranges::stable_sort(named, std::greater{}, &NamedFault::forms);
   // What explains less than half of the failures stands behind what is seen.

@@ -111,7 +111,6 @@ std::vector<Output> all_of(const FormOutputs& out, const AttentionTruth* truth =
           {"L", &out.lse, nullptr, true},
           {"the gradient of the sinks", &out.grad_sinks, nullptr, true}};
 }
-bool is_unwritten(float x) { return std::bit_cast<uint32_t>(x) == kUnwritten; }
 bool is_present(const std::vector<float>& values) { return !values.empty() && !is_unwritten(values[0]); }
 
 // Judges one form's outputs.

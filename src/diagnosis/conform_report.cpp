@@ -10,7 +10,7 @@
 
 namespace evenkeel {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 std::vector<std::string> quick_families() { return {"ties_2_tail", "sink", "scores_100", "loss_feedback"}; }
 
@@ -124,8 +124,8 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
   return out;
 }
 
-Json result_json(const FormResult& result) {
-  Json form, findings = Json::array();
+OrderedJson result_json(const FormResult& result) {
+  OrderedJson form, findings = OrderedJson::array();
   to_json(form, result.form);
   for (const FormFinding& x : result.findings)
     findings.push_back(
@@ -137,8 +137,8 @@ Json result_json(const FormResult& result) {
           {"form", form}};
 }
 
-Json judgement_json(const KernelJudgement& j) {
-  Json failures = Json::array(), named = Json::array(), families = Json::array();
+OrderedJson judgement_json(const KernelJudgement& j) {
+  OrderedJson failures = OrderedJson::array(), named = OrderedJson::array(), families = OrderedJson::array();
   for (const FormResult& failure : j.forms.failures) failures.push_back(result_json(failure));
   for (const NamedFault& x : j.forms.named)
     named.push_back({{"fault", x.words}, {"forms_explained", x.forms}, {"forms_tried", x.tried}});
@@ -154,19 +154,19 @@ Json judgement_json(const KernelJudgement& j) {
                           {"residual_allowed", r.bias_floor},
                           {"residual_rms", r.residual.rms()},
                           {"residual_bound", r.noise_bound()}});
-  Json out = {{"kernel", j.name},
-              {"plan", j.plan},
-              {"passes", j.passes()},
-              {"verdict", j.verdict()},
-              {"forms",
-               {{"judged", j.forms.judged},
-                {"failed", j.forms.failures.size()},
-                {"not_judged", j.forms.not_judged},
-                {"largest_error_over_bound", j.forms.largest_over},
-                {"named", named},
-                {"failures", failures}}},
-              {"families", families},
-              {"families_not_judged", j.families_not_judged}};
+  OrderedJson out = {{"kernel", j.name},
+                     {"plan", j.plan},
+                     {"passes", j.passes()},
+                     {"verdict", j.verdict()},
+                     {"forms",
+                      {{"judged", j.forms.judged},
+                       {"failed", j.forms.failures.size()},
+                       {"not_judged", j.forms.not_judged},
+                       {"largest_error_over_bound", j.forms.largest_over},
+                       {"named", named},
+                       {"failures", failures}}},
+                     {"families", families},
+                     {"families_not_judged", j.families_not_judged}};
   if (j.forms.smallest) out["forms"]["smallest"] = result_json(*j.forms.smallest);
   if (j.risk)
     out["risk"] = {{"words", in_words(*j.risk)},
@@ -176,7 +176,7 @@ Json judgement_json(const KernelJudgement& j) {
   if (j.risk && j.risk->drifts()) {
     out["risk"]["steps"] = j.risk->steps;
     out["risk"]["earliest"] = j.risk->earliest;
-    out["risk"]["latest"] = std::isfinite(j.risk->latest) ? Json(j.risk->latest) : Json();
+    out["risk"]["latest"] = std::isfinite(j.risk->latest) ? OrderedJson(j.risk->latest) : OrderedJson();
   }
   return out;
 }
@@ -296,7 +296,7 @@ void write_failing_form(const std::filesystem::path& file, const ConformForm& fo
   FormInputs clean(form);
   if (form.values == FormValues::nan) clean.v[0] = 0;
   const AttentionTruth truth = clean.truth(PrecisionPlan{});
-  Json json;
+  OrderedJson json;
   to_json(json, form);
   std::vector<TensorHeader> headers;
   std::vector<std::pair<std::string, Bytes>> contents;
@@ -331,7 +331,7 @@ ConformForm read_form(const std::filesystem::path& file) {
   const auto found = stored.metadata().find("form");
   require_data(found != stored.metadata().end(),
                "{}: expected a failing form of conform (metadata \"form\"), found none", file.string());
-  const Json json = try_parse_json(found->second);
+  const OrderedJson json = try_parse_json(found->second);
   require_data(!json.is_discarded(), "{}: the form in its metadata is not JSON", file.string());
   return form_from_json(json);
 }

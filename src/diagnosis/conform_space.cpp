@@ -9,7 +9,7 @@
 namespace evenkeel {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 // Levels that set one member of a form.
 template <class Value>
@@ -146,7 +146,7 @@ std::vector<ConformForm> single_forms(FormType type, uint64_t seed) {
   return out;
 }
 
-void to_json(Json& json, const ConformForm& f) {
+void to_json(OrderedJson& json, const ConformForm& f) {
   json = {{"B", f.B},
           {"H", f.H},
           {"G", f.G},
@@ -180,7 +180,7 @@ Enum enum_named(const std::string& text, const std::array<std::string_view, kCou
 }
 }  // namespace
 
-ConformForm form_from_json(const Json& json) {
+ConformForm form_from_json(const OrderedJson& json) {
   ConformForm f;
   try {
     const auto number = [&](const char* key, int64_t low, int64_t high) {

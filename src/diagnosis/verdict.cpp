@@ -13,7 +13,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 constexpr size_t kNeighbours = 20;  // steps on either side, that a step's loss is compared with
 // Deviations of a step's loss that count as a jump: of normal noise, one in three million.
 constexpr double kJump = 5;

@@ -400,6 +400,14 @@ Explanation explain_sum(const std::vector<ExpressionTerm>& terms, const ExplainO
 
 }  // namespace
 
+std::string code_text(uint32_t code, Format format) {
+  static constexpr char kDigits[] = "0123456789ABCDEF";
+  std::string text = "0x";
+  for (int shift = (code_bits(format) + 3) / 4 * 4 - 4; shift >= 0; shift -= 4)
+    text += kDigits[code >> shift & 15];
+  return text;
+}
+
 std::vector<ExpressionTerm> parse_expression(std::string_view text) { return ExpressionReader(text).read(); }
 
 NumberParts take_apart(Format format, float value) {

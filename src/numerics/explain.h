@@ -32,6 +32,9 @@ struct ExpressionTerm {
 // term. Throws std::invalid_argument saying what was expected, what was found and where.
 std::vector<ExpressionTerm> parse_expression(std::string_view text);
 
+// A number's bits in hexadecimal digits, as many as the format has: 0x3F80.
+std::string code_text(uint32_t code, Format format);
+
 enum class NumberKind { zero, subnormal, normal, infinity, nan };
 inline constexpr std::string_view kNumberKindNames[] = {"zero", "subnormal", "normal", "infinity", "nan"};
 

@@ -10,14 +10,6 @@
 namespace evenkeel {
 namespace {
 
-std::string code_text(uint32_t code, Format format) {
-  static constexpr char kDigits[] = "0123456789ABCDEF";
-  std::string text = "0x";
-  for (int shift = (code_bits(format) + 3) / 4 * 4 - 4; shift >= 0; shift -= 4)
-    text += kDigits[code >> shift & 15];
-  return text;
-}
-
 // One number is enough for people; FP32 has no more than nine digits.
 std::string nine(double x) {
   char buffer[40];

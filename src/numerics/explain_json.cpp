@@ -28,14 +28,6 @@ std::string quoted(std::string_view text) {
 
 std::string number(double x) { return std::isfinite(x) ? shortest(x) : quoted(shortest(x)); }
 
-std::string code_text(uint32_t code, Format format) {
-  static constexpr char kDigits[] = "0123456789ABCDEF";
-  std::string text = "0x";
-  for (int shift = (code_bits(format) + 3) / 4 * 4 - 4; shift >= 0; shift -= 4)
-    text += kDigits[code >> shift & 15];
-  return quoted(text);
-}
-
 // {"key": value, ...} in the order of the calls.
 class Object {
  public:
@@ -66,7 +58,7 @@ std::string array(const Items& items, Render render) {
 
 std::string json_of(const NumberParts& x) {
   Object o;
-  o.add("format", to_string(x.format)).add("value", x.value).raw("code", code_text(x.code, x.format));
+  o.add("format", to_string(x.format)).add("value", x.value).add("code", code_text(x.code, x.format));
   o.add("kind", kNumberKindNames[static_cast<size_t>(x.kind)]).add("negative", x.negative);
   o.add("exponent", x.exponent).add("exponent_field", x.exponent_field).add("significand", x.significand);
   return o.str();
@@ -107,7 +99,7 @@ std::string json_of(const TensorCoreBlock& b) {
   Object o;
   o.raw("terms", array(b.terms, [](const TensorCoreTerm& t) { return json_of(t); }));
   o.add("special", b.special).add("max_exponent", b.max_exponent).add("sum", b.sum).add("lost", b.lost);
-  o.add("result", b.result).raw("code", code_text(std::bit_cast<uint32_t>(b.result), kFp32));
+  o.add("result", b.result).add("code", code_text(std::bit_cast<uint32_t>(b.result), kFp32));
   return o.str();
 }
 
@@ -132,7 +124,7 @@ std::string to_json(const TensorCoreTrace& t) {
   o.add("alignment_bits", t.model.alignment_bits).add("output_bits", t.model.output_bits);
   o.add("min_exponent", t.model.min_exponent).add("passes", t.model.passes).add("addend", t.addend);
   o.raw("blocks", array(t.blocks, [](const TensorCoreBlock& b) { return json_of(b); }));
-  o.add("result", t.result).raw("code", code_text(std::bit_cast<uint32_t>(t.result), kFp32));
+  o.add("result", t.result).add("code", code_text(std::bit_cast<uint32_t>(t.result), kFp32));
   return o.str();
 }
 

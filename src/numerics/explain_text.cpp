@@ -38,14 +38,7 @@ std::string about(double x) {
   const auto [end, error] = std::to_chars(buffer, buffer + sizeof buffer, x, std::chars_format::general, 4);
   return std::string(buffer, end);
 }
-std::string hex(uint32_t code, Format format) {
-  static constexpr char kDigits[] = "0123456789ABCDEF";
-  std::string text = "0x";
-  for (int shift = (code_bits(format) + 3) / 4 * 4 - 4; shift >= 0; shift -= 4)
-    text += kDigits[code >> shift & 15];
-  return text;
-}
-std::string hex(float value) { return hex(std::bit_cast<uint32_t>(value), kFp32); }
+std::string hex(float value) { return code_text(std::bit_cast<uint32_t>(value), kFp32); }
 std::string sign_of(bool negative) { return negative ? "-" : "+"; }
 std::string bit_of(bool set) { return set ? "1" : "0"; }
 std::string power(int exponent) { return "x 2^" + std::to_string(exponent); }
@@ -187,7 +180,7 @@ void TextWriter::operands(const Explanation& e) {
   for (size_t i = 0; i < e.operands.size(); ++i) {
     const NumberParts& x = e.operands[i];
     const bool number = !x.significand.empty();
-    rows.push_back({letter(i), shortest(x.value), hex(x.code, x.format),
+    rows.push_back({letter(i), shortest(x.value), code_text(x.code, x.format),
                     bit_of(x.negative) + " " + sign_of(x.negative),
                     x.exponent_field + (number ? ": 2^" + std::to_string(x.exponent) : ""),
                     number ? x.significand : std::string(kNumberKindNames[static_cast<size_t>(x.kind)])});
@@ -309,7 +302,7 @@ void TextWriter::rounding(const RoundingStep& s) {
     if (s.overflow) line("That is beyond the largest number, " + shortest(max_finite(f)) + ": overflow.");
   }
   const bool number = s.after.kind == NumberKind::normal || s.after.kind == NumberKind::subnormal;
-  line("stored: " + hex(s.after.code, f) +
+  line("stored: " + code_text(s.after.code, f) +
        (number ? " = " + sign_of(s.after.negative) + s.after.significand + " " +
                      power(s.after.exponent - s.rounding.scale_exponent)
                : "") +

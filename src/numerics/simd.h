@@ -136,8 +136,10 @@ EK_INLINE Float exp(Float x) {
 static inline void transpose(float* target, int64_t target_stride, const float* source, int64_t source_stride,
                              int64_t rows, int64_t columns) {
   using Four = float __attribute__((vector_size(16)));
-  using Lanes = int32_t __attribute__((vector_size(16)));
-  constexpr Lanes kLow = {0, 4, 1, 5}, kHigh = {2, 6, 3, 7}, kFirst = {0, 1, 4, 5}, kLast = {2, 3, 6, 7};
+  const auto low = [](Four x, Four y) { return __builtin_shufflevector(x, y, 0, 4, 1, 5); };
+  const auto high = [](Four x, Four y) { return __builtin_shufflevector(x, y, 2, 6, 3, 7); };
+  const auto first = [](Four x, Four y) { return __builtin_shufflevector(x, y, 0, 1, 4, 5); };
+  const auto last = [](Four x, Four y) { return __builtin_shufflevector(x, y, 2, 3, 6, 7); };
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) {
     int64_t c = 0;
@@ -145,10 +147,9 @@ static inline void transpose(float* target, int64_t target_stride, const float* 
       Four in[4];
       for (int n = 0; n < 4; ++n)
         __builtin_memcpy(&in[n], source + (r + n) * source_stride + c, sizeof in[n]);
-      const Four a = __builtin_shuffle(in[0], in[1], kLow), b = __builtin_shuffle(in[2], in[3], kLow);
-      const Four d = __builtin_shuffle(in[0], in[1], kHigh), e = __builtin_shuffle(in[2], in[3], kHigh);
-      const Four out[4] = {__builtin_shuffle(a, b, kFirst), __builtin_shuffle(a, b, kLast),
-                           __builtin_shuffle(d, e, kFirst), __builtin_shuffle(d, e, kLast)};
+      const Four a = low(in[0], in[1]), b = low(in[2], in[3]);
+      const Four d = high(in[0], in[1]), e = high(in[2], in[3]);
+      const Four out[4] = {first(a, b), last(a, b), first(d, e), last(d, e)};
       for (int n = 0; n < 4; ++n)
         __builtin_memcpy(target + (c + n) * target_stride + r, &out[n], sizeof out[n]);
     }

@@ -13,7 +13,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 // A step is at most so far behind the one before it: beyond, its number is damaged.
 constexpr int64_t kMostSkipped = int64_t{1} << 24;
 

@@ -11,10 +11,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <span>
 #include <string_view>
 
 namespace evenkeel {
+
+// A number that the records do not have.
+inline constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
 enum class RecordFile {
   config,    // everything needed to repeat the run

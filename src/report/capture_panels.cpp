@@ -11,8 +11,6 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-
 std::vector<double> numbers_to(size_t n) {
   std::vector<double> x(n);
   for (size_t k = 0; k < n; ++k) x[k] = static_cast<double>(k);

@@ -11,8 +11,7 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-constexpr size_t kPoints = 2000;  // of a curve of the loss
+constexpr size_t kLossPoints = 2000;  // of a curve of the loss
 
 std::vector<double> doubles(const std::vector<int64_t>& steps) { return {steps.begin(), steps.end()}; }
 
@@ -75,7 +74,7 @@ Lane lane_of(const RunRecords& run, const std::string& style) {
 double add_run(const PageData& data, size_t n, Chart& loss, Chart& norm) {
   const RunRecords& run = data.runs[n];
   const std::string colour = colour_of(data, n);
-  const size_t points = kPoints / std::max<size_t>(1, data.runs.size() / 4);
+  const size_t points = kLossPoints / std::max<size_t>(1, data.runs.size() / 4);
   const std::vector<double> x = doubles(run.metrics.steps);
   Line raw{run.label, colour + " raw", x, run.loss, {}, {}, false};
   Line mean{run.label, colour, x, smoothed(run.loss), {}, {}};

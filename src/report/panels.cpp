@@ -13,8 +13,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-
 // The first guilty head of a verdict.
 std::optional<std::pair<int64_t, int64_t>> guilty_head(const RunRecords& run) {
   const std::vector<RecordObject> heads = run.verdict_record().objects("heads");

@@ -12,7 +12,6 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 constexpr size_t kPoints = 1200;        // of a curve that is one of few
 constexpr size_t kPointsOfAll = 24000;  // of all heads' curves of a panel
 

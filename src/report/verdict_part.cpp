@@ -11,8 +11,6 @@
 namespace evenkeel {
 namespace {
 
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-
 std::string tile(const std::string& label, const std::string& value, const std::string& remark) {
   return fmt::format("<div><dt>{}</dt><dd>{}</dd><dd class=\"remark\">{}</dd></div>\n", label, value, remark);
 }

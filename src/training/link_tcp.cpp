@@ -40,11 +40,6 @@ constexpr int kJoinSeconds = 120;
 // Between an alarm and the end of a process that does not come to its next exchange.
 constexpr seconds kGrace(5);
 
-int milliseconds_left(Clock::time_point deadline) {
-  return static_cast<int>(std::clamp<int64_t>(
-      std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count(), 0, 1 << 30));
-}
-
 // --- addresses ----------------------------------------------------------------------------------------------------
 
 void set_options(int socket) {

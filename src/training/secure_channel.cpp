@@ -29,11 +29,6 @@ Bytes bytes_of_object(const T& object) {
   return std::as_bytes(std::span(&object, 1));
 }
 
-int milliseconds_left(Clock::time_point deadline) {
-  return static_cast<int>(std::clamp<int64_t>(
-      std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count(), 0, 1 << 30));
-}
-
 Digest random_digest() {
   Digest random;
   for (size_t filled = 0; filled < random.size();) {
@@ -105,6 +100,11 @@ Digest tag_of(const Digest& key, uint64_t number, Bytes bytes) {
 }
 
 }  // namespace
+
+int milliseconds_left(Clock::time_point deadline) {
+  return static_cast<int>(std::clamp<int64_t>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count(), 0, 1 << 30));
+}
 
 Digest key_of_secret(const std::string& secret) {
   return authenticate(bytes_of("evenkeel: the secret of a job"), bytes_of(secret));

@@ -30,6 +30,9 @@ struct Hello {
   Digest random{};
 };
 
+// For poll(): 0 when the deadline is over.
+int milliseconds_left(std::chrono::steady_clock::time_point deadline);
+
 // The key of a job, from its secret's text.
 Digest key_of_secret(const std::string& secret);
 

@@ -1,13 +1,10 @@
-// Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, launches the kernels.
+// Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, prepares the operands.
 #include <algorithm>
 
-#include "attention/cuda/any_plan_backward_keys.cuh"
-#include "attention/cuda/any_plan_backward_rows.cuh"
-#include "attention/cuda/any_plan_forward.cuh"
+#include "attention/cuda/any_plan_launch.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
 #include "attention/family_calls.h"
 #include "attention/head_plan.h"
-#include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
 #include "numerics/round_block.h"
 
@@ -255,18 +252,7 @@ class Pass {
     std::copy_n(x.stride.begin(), 4, result.stride);
     return result;
   }
-  bool any(auto condition) const { return resolved_.any(condition); }
-  bool small() const { return problem_.D <= 64; }
-
-  // One block of kThreads for every kRows of `rows` of `heads`.
-  template <class Kernel>
-  void launch(Kernel kernel, int64_t heads, int64_t rows, int block_rows, int threads, size_t shared_bytes,
-              const char* doing) const {
-    allow_shared_memory(kernel, shared_bytes);
-    const int64_t blocks = heads * divide_up(rows, block_rows);
-    kernel<<<grid(blocks), threads, shared_bytes, stream_>>>(p);
-    check_launch(doing);
-  }
+  Launcher launcher() const { return {p, resolved_.rows, stream_}; }
 
   Problem p{};
 
@@ -347,47 +333,6 @@ class Pass {
   cudaStream_t stream_;
 };
 
-template <int kD>
-void launch_forward(const Pass& pass) {
-  const auto run = [&]<Variant kVariant>() {
-    using Shape = ForwardShape<kD, kVariant>;
-    if (pass.any([](const DevicePlan& d) { return d.forward == kVariant; }))
-      pass.launch(pass.p.ties ? forward_kernel<kD, kVariant, true> : forward_kernel<kD, kVariant, false>,
-                  int64_t{pass.p.B} * pass.p.H, pass.p.T, Shape::kRows, Shape::kThreads,
-                  Shape::shared_bytes(pass.p), "the forward pass");
-  };
-  run.template operator()<Variant::quick>();
-  run.template operator()<Variant::full>();
-  run.template operator()<Variant::any>();
-}
-
-template <int kD>
-void launch_backward(const Pass& pass) {
-  const Problem& p = pass.p;
-  const bool facts = p.residual || p.residual_floor || p.delta_error;
-  const auto run = [&]<Variant kVariant>() {
-    const auto takes = [](const DevicePlan& d) { return d.backward == kVariant; };
-    if (!pass.any(takes)) return;
-    using Shape = BackwardShape<kD, kVariant>;
-    const auto rows = [&]<RowTask kTask>() {
-      pass.launch(backward_rows_kernel<kD, kVariant, kTask>, int64_t{p.B} * p.H, p.T, kOwnedRows,
-                  Shape::kThreads, Shape::shared_bytes_rows(p), "dQ of the backward pass");
-    };
-    if (pass.any([&](const DevicePlan& d) { return takes(d) && d.probs_delta; }))
-      rows.template operator()<RowTask::zero_sum_delta>();
-    if (facts)
-      rows.template operator()<RowTask::gradients_and_facts>();
-    else
-      rows.template operator()<RowTask::gradients>();
-    if (p.dk.data)
-      pass.launch(backward_keys_kernel<kD, kVariant>, int64_t{p.B} * p.G, p.N, kOwnedRows, Shape::kThreads,
-                  Shape::shared_bytes_keys(p), "dK and dV of the backward pass");
-  };
-  run.template operator()<Variant::quick>();
-  run.template operator()<Variant::full>();
-  run.template operator()<Variant::any>();
-}
-
 }  // namespace
 
 std::shared_ptr<const FamilyPlan> any_plan_prepare(const AttentionProblem& problem) {
@@ -401,10 +346,7 @@ void any_plan_forward(const AttentionProblem& problem, const FamilyPlan& plan, c
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   Pass pass(problem, plan, in, nullptr, out, workspace, stream);
   pass.p.ties = out.ties;
-  if (pass.small())
-    launch_forward<64>(pass);
-  else
-    launch_forward<128>(pass);
+  launch_forward(pass.launcher());
 }
 
 void any_plan_backward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
@@ -419,10 +361,8 @@ void any_plan_backward(const AttentionProblem& problem, const FamilyPlan& plan, 
   pass.p.residual = out.residual;
   pass.p.residual_floor = out.residual_floor;
   pass.p.delta_error = out.delta_error;
-  if (pass.small())
-    launch_backward<64>(pass);
-  else
-    launch_backward<128>(pass);
+  launch_backward_rows(pass.launcher());
+  if (pass.p.dk.data) launch_backward_keys(pass.launcher());
 }
 
 }  // namespace evenkeel

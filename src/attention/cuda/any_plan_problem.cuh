@@ -187,8 +187,7 @@ __device__ __forceinline__ void load_narrow_tile(uint32_t target, int rows, cons
     const int i = n / kD, d = n % kD;
     const uint16_t value =
         i < present && d < D ? __bfloat16_as_ushort(source[i * row_stride + d * stride]) : uint16_t{0};
-    asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(target + tile_offset<kD>(i, d / 8) + d % 8 * 2),
-                 "h"(value));
+    gpu::store_shared(target + tile_offset<kD>(i, d / 8) + d % 8 * 2, value);
   }
 }
 

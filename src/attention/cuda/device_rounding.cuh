@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/mma.cuh"
 #include "numerics/random.h"
 #include "numerics/rounding.h"
@@ -239,20 +240,13 @@ __device__ __forceinline__ float exp_reduced(float r) {
   return __fmaf_rn(p, r, 1.0f);
 }
 
-// NaN passes: where one operand is NaN the result is.
-__device__ __forceinline__ float max_or_nan(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-
 // exp(x) for x up to 40, -inf included. Beyond 40 it is no exp, and +inf gives NaN: an l that underflowed to
 // 0. 2^n is applied in two steps, 2^(n + 64), which cannot leave the normal range, and 2^-64, which rounds
 // once where the result is subnormal. The nearest whole number by adding 1.5 * 2^23 and those 64: the sum's
 // low bits are n + 64.
 __device__ __forceinline__ float exp_low(float x) {
   constexpr float kMagic = 12582912.0f + 64.0f;
-  x = max_or_nan(x, -128.0f);
+  x = gpu::max_or_nan(x, -128.0f);
   const float shifted = __fadd_rn(__fmul_rn(x, kLog2E), kMagic);
   const float n = __fsub_rn(shifted, kMagic);
   float r = __fmaf_rn(n, -kLog2High, x);
@@ -263,7 +257,7 @@ __device__ __forceinline__ float exp_low(float x) {
 
 // exp of anything: 0 below -104, Inf above 88.7.
 __device__ __forceinline__ float exp_any(float x) {
-  x = x > 128.0f ? 128.0f : max_or_nan(x, -128.0f);
+  x = x > 128.0f ? 128.0f : gpu::max_or_nan(x, -128.0f);
   const float n = __fsub_rn(__fadd_rn(__fmul_rn(x, kLog2E), 12582912.0f), 12582912.0f);
   float r = __fmaf_rn(n, -kLog2High, x);
   r = __fmaf_rn(n, -kLog2Low, r);

@@ -24,8 +24,17 @@ EK_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+EK_DEVICE void store_shared(uint32_t address, uint16_t value) {
+  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(address), "h"(value));
+}
+
 // --- Numbers
 
+EK_DEVICE float max_or_nan(float x, float y) {  // where one operand is NaN the result is
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
 EK_DEVICE float exp2_approx(float x) {  // 2 ulp; below 2^-126: 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

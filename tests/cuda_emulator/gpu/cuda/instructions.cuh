@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "cuda_bf16.h"
@@ -23,8 +24,16 @@ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - machine().shared_memory());
 }
 
+inline void store_shared(uint32_t address, uint16_t value) {
+  std::memcpy(machine().shared_at(address, sizeof value), &value, sizeof value);
+}
+
 // --- Numbers
 
+inline float max_or_nan(float x, float y) {
+  if (std::isnan(x) || std::isnan(y)) return std::numeric_limits<float>::quiet_NaN();
+  return x > y ? x : y;
+}
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;
