@@ -8,8 +8,8 @@
 namespace evenkeel {
 namespace {
 
-// The lower of two; 0 of none.
-double median(std::vector<double> values) {
+// Of two the lower one; 0 of none.
+double lower_median(std::vector<double> values) {
   if (values.empty()) return 0;
   for (double& value : values)
     if (std::isnan(value)) value = std::numeric_limits<double>::infinity();
@@ -21,12 +21,12 @@ double median(std::vector<double> values) {
 }  // namespace
 
 DriftLimit limit_from_run(const std::vector<double>& of_heads) {
-  const double level = median(of_heads);
+  const double level = lower_median(of_heads);
   return {std::clamp(kDriftTimes * level, kLowestDriftLimit, kHighestDriftLimit), level, false};
 }
 
 DriftLimit limit_from_control(const std::vector<double>& of_heads) {
-  const double level = median(of_heads);
+  const double level = lower_median(of_heads);
   double limit = std::max(kDriftTimes * level, kLowestDriftLimit);
   for (const double offset : of_heads)
     if (std::isfinite(offset)) limit = std::max(limit, 2 * offset);
