@@ -2,13 +2,13 @@
 # then compiled once for up to twelve sources. A change of one source compiles its neighbours again, so this is for
 # builds that are made from nothing. Names in anonymous namespaces must differ within a folder: two functions of one name
 # are often one function too many. Files whose own names are better as they are stay alone.
-set(unjoined base/toml.cpp diagnosis/drift.cpp cli/indicators.cpp cli/bench_train.cpp cli/bench_attention_gpu.cpp)
+set(unjoined base/toml.cpp diagnosis/drift.cpp cli/indicators.cpp)
 function(evenkeel_join out)
   set(keys)
   set(joined)
   foreach(source ${ARGN})
     file(RELATIVE_PATH name ${CMAKE_SOURCE_DIR}/src ${source})
-    if(name IN_LIST unjoined)
+    if(name IN_LIST unjoined OR name MATCHES "^cli/bench_")
       list(APPEND joined ${source})
       continue()
     endif()

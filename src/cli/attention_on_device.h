@@ -8,16 +8,11 @@
 #include <vector>
 
 #include "attention/kernel_families.h"
+#include "cli/bench.h"
 #include "gpu/device_memory.h"
 #include "numerics/random.h"
 
 namespace evenkeel::cli {
-
-inline double quantile(std::vector<double> x, double q) {
-  std::sort(x.begin(), x.end());
-  return x[static_cast<size_t>(std::lround(q * static_cast<double>(x.size() - 1)))];
-}
-inline double median(const std::vector<double>& x) { return quantile(x, 0.5); }
 
 // BF16, causal, without a plan.
 inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t D) {
