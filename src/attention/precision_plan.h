@@ -129,9 +129,9 @@ inline constexpr NamedPlan kNamedPlans[] = {
     {"bf16_all", "flash2,scores=bf16,shifted=bf16,row_sum=bf16,pv=bf16,dprobs=bf16"},
     // FlashAttention-3 without its scales: E4M3 operands, probs times 2^8.
     {"fp8", "flash2,q=e4m3/saturate,k=e4m3/saturate,v=e4m3/saturate,probs=e4m3^8/saturate,grad_output=bf16"},
-    // FlashAttention-3, arXiv 2407.08608: a scale for each block of q, k and v, exp times 2^8. Left out: the rotation by
-    // a random Hadamard matrix, which changes no score but for rounding. It has no FP8 backward: BF16 is ours. Its sums:
-    // add accumulate=h200.
+    // FlashAttention-3, arXiv 2407.08608: a scale for each block of q, k and v (its code: each head); exp times 2^8 (its
+    // code). Left out: the rotation by a random Hadamard matrix, which changes no score but for rounding. It has no FP8
+    // backward: BF16 is ours. Its sums: add accumulate=h200.
     {"fp8_fa3", "flash2,q=e4m3*tile,k=e4m3*tile,v=e4m3*tile,probs=e4m3^8/saturate,grad_output=bf16"},
     // DeepSeek-V3, arXiv 2412.19437: E4M3 in all products, a scale in FP32 for 128 neighbours. The paper keeps attention
     // in BF16: its rule for linear layers at attention's operands is ours. Its sums, every 128 products to FP32: add
@@ -145,8 +145,8 @@ inline constexpr NamedPlan kNamedPlans[] = {
      "flash2,q=e4m3*block32@e8m0_up,k=e4m3*block32@e8m0_up,v=e4m3*block32@e8m0_up,"
      "grad_output=e4m3*block32@e8m0_up,probs=e4m3*block32@e8m0_up,probs_bwd=e4m3*block32@e8m0_up,"
      "dscores=e4m3*block32@e8m0_up"},
-    // FP4 attention as SageAttention3 (arXiv 2505.11594) and Attn-QAT (arXiv 2603.00040) have it: NVFP4 q, k, v and P,
-    // whose blocks' scales share one for the row; the backward pass finds the same P again, and is BF16 otherwise.
+    // NVFP4 q, k, v and P, found again in a backward pass that is BF16 otherwise: Attn-QAT, arXiv 2603.00040. Left out of
+    // SageAttention3 (2505.11594): q and k less their means. Its code has no scale of a tensor, and blocks of v's keys.
     {"nvfp4",
      "flash2,q=e2m1*block16@e4m3*tensor,k=e2m1*block16@e4m3*tensor,v=e2m1*block16@e4m3*tensor,"
      "probs=e2m1*block16@e4m3*row,probs_bwd=e2m1*block16@e4m3*row,grad_output=bf16"},

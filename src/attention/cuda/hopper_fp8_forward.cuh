@@ -3,11 +3,10 @@
 //
 // A block stays on its multiprocessor and takes items (64 query rows for each of its warpgroups) from a counter, the
 // longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
-// one tile of 64 keys after another, the last first:
-//   - the scores of the next tile and P V of this one are issued together;
-//   - softmax of the next tile's scores, while the tensor cores multiply P and V;
-//   - P V goes to O in FP32: times V's scale, which each tile has of its own, and away from the 13 bits of the tensor
-//     cores' sums.
+// two tiles of 64 keys after another two, the last first: scores, softmax, P V. P V goes to O in FP32: times V's scale,
+// which each tile has of its own, and away from the 13 bits of the tensor cores' sums. The warpgroups get out of step by
+// themselves, so that one has the tensor cores while others have exponentials: three (head size 64: four) of them, each
+// doing one thing at a time, are faster than two that overlap their own work and take the registers for it.
 #pragma once
 
 #include <limits>
@@ -54,18 +53,16 @@ struct Forward {
   static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   // The least factor of scores: 0 times a masked one would be a NaN.
   static constexpr float kLeastFactor = std::numeric_limits<float>::min();
-  // Head size 128: O and the product that is added to it take 128 registers of a thread.
-  static constexpr int kWarpgroups = kHead == 64 ? 3 : 2;
+  static constexpr int kWarpgroups = kHead == 64 ? 4 : 3;
   static constexpr int kRows = kWarpgroups * kTileRows, kWorkers = kWarpgroups * kWarpgroup;
   static constexpr int kThreads = kWorkers + kWarpgroup, kBlocksAtOnce = 1;
-  // The pool is what the block got at its start: 4 x 128 = 3 x 152 + 56, 3 x 168 = 2 x 224 + 56.
-  static constexpr int kWorkRegisters = kHead == 64 ? 152 : 224, kCopyRegisters = 56;
+  // The pool is what the block got at its start: 5 x 96 = 4 x 112 + 32, 4 x 128 = 3 x 160 + 32.
+  static constexpr int kWorkRegisters = kHead == 64 ? 112 : 160, kCopyRegisters = 32;
   static constexpr int kQueryStages = 2, kItems = 2 * kQueryStages, kStages = kHead == 64 ? 10 : 8;
   static constexpr int kKeyLine = line_bytes(false, kHead), kValueLine = line_bytes(true, kHead);
-  // Two warpgroups take turns at the tensor cores; three get out of step by themselves.
-  static constexpr bool kTurns = kWarpgroups == 2;
-  static constexpr int kTurnBarrier = 1;  // the first of two named barriers
   static constexpr int kScores = kTileRows / 2, kOutputs = kHead / 2, kWords = kScores / 4;  // a thread's
+  // P V is added up in pieces of 64 features, so that one is added to O while the tensor cores have the next.
+  static constexpr int kPieces = kHead / 64, kPiece = kOutputs / kPieces;
 
   struct alignas(1024) Tile {
     uint8_t image[image_bytes(kHead)];
@@ -186,12 +183,12 @@ struct Forward {
 
     int count = 0;  // of items so far
     Ring<kStages> k, v;
-    int row;               // of the item at hand, this warpgroup's first
-    int j;                 // key tile whose scores are in s
-    float factor;          // scores of tile j times this are in powers of two
-    float s[kScores];      // 64 rows x 64 keys
-    uint32_t p[kWords];    // probabilities times 2^8, E4M3: value_slot has the order
-    float part[kOutputs];  // P V of one tile, without V's scale
+    int row;                // of the item at hand, this warpgroup's first
+    int j;                  // the last of the key tiles at hand
+    float factor[2];        // scores of each tile times this are in powers of two
+    float s[2][kScores];    // of two tiles, 64 rows x 64 keys each
+    uint32_t p[2][kWords];  // probabilities times 2^8, E4M3: value_slot has the order
+    float part[2][kPiece];  // P V of one tile and 64 features, without V's scale
     float o[kOutputs];
     float shift[2];  // in force, in powers of two, less 8; -inf: no key yet
     float sum
@@ -208,71 +205,114 @@ struct Forward {
     EK_DEVICE void release(uint64_t* empty) {
       if (thread % 32 == 0) barrier_arrive(empty);
     }
-    EK_DEVICE void wait_turn() {
-      if (kTurns) named_sync(kTurnBarrier + group, 2 * kWarpgroup);
-    }
-    EK_DEVICE void pass_turn() {
-      if (kTurns) named_arrive(kTurnBarrier + 1 - group, 2 * kWarpgroup);
-    }
     EK_DEVICE const Item& item() const { return shared.items[count % kItems]; }
     EK_DEVICE const Tile& query() const { return shared.q[count % kQueryStages][group]; }
 
-    // A key tile that none of the rows sees. Every key tile is one turn of each warpgroup.
+    // A key tile that none of the rows sees.
     EK_DEVICE void skip_tile() {
-      wait_turn();
-      pass_turn();
-      wait_keys();
+      barrier_wait(&shared.k_full[k.stage], k.parity);
       release(&shared.k_empty[k.stage]);
       k.next();
       barrier_wait(&shared.v_full[v.stage], v.parity);
       release_values();
     }
 
-    EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }
-    EK_DEVICE void issue_scores() {
-      const uint64_t queries = operand_e4m3<kKeyLine>(query().image),
-                     keys = operand_e4m3<kKeyLine>(shared.k[k.stage].image);
-      products_begin();
+    template <int kTiles>
+    EK_DEVICE void compute_scores(int clear) {
+      Ring<kStages> next = k;
+      const uint64_t queries = operand_e4m3<kKeyLine>(query().image);
 #pragma unroll
-      for (int step = 0; step < kHead / 32; ++step)
-        WgmmaE4m3<kTileRows>::ss(s, advance(queries, step * 32), advance(keys, step * 32), step > 0);
-      products_commit();
+      for (int tile = 0; tile < kTiles; ++tile) {
+        barrier_wait(&shared.k_full[next.stage], next.parity);
+        const uint64_t keys = operand_e4m3<kKeyLine>(shared.k[next.stage].image);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < kHead / 32; ++step)
+          WgmmaE4m3<kTileRows>::ss(s[tile], advance(queries, step * 32), advance(keys, step * 32), step > 0);
+        products_commit();
+        factor[tile] = fmaxf(a.scale_log2 * query().scale[0] * shared.k[next.stage].scale[0], kLeastFactor);
+        next.next();
+      }
+      add_sums();
+      if constexpr (kTiles == 2) {
+        products_wait<1>();
+        take_scores(0, clear);
+      }
+      products_wait<0>();
+      take_scores(kTiles - 1, clear);
     }
-    // The scores are there: their factor is read, and K may go.
-    EK_DEVICE void take_scores() {
-      settle(s);
-      factor = fmaxf(a.scale_log2 * query().scale[0] * shared.k[k.stage].scale[0], kLeastFactor);
+    // consistent's l, of the tiles before: while their successors' scores are computed.
+    EK_DEVICE void add_sums() {
+      if constexpr (kConsistent) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+          for (int n = 0; n < kWords; n += 4)
+            add_row_sums_e4m3(sum, p[tile][n], p[tile][n + 1], p[tile][n + 2], p[tile][n + 3]);
+      }
+    }
+    EK_DEVICE void take_scores(int tile, int clear) {
+      settle(s[tile]);
       release(&shared.k_empty[k.stage]);
       k.next();
+      if (j - tile >= clear) mask(tile);
     }
-    EK_DEVICE void mask() {
+    EK_DEVICE void mask(int tile) {
       int limit[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        limit[r] = key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) - j * kTileRows -
-                   lane_column;
+        limit[r] = key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) -
+                   (j - tile) * kTileRows - lane_column;
 #pragma unroll
       for (int i = 0; i < kScores; ++i)
-        if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+        if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[tile][i] = kMinusInfinity;
     }
 
-    EK_DEVICE void issue_values() {
-      barrier_wait(&shared.v_full[v.stage], v.parity);
-      const uint64_t values = operand_e4m3<kValueLine>(shared.v[v.stage].image);
+    // O += P V, a piece of 64 features after the other; O before times decay where a row moves.
+    template <int kTiles>
+    EK_DEVICE void add_values(bool moves, const float (&decay)[2]) {
+      constexpr int kAll = kTiles * kPieces;
+      Ring<kStages> next = v;
+      float scale[kTiles];
+      uint64_t values[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        barrier_wait(&shared.v_full[next.stage], next.parity);
+        values[tile] = operand_e4m3<kValueLine>(shared.v[next.stage].image);
+        scale[tile] = shared.v[next.stage].scale[0];
+        next.next();
+      }
+      issue_piece(0, p[0], values[0]);
+      if constexpr (kAll > 1)
+        issue_piece(1, p[1 / kPieces], advance(values[1 / kPieces], 1 % kPieces * 64 * kValueLine));
+      if (moves) rescale(decay);
+#pragma unroll
+      for (int n = 0; n < kAll; ++n) {
+        if (n + 1 < kAll)
+          products_wait<1>();
+        else
+          products_wait<0>();
+        add_piece(n % 2, n % kPieces, scale[n / kPieces]);
+        if (n + 2 < kAll)
+          issue_piece(n % 2, p[(n + 2) / kPieces],
+                      advance(values[(n + 2) / kPieces], (n + 2) % kPieces * 64 * kValueLine));
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) release_values();
+    }
+    EK_DEVICE void issue_piece(int buffer, const uint32_t (&words)[kWords], uint64_t values) {
       products_begin();
 #pragma unroll
       for (int step = 0; step < kTileRows / 32; ++step)
-        WgmmaE4m3<kHead>::rs(part, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-                             advance(values, step * 32), step > 0);
+        WgmmaE4m3<64>::rs(part[buffer], words[4 * step], words[4 * step + 1], words[4 * step + 2],
+                          words[4 * step + 3], advance(values, step * 32), step > 0);
       products_commit();
     }
-    // P V is there: to O, and V may go.
-    EK_DEVICE void take_values() {
-      settle(part);
-      const float scale = shared.v[v.stage].scale[0];
+    EK_DEVICE void add_piece(int buffer, int piece, float scale) {
+      settle(part[buffer]);
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] = fmaf(part[i], scale, o[i]);
-      release_values();
+      for (int i = 0; i < kPiece; ++i)
+        o[piece * kPiece + i] = fmaf(part[buffer][i], scale, o[piece * kPiece + i]);
     }
     EK_DEVICE void release_values() {
       release(&shared.v_empty[v.stage]);
@@ -281,15 +321,23 @@ struct Forward {
 
     // s: scores to probabilities times 2^8; moves the rows' shifts, and l with them. decay: what O of the tiles before is
     // to be multiplied by. True: some row of the warp has one that is not 1.
+    template <int kTiles>
     EK_DEVICE bool softmax(float (&decay)[2]) {
-      float most[4] = {s[0], s[1], s[2], s[3]};
+      float most[2] = {kMinusInfinity, kMinusInfinity};
 #pragma unroll
-      for (int i = 4; i < kScores; ++i) most[i % 4] = fmaxf(most[i % 4], s[i]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float chain[4] = {s[tile][0], s[tile][1], s[tile][2], s[tile][3]};
+#pragma unroll
+        for (int i = 4; i < kScores; ++i) chain[i % 4] = fmaxf(chain[i % 4], s[tile][i]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          most[r] = fmaxf(most[r], fmaxf(chain[2 * r], chain[2 * r + 1]) * factor[tile]);
+      }
       bool moves = false;
       float used[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float largest = quad_max(fmaxf(most[2 * r], most[2 * r + 1])) * factor, before = shift[r];
+        const float largest = quad_max(most[r]), before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
         shift[r] = fmaxf(before, (kConsistent ? ceilf(largest) : largest) - kProbsExponent);
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
@@ -302,23 +350,22 @@ struct Forward {
         for (int i = 0; i < 4; ++i) sum[i] *= decay[i / 2];
       }
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        s[i] = exp2_approx(fmaf(s[i], factor, -used[i / 2 % 2]));
-        if (!kConsistent) sum[i / 2 % 2 * 2] += s[i];
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i)
+          s[tile][i] = exp2_approx(fmaf(s[tile][i], factor[tile], -used[i / 2 % 2]));
+        pack(tile);
+        settle(p[tile]);
       }
-      settle(s);
       return moves;
     }
-    // s to p, when no product reads p any more.
-    EK_DEVICE void pack() {
+    // s to p.
+    EK_DEVICE void pack(int tile) {
 #pragma unroll
       for (int n = 0; n < kWords; ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
         const int i = n / 2 * 8 + n % 2 * 2;
-        p[n] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
-      }
-      if (kConsistent) {
-#pragma unroll
-        for (int n = 0; n < kWords; n += 4) add_row_sums_e4m3(sum, p[n], p[n + 1], p[n + 2], p[n + 3]);
+        p[tile][n] = pack_e4m3(s[tile][i], s[tile][i + 1], s[tile][i + 4], s[tile][i + 5]);
+        if (!kConsistent) sum[n % 2 * 2] += (s[tile][i] + s[tile][i + 1]) + (s[tile][i + 4] + s[tile][i + 5]);
       }
     }
     EK_DEVICE void rescale(const float (&decay)[2]) {
@@ -335,39 +382,22 @@ struct Forward {
       for (int i = 0; i < kOutputs; ++i) o[i] = 0;
       const int clear =
           key_limit(a.causal, row, item().rows, item().keys) / kTileRows;  // all rows see these whole
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) p[0][i] = p[1][i] = 0;
       j = own - 1;
+      if (own % 2) attend_tiles<1>(clear);
+      while (j >= 0) attend_tiles<2>(clear);
+      add_sums();
+    }
+    // Key tile j, and the one before it.
+    template <int kTiles>
+    EK_DEVICE void attend_tiles(int clear) {
+      compute_scores<kTiles>(clear);
+      if (j < kTiles) release(&shared.q_empty[count % kQueryStages]);
       float decay[2];
-      wait_keys();
-      wait_turn();
-      issue_scores();
-      pass_turn();
-      products_wait<0>();
-      take_scores();
-      if (j >= clear) mask();
-      softmax(decay);
-      pack();
-      if (j > 0) wait_keys();
-      while (j > 0) {
-        wait_turn();
-        issue_scores();
-        issue_values();
-        pass_turn();
-        products_wait<1>();
-        take_scores();
-        if (--j >= clear) mask();
-        const bool moves = softmax(decay);
-        // Here, not where they are multiplied: the assembler moves a wait for products up to the last branch before it, so
-        // that without one P V would be waited for before the exponentials.
-        if (j > 0) wait_keys();
-        products_wait<0>();
-        take_values();
-        if (moves) rescale(decay);
-        pack();
-      }
-      release(&shared.q_empty[count % kQueryStages]);
-      issue_values();
-      products_wait<0>();
-      take_values();
+      const bool moves = softmax<kTiles>(decay);
+      add_values<kTiles>(moves, decay);
+      j -= kTiles;
     }
 
     EK_DEVICE uint16_t* output(const Item& done, int i) const {
@@ -415,7 +445,6 @@ struct Forward {
     }
 
     EK_DEVICE void run() {
-      if (group == 1) pass_turn();
       for (;; ++count) {
         barrier_wait(&shared.q_full[count % kQueryStages], count / kQueryStages & 1);
         const Item& item = this->item();
