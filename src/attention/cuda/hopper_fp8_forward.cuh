@@ -5,8 +5,8 @@
 // longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
 // two tiles of 64 keys after another two, the last first: scores, softmax, P V. P V goes to O in FP32: times V's scale,
 // which each tile has of its own, and away from the 13 bits of the tensor cores' sums. The warpgroups get out of step by
-// themselves, so that one has the tensor cores while others have exponentials: three (head size 64: four) of them, each
-// doing one thing at a time, are faster than two that overlap their own work and take the registers for it.
+// themselves, so that one has the tensor cores while others have exponentials: three of them, each doing one thing at a
+// time, are faster than two that overlap their own work and take the registers for it.
 #pragma once
 
 #include <limits>
@@ -53,11 +53,11 @@ struct Forward {
   static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   // The least factor of scores: 0 times a masked one would be a NaN.
   static constexpr float kLeastFactor = std::numeric_limits<float>::min();
-  static constexpr int kWarpgroups = kHead == 64 ? 4 : 3;
+  static constexpr int kWarpgroups = 3;
   static constexpr int kRows = kWarpgroups * kTileRows, kWorkers = kWarpgroups * kWarpgroup;
   static constexpr int kThreads = kWorkers + kWarpgroup, kBlocksAtOnce = 1;
-  // The pool is what the block got at its start: 5 x 96 = 4 x 112 + 32, 4 x 128 = 3 x 160 + 32.
-  static constexpr int kWorkRegisters = kHead == 64 ? 112 : 160, kCopyRegisters = 32;
+  // The pool is what the block got at its start: 4 x 128 = 3 x 160 + 32.
+  static constexpr int kWorkRegisters = 160, kCopyRegisters = 32;
   static constexpr int kQueryStages = 2, kItems = 2 * kQueryStages, kStages = kHead == 64 ? 10 : 8;
   static constexpr int kKeyLine = line_bytes(false, kHead), kValueLine = line_bytes(true, kHead);
   static constexpr int kScores = kTileRows / 2, kOutputs = kHead / 2, kWords = kScores / 4;  // a thread's
