@@ -105,7 +105,7 @@ def facts(model, rows):
     return out
 
 
-def main():
+def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN@STEP")
     parser.add_argument("--out", type=Path, required=True)
@@ -117,81 +117,104 @@ def main():
     parser.add_argument("--tokens", type=Path)
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def read_config(folder):
+    """The run's settings, where this script can repeat them."""
+    config = tomllib.loads((folder / "config.toml").read_text())
+    for key in ("qk_norm", "sinks", "gated_attention", "softcap", "qk_clip"):
+        expect(not config["model"].get(key), f"a plain GPT-2 without {key}", config["model"].get(key))
+    expect(config["optimizer"]["kind"] == "adamw", "AdamW", config["optimizer"]["kind"])
+    expect(config["schedule"]["course"] == "constant", "a constant learning rate", config["schedule"]["course"])
+    return config
+
+
+def adam_of(model, checkpoint, step, config, device):
+    """AdamW with the checkpoint's moments."""
+    optimizer = config["optimizer"]
+    states = read_safetensors(checkpoint / "optimizer.safetensors")
+    matrices = [name for name in model.names if model.weights()[name].dim() == 2]
+    groups = [{"params": [model.weights()[n] for n in model.names if (n in matrices) == decay],
+               "weight_decay": optimizer["weight_decay"] if decay else 0.0} for decay in (True, False)]
+    adam = torch.optim.AdamW(groups, lr=config["schedule"]["lr"], betas=(optimizer["beta1"], optimizer["beta2"]),
+                             eps=optimizer["epsilon"], **({"fused": True} if device.type == "cuda" else {}))
+    for name, weight in model.weights().items():
+        adam.state[weight] = {"step": torch.tensor(float(step), device=device if device.type == "cuda" else "cpu"),
+                              "exp_avg": states[f"first.{name}"].float().to(device),
+                              "exp_avg_sq": states[f"second.{name}"].float().to(device)}
+    return adam
+
+
+def attention_kernels(options, device):
+    """The context in which torch's attention is what --attention names."""
+    if options.attention == "evenkeel":
+        import evenkeel
+
+        return evenkeel.patched(options.plan, options.stabiliser)
+    if options.attention == "fp32" or device.type != "cuda":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+             "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    return sdpa_kernel(kinds[options.attention])
+
+
+def train(model, adam, batches, steps, config, options, record):
+    """Trains steps[0] to steps[1] - 1; `batches(n)` is a step's rows of T + 1 tokens. Writes a line a step."""
+    device, schedule = torch.device(options.device), config["schedule"]
+    bf16 = config["model"]["precision"] == "bf16"
+    run = torch.compile(model) if device.type == "cuda" else model
+    waiting = []  # lines of steps: read together, so that no step waits for its numbers
+    for n in range(*steps):
+        rows = batches(n)
+        lr = schedule["lr"] * min(1.0, (n + 1) / max(1, schedule["warmup"]))
+        told = n % options.every == 0 or n + 1 == steps[1]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+            seen = facts(model, rows[:PROBED_SEQUENCES]) if told else {}
+            loss = run(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config["optimizer"]["clip"] or math.inf)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        waiting.append({"step": n, "loss": loss.detach(), "gradient_norm": norm, "lr": lr} | seen)
+        if not told:
+            continue
+        for line in waiting:
+            line |= {"loss": float(line["loss"]), "gradient_norm": float(line["gradient_norm"])}
+            record.write(json.dumps(line) + "\n")
+        record.flush()
+        if n % (40 * options.every) == 0 or n + 1 == steps[1]:
+            largest = [f"{max(layer):.4g}" for layer in waiting[-1]["offset"]]
+            print(f"step {n}  loss {waiting[-1]['loss']:.4f}  offset by layer {' '.join(largest)}", flush=True)
+        waiting.clear()
+
+
+def main():
+    options = parse_options()
     folder, _, step = options.run.rpartition("@")
     expect(options.device != "cuda" or torch.cuda.is_available(), "a PyTorch with a GPU (or --device cpu)", "none")
     expect(folder and step.isdigit(), "RUN@STEP", options.run)
     folder, step = Path(folder), int(step)
     checkpoint = folder / "checkpoints" / f"step-{step:08}"
     expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
-    config = tomllib.loads((folder / "config.toml").read_text())
-    optimizer, schedule = config["optimizer"], config["schedule"]
-    for key in ("qk_norm", "sinks", "gated_attention", "softcap", "qk_clip"):
-        expect(not config["model"].get(key), f"a plain GPT-2 without {key}", config["model"].get(key))
-    expect(optimizer["kind"] == "adamw", "AdamW", optimizer["kind"])
-    expect(schedule["course"] == "constant", "a constant learning rate", schedule["course"])
+    config = read_config(folder)
     starts, length = read_batches(options.batches or folder / "batches.bin")
     steps = options.steps or len(starts)
     expect(step < steps <= len(starts), f"steps above {step}, of which the record has batches ({len(starts)})", steps)
     device, heads = torch.device(options.device), config["model"]["heads"]
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype(np.int32)).to(device)
     starts = torch.from_numpy(starts[:steps].copy()).to(device)
-
+    place = torch.arange(length, device=device)
     attention = fp32_attention if options.attention == "fp32" else sdpa
     model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, attention).to(device)
-    states = read_safetensors(checkpoint / "optimizer.safetensors")
-    matrices = [name for name in model.names if model.weights()[name].dim() == 2]
-    groups = [{"params": [model.weights()[n] for n in model.names if (n in matrices) == decay],
-               "weight_decay": optimizer["weight_decay"] if decay else 0.0} for decay in (True, False)]
-    adam = torch.optim.AdamW(groups, lr=schedule["lr"], betas=(optimizer["beta1"], optimizer["beta2"]),
-                             eps=optimizer["epsilon"], **({"fused": True} if device.type == "cuda" else {}))
-    for name, weight in model.weights().items():
-        adam.state[weight] = {"step": torch.tensor(float(step), device=device if device.type == "cuda" else "cpu"),
-                              "exp_avg": states[f"first.{name}"].float().to(device),
-                              "exp_avg_sq": states[f"second.{name}"].float().to(device)}
-    backend = contextlib.nullcontext()
-    if options.attention == "evenkeel":
-        import evenkeel
-
-        backend = evenkeel.patched(options.plan, options.stabiliser)
-    elif options.attention != "fp32" and device.type == "cuda":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        kinds = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-                 "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-        backend = sdpa_kernel(kinds[options.attention])
-    bf16 = config["model"]["precision"] == "bf16"
-    mixed = lambda: torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
-    run = torch.compile(model) if device.type == "cuda" else model
-
+    adam = adam_of(model, checkpoint, step, config, device)
     options.out.mkdir(parents=True, exist_ok=True)
-    place = torch.arange(length, device=device)
-    waiting = []  # (step, loss, norm): read together, so that no step waits for its numbers
-    with backend, open(options.out / "metrics.jsonl", "w") as record:
-        for n in range(step, steps):
-            rows = tokens[starts[n][:, None] + place].long()  # (B, T + 1)
-            lr = schedule["lr"] * min(1.0, (n + 1) / max(1, schedule["warmup"]))
-            told = n % options.every == 0 or n + 1 == steps
-            with mixed():
-                seen = facts(model, rows[:PROBED_SEQUENCES]) if told else {}
-                loss = run(rows[:, :-1], rows[:, 1:])
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer["clip"] or math.inf)
-            for group in adam.param_groups:
-                group["lr"] = lr
-            adam.step()
-            adam.zero_grad(set_to_none=True)
-            waiting.append({"step": n, "loss": loss.detach(), "gradient_norm": norm, "lr": lr} | seen)
-            if not told:
-                continue
-            for line in waiting:
-                line |= {"loss": float(line["loss"]), "gradient_norm": float(line["gradient_norm"])}
-                record.write(json.dumps(line) + "\n")
-            record.flush()
-            if n % (40 * options.every) == 0 or n + 1 == steps:
-                largest = [f"{max(layer):.4g}" for layer in waiting[-1]["offset"]]
-                print(f"step {n}  loss {waiting[-1]['loss']:.4f}  offset by layer {' '.join(largest)}", flush=True)
-            waiting.clear()
+    with attention_kernels(options, device), open(options.out / "metrics.jsonl", "w") as record:
+        train(model, adam, lambda n: tokens[starts[n][:, None] + place].long(), (step, steps), config, options, record)
 
 
 if __name__ == "__main__":

@@ -215,18 +215,31 @@ TEST_F(SafetensorsFile, ALargeFileTakesNoMemory) {
   EXPECT_EQ(Safetensors(file_).at(large).bytes.size(), uint64_t{1} << 36);
 }
 
-TEST(SafetensorsFaults, EachIsSaid) {
-  const std::string good = R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})";
-  const auto tensor = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
-    return fmt::format(R"({{"a":{{"dtype":{},"shape":{},"data_offsets":{}}}}})", dtype, shape, offsets);
-  };
-  ASSERT_EQ(refusal(file_of("{" + good + "}", "xy")), "accepted");
-  ASSERT_EQ(refusal(file_of("{" + good + "}  \n", "xy")), "accepted");
-  const std::string max = "18446744073709551615";
-  const struct {
-    std::string bytes, says;
-  } kCases[] = {
-      // the frame
+const std::string kGood = R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})";
+
+// A header of one tensor.
+std::string tensor(const std::string& dtype, const std::string& shape, const std::string& offsets) {
+  return fmt::format(R"({{"a":{{"dtype":{},"shape":{},"data_offsets":{}}}}})", dtype, shape, offsets);
+}
+
+struct FaultCase {
+  std::string bytes, says;
+};
+
+void expect_refusals(const std::vector<FaultCase>& cases) {
+  ASSERT_EQ(refusal(file_of("{" + kGood + "}", "xy")), "accepted");
+  ASSERT_EQ(refusal(file_of("{" + kGood + "}  \n", "xy")), "accepted");
+  for (const auto& [bytes, says] : cases) {
+    const std::string message = refusal(bytes);
+    EXPECT_NE(message.find(says), std::string::npos) << "expected: " << says << "\nfound: " << message;
+    EXPECT_EQ(message.find("f.safetensors: expected"), 0u) << message;
+    EXPECT_LT(message.size(), 300u) << message;
+    for (const char c : message) EXPECT_TRUE(c >= ' ' && c <= '~') << message;
+  }
+}
+
+TEST(SafetensorsFaults, OfTheFrameAreSaid) {
+  expect_refusals({
       {"", "found 0 bytes"},
       {"1234567", "found 7 bytes"},
       {file_of(""), "begins with '{', found none"},
@@ -238,25 +251,33 @@ TEST(SafetensorsFaults, EachIsSaid) {
       {file_of(" {}"), "begins with '{', found ' '"},
       {file_of("[]"), "begins with '{', found '['"},
       {file_of("{}", "x"), "found 1 bytes behind the last"},
-      {file_of("{" + good + "}", "xyz"), "found 1 bytes behind the last"},
-      {file_of("{" + good + "}", "x"), "within the 1 bytes behind the header"},
-      // JSON
+      {file_of("{" + kGood + "}", "xyz"), "found 1 bytes behind the last"},
+      {file_of("{" + kGood + "}", "x"), "within the 1 bytes behind the header"},
+  });
+}
+
+TEST(SafetensorsFaults, OfTheJsonAreSaid) {
+  expect_refusals({
       {file_of("{"), "header in JSON"},
       {file_of("{}}"), "header in JSON"},
-      {file_of("{" + good + ",}", "xy"), "header in JSON"},
+      {file_of("{" + kGood + ",}", "xy"), "header in JSON"},
       {file_of(std::string("{}\0", 3)), "without NUL bytes, found one at 2"},
-      {file_of("{" + good + std::string("\0}", 2), "xy"), "without NUL bytes"},
+      {file_of("{" + kGood + std::string("\0}", 2), "xy"), "without NUL bytes"},
       {file_of("{\"\xFF\":{}}"), "header in JSON"},
       {file_of("{\"\\ud800\":{}}"), "header in JSON"},
       {file_of("{\"a\xED\xA0\x80\":{}}"), "header in JSON"},
       {file_of("{\"a\\u0000b\":{}}"), "without NUL, found 'a?b'"},
-      {file_of("{" + good + "," + good + "}", "xy"), "found 'a' twice"},
+      {file_of("{" + kGood + "," + kGood + "}", "xy"), "found 'a' twice"},
       {file_of(R"({"__metadata__":{},"__metadata__":{}})"), "found '__metadata__' twice"},
       {file_of(R"({"__metadata__":{"x":"1","x":"2"}})"), "found 'x' twice"},
       {file_of(R"({"a":{"dtype":"U8","dtype":"U8"}})"), "found 'dtype' twice"},
       {file_of("{\"a\":" + std::string(100'000, '[')), "an object for 'a', found an array"},
       {file_of("{\"a\":{\"shape\":" + std::string(100'000, '[')), "whole numbers in the shape"},
-      // what stands where
+  });
+}
+
+TEST(SafetensorsFaults, OfTheFieldsAreSaid) {
+  expect_refusals({
       {file_of(R"({"a":1})"), "an object for 'a', found 1"},
       {file_of(R"({"a":null})"), "found null"},
       {file_of(R"({"a":{}})"), "a dtype of tensor 'a', found none"},
@@ -282,7 +303,12 @@ TEST(SafetensorsFaults, EachIsSaid) {
       {file_of(R"({"__metadata__":{"x":["y"]}})"), "a string for 'x'"},
       {file_of(R"({"__metadata__":{"x":{}}})"), "a string for 'x'"},
       {file_of(R"({"__metadata__":"x"})"), "an object for '__metadata__'"},
-      // places
+  });
+}
+
+TEST(SafetensorsFaults, OfThePlacesAreSaid) {
+  const std::string max = "18446744073709551615";
+  expect_refusals({
       {file_of(tensor("\"U8\"", "[2]", "[2,0]"), "xy"), "'a' (U8 [2]) at 2 where the one before ends at 0"},
       {file_of(tensor("\"U8\"", "[2]", "[1,3]"), "xyz"), "without gap"},
       {file_of(tensor("\"U8\"", "[2]", "[0," + max + "]"), "xy"), "go from 0 to " + max},
@@ -294,17 +320,10 @@ TEST(SafetensorsFaults, EachIsSaid) {
       {file_of(tensor("\"U8\"", "[4294967296,4294967296]", "[0,0]")), "below 2^61 bytes"},
       {file_of(tensor("\"U8\"", "[4294967296,4294967296,0]", "[0,0]")), "below 2^61 bytes"},
       {file_of(tensor("\"F64\"", "[2305843009213693952]", "[0,0]")), "below 2^61 bytes"},
-      {file_of("{" + good + R"(,"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", "xyz"), "overlap"},
-      {file_of("{" + good + R"(,"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", "xy"), "overlap"},
-      {file_of("{" + good + R"(,"b":{"dtype":"U8","shape":[1],"data_offsets":[3,4]}})", "xyzw"), "gap"},
-  };
-  for (const auto& [bytes, says] : kCases) {
-    const std::string message = refusal(bytes);
-    EXPECT_NE(message.find(says), std::string::npos) << "expected: " << says << "\nfound: " << message;
-    EXPECT_EQ(message.find("f.safetensors: expected"), 0u) << message;
-    EXPECT_LT(message.size(), 300u) << message;
-    for (const char c : message) EXPECT_TRUE(c >= ' ' && c <= '~') << message;
-  }
+      {file_of("{" + kGood + R"(,"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", "xyz"), "overlap"},
+      {file_of("{" + kGood + R"(,"b":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})", "xy"), "overlap"},
+      {file_of("{" + kGood + R"(,"b":{"dtype":"U8","shape":[1],"data_offsets":[3,4]}})", "xyzw"), "gap"},
+  });
 }
 
 TEST(SafetensorsFaults, EveryShorterFileIsRefused) {

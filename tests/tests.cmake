@@ -6,7 +6,7 @@ find_package(GTest REQUIRED)
 set(threaded_tests threads_test http_test watch_test ranks_test ranks_cli_test trainer_test capture_test)
 # Checks of the sources and of the objects: once is enough, in the ordinary build.
 set(source_tests layering_test size_test tree_test)
-set(slow_tests attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test pytorch_test
+set(slow_tests ampere_test attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test judge_test pytorch_test
                ranks_cli_test rounding_test study_test torch_attention_test torch_run_test torch_watch_test)
 
 # Those whose own code computes for long.
@@ -15,14 +15,16 @@ set(computing_tests attention_bounds_test attention_rows_test rounding_test ampe
 # Those with include folders or definitions of their own, set below.
 set(other_options cuda_emulator_test any_plan_prepare_test ampere_test cli_test rounding_test attention_problem_test)
 
-# evenkeel_label(TEST...): quick or slow.
+# evenkeel_label(TEST...): quick or slow. Slow ones start first, so that none of them runs alone at the end.
 function(evenkeel_label)
   foreach(test ${ARGN})
     set(label quick)
+    set(cost 1)
     if(test IN_LIST slow_tests)
       set(label slow)
+      set(cost 1000)
     endif()
-    set_tests_properties(${test} PROPERTIES LABELS ${label})
+    set_tests_properties(${test} PROPERTIES LABELS ${label} COST ${cost})
   endforeach()
 endfunction()
 

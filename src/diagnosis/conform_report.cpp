@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/json_text.h"
+#include "base/markup.h"
 #include "base/safetensors.h"
 
 namespace evenkeel {
@@ -209,41 +210,19 @@ std::string judgement_text(const KernelJudgement& j) {
   return out;
 }
 
-namespace {
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '<')
-      out += "&lt;";
-    else if (c == '>')
-      out += "&gt;";
-    else if (c == '&')
-      out += "&amp;";
-    else if (c == '"')
-      out += "&quot;";
-    else
-      out += byte < 0x20 ? ' ' : c;
-  }
-  return out;
-}
-
-}  // namespace
-
 std::string judgement_junit(const KernelJudgement& j) {
   std::string cases;
   int64_t tests = 0, failures = 0, skipped = 0;
   const auto add = [&](const std::string& group, const std::string& test, const std::string& failure,
                        bool skip) {
     ++tests;
-    cases += fmt::format("  <testcase classname=\"evenkeel.conform.{}\" name=\"{}\"", group, escaped(test));
+    cases += fmt::format("  <testcase classname=\"evenkeel.conform.{}\" name=\"{}\"", group, escape(test));
     if (skip) {
       ++skipped;
-      cases += fmt::format("><skipped message=\"{}\"/></testcase>\n", escaped(failure));
+      cases += fmt::format("><skipped message=\"{}\"/></testcase>\n", escape(failure));
     } else if (!failure.empty()) {
       ++failures;
-      cases += fmt::format("><failure message=\"{}\"/></testcase>\n", escaped(failure));
+      cases += fmt::format("><failure message=\"{}\"/></testcase>\n", escape(failure));
     } else {
       cases += "/>\n";
     }
@@ -270,7 +249,7 @@ std::string judgement_junit(const KernelJudgement& j) {
       "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuite name=\"evenkeel conform {}\" tests=\"{}\" "
       "failures=\"{}\" "
       "skipped=\"{}\" errors=\"0\">\n{}</testsuite>\n",
-      escaped(j.name), tests, failures, skipped, cases);
+      escape(j.name), tests, failures, skipped, cases);
 }
 
 std::string judgement_badge(const KernelJudgement& j) {

@@ -5,11 +5,9 @@
 #include <string>
 #include <string_view>
 
-namespace evenkeel {
+#include "base/markup.h"
 
-// For text and for attributes in double quotes. Control characters and bytes that are not UTF-8 become U+FFFD, so that
-// whatever a file holds, the document stays one.
-std::string escape(std::string_view text);
+namespace evenkeel {
 
 // "1,240", "0.0215", "3.4 × 10⁻⁶", "−12", "not finite"; digits: significant ones.
 std::string figure(double x, int digits = 3);

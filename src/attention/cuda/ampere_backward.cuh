@@ -185,8 +185,7 @@ struct Backward {
         load_matrices(right, others.at(n, step));
 #pragma unroll
         for (int i = 0; i < kKeyBlocks; ++i) {
-          Pairs::multiply_add(c[i][2 * n], left[i], right[0], right[1]);
-          Pairs::multiply_add(c[i][2 * n + 1], left[i], right[2], right[3]);
+          multiply_pair<Pairs>(c[i][2 * n], c[i][2 * n + 1], left[i], right);
         }
       }
     }
@@ -304,8 +303,7 @@ struct Backward {
         load_matrices_transposed(right, others.at(step, n));
 #pragma unroll
         for (int i = 0; i < kKeyBlocks; ++i) {
-          Pairs::multiply_add(sum[i][2 * n], left[i][step], right[0], right[1]);
-          Pairs::multiply_add(sum[i][2 * n + 1], left[i][step], right[2], right[3]);
+          multiply_pair<Pairs>(sum[i][2 * n], sum[i][2 * n + 1], left[i][step], right);
         }
       }
   }

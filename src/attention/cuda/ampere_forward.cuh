@@ -188,8 +188,7 @@ struct Forward {
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
           const uint32_t(&a)[4] = kKeepQ ? kept[kKeepQ ? step : 0][i] : left[i];
-          Pairs::multiply_add(s[i][2 * n], a, right[0], right[1]);
-          Pairs::multiply_add(s[i][2 * n + 1], a, right[2], right[3]);
+          multiply_pair<Pairs>(s[i][2 * n], s[i][2 * n + 1], a, right);
         }
       }
     }
@@ -307,8 +306,7 @@ struct Forward {
         load_matrices_transposed(right, values.at(step, n));
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
-          Pairs::multiply_add(o[i][2 * n], left[i], right[0], right[1]);
-          Pairs::multiply_add(o[i][2 * n + 1], left[i], right[2], right[3]);
+          multiply_pair<Pairs>(o[i][2 * n], o[i][2 * n + 1], left[i], right);
         }
       }
     }

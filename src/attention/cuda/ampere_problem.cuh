@@ -14,6 +14,14 @@ using namespace gpu;
 
 inline constexpr int kWarpThreads = 32;
 
+// Two neighbouring products of 8 columns: `right` is what load_matrices gives of 16.
+template <class Pairs>
+EK_DEVICE void multiply_pair(float (&first)[4], float (&second)[4], const uint32_t (&left)[4],
+                             const uint32_t (&right)[4]) {
+  Pairs::multiply_add(first, left, right[0], right[1]);
+  Pairs::multiply_add(second, left, right[2], right[3]);
+}
+
 // --- Arguments
 
 // (batch, head, row) strides in elements; features lie side by side.

@@ -172,8 +172,7 @@ struct ExactDelta {
         load_matrices(right, keys.at(n, step));
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i) {
-          Pairs::multiply_add(s[i][2 * n], left[i], right[0], right[1]);
-          Pairs::multiply_add(s[i][2 * n + 1], left[i], right[2], right[3]);
+          multiply_pair<Pairs>(s[i][2 * n], s[i][2 * n + 1], left[i], right);
         }
       }
     }
