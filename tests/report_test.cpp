@@ -364,17 +364,18 @@ TEST_F(ReportTest, what_runs_say_is_text_and_nothing_else) {
   EXPECT_EQ(std::count(html.begin(), html.end(), '\xff'), 0);
 }
 
-TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
+struct DamagedFolder {
+  std::string name;
+  std::map<std::string, std::string> files;
+  std::string says;
+};
+
+std::vector<DamagedFolder> damaged_folders() {
   const std::string good = metrics(20);
-  struct Case {
-    std::string name;
-    std::map<std::string, std::string> files;
-    std::string says;
-  };
   std::string out_of_order;
   for (const int64_t step : {0, 1, 2, 9, 4, 5}) out_of_order += line_of(step, 3, 2, 1, true).dump() + "\n";
   const std::string deep = std::string(5000, '[') + std::string(5000, ']');
-  const std::vector<Case> cases = {
+  return {
       {"empty", {}, "metrics.jsonl is missing"},
       {"no-line", {{"metrics.jsonl", ""}}, "holds no step yet"},
       {"torn", {{"metrics.jsonl", good + "{\"step\":20,\"lo"}}, "ends in the middle of a line"},
@@ -431,7 +432,10 @@ TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
        {{"metrics.jsonl", good}, {"layer1.safetensors", "no capture"}},
        "a capture cannot be read"},
   };
-  for (const Case& c : cases) {
+}
+
+TEST_F(ReportTest, damaged_and_unfinished_folders_are_shown_as_far_as_they_go) {
+  for (const DamagedFolder& c : damaged_folders()) {
     SCOPED_TRACE(c.name);
     const fs::path run = make(c.name, c.files);
     const std::string html = page_of({run});
