@@ -471,13 +471,12 @@ int run_demo(int argc, char** argv) {
   bool full = false, quick = false, verbose = false, story = false, json = false;
   Options options(
       "demo [--quick | --full] [--verbose] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
-      "The whole job on this machine, without a GPU, in about half a minute on two idle cores: trains a "
-      "small "
-      "model\n"
-      "three times, of which one run drifts; finds the layer, heads and rounding that did it by replays; "
-      "writes "
-      "the\n"
-      "report. --story: the mechanism in the small, from one addition to one head.",
+      "The whole job on this machine, without a GPU, in about half a minute on two idle cores. It trains a "
+      "small model\n"
+      "three times; one run drifts. It finds the layer, heads and rounding that did it by replays, and "
+      "writes the "
+      "report.\n"
+      "--story: the mechanism in the small, from one addition to one head.",
       "demo --out demo");
   options.flag("--quick", "a small model on synthetic text, well within a minute (the default)", quick);
   options.flag("--full", "a larger model, on the project's own text: a few minutes", full);

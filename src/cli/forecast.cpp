@@ -66,9 +66,8 @@ int run_forecast(int argc, char** argv) {
       "forecast RUN... [options]",
       "When a run is expected to fail, from its recorded offsets. For every head that drifts: its growth, "
       "the "
-      "step of\nfailure with an interval that holds in four of five cases, and what bounds it; \"no failure "
-      "in sight\" "
-      "where there is none.\nIt works while a run trains. Exit code 1: a failure is expected.",
+      "step of\nfailure with an interval that holds in four of five cases, and what bounds it. Where no head "
+      "drifts: \"no failure\nin sight\". It works while a run trains. Exit code 1: a failure is expected.",
       "forecast runs/a");
   options.words("RUN", words, 1, 256);
   options.flag("--all", "every head, not those at risk alone", all);
