@@ -117,8 +117,6 @@ void products_wait() {
 }
 template <int n>
 void settle(float (&)[n]) {}
-template <int n>
-void settle(uint32_t (&)[n]) {}
 
 // Row sums by mma.sync: exact but for one rounding to FP32.
 inline void add_row_sums_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
