@@ -13,7 +13,7 @@ set(slow_tests ampere_test attention_bounds_test browser_test conform_test demo_
 set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test)
 
 # Those with include folders or definitions of their own, set below.
-set(other_options cuda_emulator_test any_plan_prepare_test ampere_test cli_test rounding_test attention_problem_test)
+set(other_options cuda_emulator_test any_plan_prepare_test ampere_test hopper_fp8_test cli_test rounding_test attention_problem_test)
 
 # evenkeel_label(TEST...): quick or slow. Slow ones start first, so that none of them runs alone at the end.
 function(evenkeel_label)

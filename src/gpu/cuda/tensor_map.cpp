@@ -33,10 +33,20 @@ CUtensorMap tensor_map(void* data, const std::array<int64_t, 4>& size, const std
   }
   const cuuint32_t box[4] = {kBoxFeatures, static_cast<cuuint32_t>(box_rows), 1, 1}, step[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, data, extent, bytes, box, step,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, data, extent, bytes, box, step,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not called the runtime yet has no context (autograd's backward threads are such); the runtime gives
+    // it the device's own, also while a stream is captured.
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "looking for the device of this thread");
+    check_cuda(cudaSetDevice(device), "choosing the device of this thread");
+    status = encode();
+  }
   require_data(
       status == CUDA_SUCCESS,
       "[gpu] the driver made no tensor map: error {} for shape ({}, {}, {}, {}), strides of {}, {} and "
