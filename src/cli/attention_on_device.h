@@ -29,9 +29,12 @@ inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t 
 // q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D). REQUIRES: H = G, T = N, tensors of 16 bits.
 class AttentionOnDevice {
  public:
-  // `family`: by this name; null: the one that the table chooses.
-  explicit AttentionOnDevice(const AttentionProblem& p, const char* family = nullptr)
+  // `family`: by this name; null: the one that the table chooses. With `score_facts`, forward also finds the largest score and
+  // row mean of each head.
+  explicit AttentionOnDevice(const AttentionProblem& p, const char* family = nullptr,
+                             bool score_facts = false)
       : call_(family ? AttentionCall(kernel_family(family), p) : resolve(p, cuda_device())) {
+    if (score_facts) score_facts_ = DeviceMemory(std::vector<float>(2 * static_cast<size_t>(p.H), 0.0f));
     const PassSizes& sizes = call_.sizes();
     const auto elements = static_cast<size_t>(p.B * p.H * p.T * p.D),
                rows = elements / static_cast<size_t>(p.D);
@@ -78,14 +81,19 @@ class AttentionOnDevice {
   DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), stride_}; }
   PassInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
   ForwardPass results() const {
-    return {tensor(4), rows_[0].as<float>(), saved_.data(), has_facts() ? rows_[1].as<int32_t>() : nullptr};
+    ForwardPass out{tensor(4), rows_[0].as<float>(), saved_.data(),
+                    has_facts() ? rows_[1].as<int32_t>() : nullptr};
+    if (score_facts_.bytes() == 0) return out;
+    out.largest_score = score_facts_.as<float>();
+    out.largest_row_mean = out.largest_score + call_.problem().H;
+    return out;
   }
 
   AttentionCall call_;
   static constexpr size_t kInputs = 4;
   std::array<DeviceMemory, 8> tensors_;  // q, k, v, dO, o, dq, dk, dv
   std::array<DeviceMemory, 4> rows_;     // lse, ties, residual, delta_error
-  DeviceMemory saved_, workspace_;
+  DeviceMemory saved_, workspace_, score_facts_;
   std::array<int64_t, 4> stride_{};
 };
 

@@ -1,5 +1,5 @@
 // `evenkeel bench attention --gpu --forms`: what each form of a problem costs on the kernels that are chosen for it, against
-// the same work without it, in one run: plans that differ by head, FP16, windows, soft caps, slopes, sinks.
+// the same work without it, in one run: facts of scores, plans that differ by head, FP16, windows, soft caps, slopes, sinks.
 #include <fmt/format.h>
 
 #include <functional>
@@ -38,6 +38,7 @@ struct FormCase {
   const char* name;
   double must;  // of the speed of "one plan", counted in pairs of a row and a key that it sees
   std::function<void(AttentionProblem&, const HeadNumbers&)> change;
+  bool score_facts = false;
 };
 
 void set_plans(AttentionProblem& p, const std::function<const char*(int64_t)>& plan) {
@@ -54,6 +55,7 @@ const std::vector<FormCase>& form_cases() {
   static const std::vector<FormCase> cases = {
       {"one plan", 0, [](AttentionProblem&, const HeadNumbers&) {}},
       {"one plan again", 0, [](AttentionProblem&, const HeadNumbers&) {}},
+      {"facts of scores", 0, [](AttentionProblem&, const HeadNumbers&) {}, /*score_facts=*/true},
       {"one head without a remedy", 0.98,
        [](AttentionProblem& p, const HeadNumbers&) {
          set_plans(p, [](int64_t h) { return h == 1 ? kNone : kRemedy; });
@@ -119,7 +121,7 @@ std::vector<Measured> measure(const Shape& shape, int64_t rounds) {
     flops.push_back(forward_flops(p));
     running.push_back(nullptr);
     try {
-      running.back() = std::make_unique<AttentionOnDevice>(p);
+      running.back() = std::make_unique<AttentionOnDevice>(p, nullptr, form.score_facts);
       result.kernel = running.back()->choice().kernel;
       running.back()->forward(nullptr);
       running.back()->backward(nullptr);
