@@ -1,5 +1,8 @@
 // The backward pass on Hopper, its host code: plans, memory, and what runs after what. zero_sum's delta first, of the heads
-// that have it; then delta and the other facts of each row; then one kernel for dQ, dK and dV.
+// that have it; then delta and the other facts of each row; then dQ, dK and dV by one kernel, launched once for each kind of kv
+// heads.
+#include <stdexcept>
+
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
@@ -23,13 +26,13 @@ size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, Wo
   p.key_tiles = static_cast<int>(divide_up(problem.N, kTileKeys));
   p.padded_rows = p.row_tiles * rows;
   Carver parts(workspace);
-  p.next_item = parts.take<int>(64);
+  p.next_item = parts.take<int>(kMostLaunches);
   p.turn = parts.take<int>(heads * p.row_tiles * 2);
   p.facts.shift = parts.take<float>(heads * p.padded_rows);
   p.facts.delta = parts.take<float>(heads * p.padded_rows);
-  // All forms share an instance that reads the inverses.
+  // Everything with a soft cap shares an instance that reads the inverses.
   const bool inverse =
-      has_forms(problem) || any_head(problem, [](const HeadRules& rules) { return rules.consistent; });
+      problem.softcap > 0 || any_head(problem, [](const HeadRules& rules) { return rules.consistent; });
   p.facts.inverse = inverse ? parts.take<float>(heads * p.padded_rows) : nullptr;
   const bool exact = any_head(problem, [](const HeadRules& rules) { return rules.exact_delta; });
   work.exact_delta = exact ? parts.take<float>(heads * problem.T) : nullptr;
@@ -42,10 +45,36 @@ void copy_strides(int64_t (&to)[3], const DeviceTensor& tensor) {
   for (int axis = 0; axis < 3; ++axis) to[axis] = tensor.stride[static_cast<size_t>(axis)];
 }
 
-Consistent consistent_heads(const AttentionProblem& problem) {
-  const bool some = any_head(problem, [](const HeadRules&rules) { return rules.consistent; }),
-             others = any_head(problem, [](const HeadRules&rules) { return !rules.consistent; });
-  return !some ? Consistent::no_head : others ? Consistent::by_head : Consistent::every_head;
+// Of the query heads [first, first + count).
+Consistent consistent_heads(const AttentionProblem& problem, int64_t first, int64_t count) {
+  int64_t consistent = 0;
+  for (int64_t h = first; h < first + count; ++h) consistent += head_rules(problem.plan(h)).consistent;
+  return consistent == 0       ? Consistent::no_head
+         : consistent == count ? Consistent::every_head
+                               : Consistent::by_head;
+}
+
+// All kv heads, in as few launches as there are kinds of them: query heads of one kv head add to the same dK and dV.
+std::vector<KeyGroup> key_groups(const AttentionProblem& problem) {
+  std::vector<KeyGroup> groups;
+  if (problem.plans.size() == 1) {
+    KeyGroup& only = groups.emplace_back(KeyGroup{consistent_heads(problem, 0, 1), {}});
+    only.list.count = static_cast<int>(problem.G);
+    only.list.all = true;
+    return groups;
+  }
+  const int64_t heads = problem.H / problem.G;
+  for (int64_t g = 0; g < problem.G; ++g) {
+    const Consistent consistent = consistent_heads(problem, g * heads, heads);
+    auto found = std::find_if(groups.begin(), groups.end(), [&](const KeyGroup& group) {
+      return group.consistent == consistent && group.list.count < HeadList::kMost;
+    });
+    if (found == groups.end()) found = groups.insert(groups.end(), KeyGroup{consistent, {}});
+    found->list.head[found->list.count++] = static_cast<uint16_t>(g);
+  }
+  if (groups.size() > kMostLaunches)
+    throw std::invalid_argument("[attention] expected fewer kv heads with plans that differ");
+  return groups;
 }
 
 }  // namespace
@@ -107,7 +136,7 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
         exact_delta(problem, group, in, grad_output, saved.lse, work.exact_delta, stream);
   (problem.type == TensorType::fp16
        ? launch_backward<Fp16Pairs>
-       : launch_backward<Bf16Pairs>)(problem, in, grad_output, p, consistent_heads(problem), stream);
+       : launch_backward<Bf16Pairs>)(problem, in, grad_output, p, key_groups(problem), stream);
 }
 
 }  // namespace evenkeel

@@ -5,10 +5,16 @@
 
 namespace evenkeel::hopper::backward {
 
-// The rows' facts, and dQ, dK, dV. Compiled once for each type of tensors.
+// kv heads that one launch computes.
+struct KeyGroup {
+  Consistent consistent;  // their query heads
+  HeadList list;
+};
+
+// The rows' facts, and dQ, dK, dV of all groups. Compiled once for each type of tensors.
 template <class Pairs>
 void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                     const Backward& p, Consistent consistent, cudaStream_t stream);
+                     Backward p, const std::vector<KeyGroup>& groups, cudaStream_t stream);
 
 }  // namespace evenkeel::hopper::backward
 

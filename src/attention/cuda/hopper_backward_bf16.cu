@@ -4,6 +4,6 @@
 namespace evenkeel::hopper::backward {
 
 template void launch_backward<Bf16Pairs>(const AttentionProblem&, const PassInputs&, const DeviceTensor&,
-                                         const Backward&, Consistent, cudaStream_t);
+                                         Backward, const std::vector<KeyGroup>&, cudaStream_t);
 
 }  // namespace evenkeel::hopper::backward

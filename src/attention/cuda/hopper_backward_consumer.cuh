@@ -157,7 +157,8 @@ struct Consumer {
       const bool last = step + 1 == steps;
       Scores dprobs;  // dP^T
       begin_dprobs(stage, dprobs);
-      if constexpr (kForm != Form::plain) shape_scores(item, step, tile, scores);
+      if (kForm == Form::capped || (kForm == Form::banded && p.shaped))
+        shape_scores(item, step, tile, scores);
       mask(item, tile, scores);
       ScoreOperand probs, dscores;
       if constexpr (kForm != Form::capped) exponentiate(stage, scores);

@@ -164,7 +164,7 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
   constexpr size_t kShared = sizeof(SharedMemory<D>);
   const auto kernel = backward_kernel<Pairs, D, kConsistent, kForm>;
   allow_shared_memory(kernel, kShared);
-  const int items = p.B * p.G * p.key_tiles, blocks = std::min(items, multiprocessors());
+  const int items = p.B * p.list.count * p.key_tiles, blocks = std::min(items, multiprocessors());
   kernel<<<blocks, (1 + kConsumers) * kWarpgroup, kShared, stream>>>(
       p, query_map(problem, in.q, kRows), key_map(problem, in.k, kTileKeys),
       key_map(problem, in.v, kTileKeys), query_map(problem, grad_output, kRows));
@@ -183,23 +183,37 @@ void launch_row_facts(const AttentionProblem& problem, const Backward& p, cudaSt
   check_launch("starting the kernel of sinks' gradients");
 }
 
-// Heads that differ in whether they are consistent, and all forms, share one instance that asks the head.
+// Everything with a soft cap shares one instance, which asks the head whether it is consistent.
+template <class Pairs, int D>
+void launch_keys(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                 const Backward& p, Consistent consistent, cudaStream_t stream) {
+  const auto run = [&](auto start) { start(problem, in, grad_output, p, stream); };
+  const auto with_form = [&]<Form kForm>() {
+    if (consistent == Consistent::by_head)
+      run(launch<Pairs, D, Consistent::by_head, kForm>);
+    else if (consistent == Consistent::every_head)
+      run(launch<Pairs, D, Consistent::every_head, kForm>);
+    else
+      run(launch<Pairs, D, Consistent::no_head, kForm>);
+  };
+  if (problem.softcap > 0)
+    run(launch<Pairs, D, Consistent::by_head, Form::capped>);
+  else if (has_forms(problem))
+    with_form.template operator()<Form::banded>();
+  else
+    with_form.template operator()<Form::plain>();
+}
+
 template <class Pairs>
 void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                     const Backward& p, Consistent consistent, cudaStream_t stream) {
+                     Backward p, const std::vector<KeyGroup>& groups, cudaStream_t stream) {
   const auto with_head = [&]<int D>() {
     launch_row_facts<Pairs, D>(problem, p, stream);
-    const auto run = [&](auto start) { start(problem, in, grad_output, p, stream); };
-    if (problem.softcap > 0)
-      run(launch<Pairs, D, Consistent::by_head, Form::capped>);
-    else if (has_forms(problem))
-      run(launch<Pairs, D, Consistent::by_head, Form::banded>);
-    else if (consistent == Consistent::by_head)
-      run(launch<Pairs, D, Consistent::by_head, Form::plain>);
-    else if (consistent == Consistent::every_head)
-      run(launch<Pairs, D, Consistent::every_head, Form::plain>);
-    else
-      run(launch<Pairs, D, Consistent::no_head, Form::plain>);
+    for (const KeyGroup& group : groups) {
+      p.list = group.list;
+      launch_keys<Pairs, D>(problem, in, grad_output, p, group.consistent, stream);
+      ++p.next_item;
+    }
   };
   if (problem.D <= 64)
     with_head.template operator()<64>();

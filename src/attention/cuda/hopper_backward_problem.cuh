@@ -30,6 +30,7 @@ struct RowFacts {
 
 // Whose probabilities the kernel finds as the forward pass rounded them.
 enum class Consistent { no_head, every_head, by_head };
+inline constexpr int kMostLaunches = 64;  // counters of items
 
 // What a kernel computes besides a causal or full mask.
 enum class Form {
@@ -45,9 +46,10 @@ struct Backward : ScoreForms {
   HeadRules rules;
   const HeadRules* table;  // (H), or null: all heads have `rules`
   RowFacts facts;
-  float* dq_sum;  // (B, H, row tiles, 2, 8, 128, 4): accumulators as the threads hold them
-  int* turn;      // (B, H, row tiles, 2): parts added so far
-  int* next_item;
+  float* dq_sum;   // (B, H, row tiles, 2, 8, 128, 4): accumulators as the threads hold them
+  int* turn;       // (B, H, row tiles, 2): parts added so far
+  int* next_item;  // of this launch's items
+  HeadList list;   // kv heads of this launch
   const uint16_t *grad_output, *o;
   const int8_t* residue;
   const float *lse, *row_max, *row_sum, *exact_delta;
@@ -72,11 +74,11 @@ struct Item {
   EK_DEVICE static Item at(const Backward& p, int index, int tile_rows) {
     Item item{};
     item.key_tile = -1;
-    if (index >= p.B * p.G * p.key_tiles) return item;
+    if (index >= p.B * p.list.count * p.key_tiles) return item;
     // Last key tile first: a block only ever waits for items taken before its own.
     item.key_tile = p.key_tiles - 1 - index % p.key_tiles;
-    item.b = index / p.key_tiles / p.G;
-    item.g = index / p.key_tiles % p.G;
+    item.b = index / p.key_tiles / p.list.count;
+    item.g = p.list.head_at(index / p.key_tiles % p.list.count);
     const Band band(p, item.b);
     if (item.key_tile * kTileKeys < band.s.keys) {
       item.first_row_tile = band.first_row_tile(item.key_tile * kTileKeys, tile_rows);

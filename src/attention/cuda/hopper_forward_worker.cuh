@@ -196,7 +196,7 @@ struct Worker {
   }
   // Scores as softmax sees them. `clear`, `clear_from`: key tiles [clear_from, clear) are seen whole by all rows.
   EK_DEVICE void shape_scores(int clear, int clear_from) {
-    if constexpr (kForms) {
+    if (kForms && a.shaped) {
       if (a.softcap > 0) {
         const float factor = a.scale / a.softcap;
         each_score([&](int i, int) { s[i] = tanh_of(s[i] * factor); });

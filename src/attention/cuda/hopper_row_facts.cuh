@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(256) row_facts_kernel(const Backward p) {
   const Band band(p, b);
   const Sequence& s = band.s;
   const int T = p.sequences.T;
-  if (blockIdx.y == 0 && head == 0 && threadIdx.x == 0) *p.next_item = 0;
+  if (blockIdx.y == 0 && head == 0 && threadIdx.x < kMostLaunches) p.next_item[threadIdx.x] = 0;
   if (blockIdx.y == 0)
     for (int n = threadIdx.x; n < p.row_tiles * 2; n += 256) p.turn[head * p.row_tiles * 2 + n] = 0;
 

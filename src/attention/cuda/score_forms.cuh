@@ -22,6 +22,7 @@ struct ScoreForms {
   int left, right;              // a row at key position p sees keys p - left ... p + right
   const uint8_t* visible;       // or null
   int64_t visible_stride[4];
+  bool shaped;  // soft cap, slopes or a mask of its own: more than windows and sinks
 };
 
 inline ScoreForms score_forms(const AttentionProblem& problem) {
@@ -42,6 +43,7 @@ inline ScoreForms score_forms(const AttentionProblem& problem) {
   std::copy_n(problem.mask.visible.stride.begin(), 4, f.visible_stride);
   f.slopes = problem.slopes.data();
   f.sinks = problem.sinks.data();
+  f.shaped = f.softcap > 0 || f.slopes || f.visible;
   return f;
 }
 
