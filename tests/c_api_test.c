@@ -475,7 +475,7 @@ static void test_families(void) {
     if (family.device == EVENKEEL_CUDA) ++on_gpu;
     EXPECT((family.types >> EVENKEEL_FP64 & 1) == (family.device == EVENKEEL_CPU));
   }
-  EXPECT(on_cpu == 1 && on_gpu == 3);
+  EXPECT(on_cpu == 1 && on_gpu == 4);
   EXPECT_FAILS(evenkeel_attention_family(index, &family), EVENKEEL_BAD_ARGUMENT, "index");
   EXPECT_FAILS(evenkeel_attention_family(-1, &family), EVENKEEL_BAD_ARGUMENT, "index");
   EXPECT_FAILS(evenkeel_attention_family(0, NULL), EVENKEEL_BAD_ARGUMENT, "NULL");
