@@ -30,7 +30,7 @@ template <int kRows>
 EK_INLINE void block_product(const DoubleProduct& p, int64_t i, int64_t j) {
   Double sum[kRows][kBlockVectors];
   double* const c = p.c + i * p.c_row + j;
-  const double* const a = p.a + i * p.a_row;
+  const double* const a = p.depth > 0 ? p.a + i * p.a_row : nullptr;  // without depth there may be no operand
   for (int m = 0; m < kRows; ++m)
     for (int n = 0; n < kBlockVectors; ++n) sum[m][n] = load_doubles(c + m * p.c_row + n * kWide);
   for (int64_t k = 0; k < p.depth; ++k) {

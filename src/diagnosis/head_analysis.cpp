@@ -147,7 +147,8 @@ HeadAnalysis analyse_head(const Capture& c, int64_t head, const Look& look) {
   require(sequence < B, "[probe] expected one of {} sequences, from 0 on, got {}", B, sequence);
   require(row < T, "[probe] expected a row from 0 to {}, got {}", T - 1, row);
   require(!look.site || std::find(std::begin(kSums), std::end(kSums), *look.site) != std::end(kSums),
-          "[probe] expected one of the sums row_sum, pv and output_for_delta, got {}", name(*look.site));
+          "[probe] expected one of the sums row_sum, pv and output_for_delta, got {}",
+          look.site ? name(*look.site) : "none");
   const OneHead one(c, head);
   AttentionBuffers ran(one.in, /*with_facts=*/true);
   attention_forward(one.config, one.in, ran.forward());

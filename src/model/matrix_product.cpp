@@ -40,11 +40,12 @@ void multiply(const MatrixProduct& p) {
     const float *bias = p.bias ? p.bias + n : nullptr, *base = p.base ? p.base + m * p.c_stride + n : nullptr;
     for (int64_t k = 0; k == 0 || k < p.depth; k += kProductBlock) {
       const int64_t depth = std::min(kProductBlock, p.depth - k);
-      kernels.pack_panel(panel.data(), p.b.data + k * p.b.row + n * p.b.column, p.b.row, p.b.column, depth,
-                         columns);
-      kernels.multiply_panel({rows, columns, depth, p.a.data + m * p.a.row + k * p.a.column, p.a.row,
-                              p.a.column, panel.data(), c, p.c_stride, k == 0 ? bias : nullptr,
-                              k == 0 ? base : c, p.c_stride});
+      // Without depth there may be no operands.
+      const float* const a = depth > 0 ? p.a.data + m * p.a.row + k * p.a.column : nullptr;
+      const float* const b = depth > 0 ? p.b.data + k * p.b.row + n * p.b.column : nullptr;
+      kernels.pack_panel(panel.data(), b, p.b.row, p.b.column, depth, columns);
+      kernels.multiply_panel({rows, columns, depth, a, p.a.row, p.a.column, panel.data(), c, p.c_stride,
+                              k == 0 ? bias : nullptr, k == 0 ? base : c, p.c_stride});
     }
   });
 }

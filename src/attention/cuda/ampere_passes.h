@@ -21,19 +21,19 @@ inline Strided strided(const DeviceTensor& tensor) {
 // What forward leaves for backward, one behind the other. Nothing lies between the pieces: D is a multiple of 8.
 inline size_t lay_out_saved(const AttentionProblem& problem, void* saved, Problem& p) {
   const auto rows = static_cast<size_t>(problem.B * problem.H * problem.T);
-  auto* const base = static_cast<uint8_t*>(saved);
-  size_t bytes = 0;
-  if (any_head(problem, [](const HeadRules& r) { return r.wide; })) {
-    p.residue = reinterpret_cast<int8_t*>(base);
-    bytes += rows * static_cast<size_t>(problem.D);
-  }
+  size_t used = 0;
+  const auto take = [&](size_t bytes) -> void* {  // null: counts alone
+    void* const piece = saved ? static_cast<uint8_t*>(saved) + used : nullptr;
+    used += bytes;
+    return piece;
+  };
+  if (any_head(problem, [](const HeadRules& r) { return r.wide; }))
+    p.residue = static_cast<int8_t*>(take(rows * static_cast<size_t>(problem.D)));
   if (any_head(problem, [](const HeadRules& r) { return r.consistent; })) {
-    p.row_max = reinterpret_cast<float*>(base + bytes);
-    bytes += rows * sizeof(float);
-    p.row_sum = reinterpret_cast<float*>(base + bytes);
-    bytes += rows * sizeof(float);
+    p.row_max = static_cast<float*>(take(rows * sizeof(float)));
+    p.row_sum = static_cast<float*>(take(rows * sizeof(float)));
   }
-  return bytes;
+  return used;
 }
 
 template <int kHead, bool kSmall>
