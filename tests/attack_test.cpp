@@ -114,6 +114,26 @@ TEST_F(Attack, data_that_changed_is_refused) {
   EXPECT_NE(old.out.find("note: its config.toml has no data.digest"), std::string::npos) << old.out;
 }
 
+TEST_F(Attack, validation_data_that_changed_is_refused) {
+  std::string text = read_whole_file(folder / "text.txt", 1 << 20);
+  write_whole_file(folder / "other.txt", text);
+  const std::string validation =
+      fmt::format("--validate-every 8 --validation {}", (folder / "other.txt").string());
+  ASSERT_EQ(run(training("run", "--steps 8 " + validation)).code, 0);
+  const auto more = [&] {
+    return run(fmt::format("{} train --resume {} --steps 16", EVENKEEL_PROGRAM, (folder / "run").string()));
+  };
+  text[text.size() / 2] ^= 1;
+  write_whole_file(folder / "other.txt", text);
+  const Output changed = more();
+  EXPECT_EQ(changed.code, 3) << changed.out;
+  EXPECT_NE(changed.out.find("data.validation_digest"), std::string::npos) << changed.out;
+  EXPECT_NE(changed.out.find("other.txt"), std::string::npos) << changed.out;
+  text[text.size() / 2] ^= 1;
+  write_whole_file(folder / "other.txt", text);
+  EXPECT_EQ(more().code, 0);
+}
+
 TEST_F(Attack, a_flipped_bit_of_a_checkpoint_is_refused_by_name) {
   ASSERT_EQ(run(training("run", "--steps 8 --checkpoint-every 8")).code, 0);
   const fs::path checkpoint = folder / "run" / "checkpoints" / "step-00000008";

@@ -74,6 +74,7 @@ void walk(Walker& w, RunConfig& c) {
   w.key("digest", c.data_digest, {"of the tokens: others are refused; none: not checked, and recorded"});
   w.key("validation", c.validation,
         {"the same for validation; none: the validation files beside the data", "--validation", "PATH"});
+  w.key("validation_digest", c.validation_digest, {"of the validation tokens, likewise"});
   w.key("batches", c.batches,
         {"another run's batches.bin: the same batches again; none: drawn by the seed", "--batches", "FILE"});
   w.key("sequences", c.sequences, {"sequences a step", "--sequences", "N", 1});
@@ -515,7 +516,9 @@ const std::vector<Setting>& run_settings() {
 }
 
 void set_run_setting(RunConfig& config, std::string_view key, std::string_view value) {
-  if (key == "data.train") config.data_digest.clear();  // which is of what was named before
+  // Digests are of what was named before.
+  if (key == "data.train") config.data_digest.clear();
+  if (key == "data.train" || key == "data.validation") config.validation_digest.clear();
   Setter setter(key, value);
   walk(setter, config);
   require(setter.found(), "unknown setting '{}'{}: expected one that `evenkeel train --help` lists",
@@ -523,8 +526,11 @@ void set_run_setting(RunConfig& config, std::string_view key, std::string_view v
 }
 
 void read_run_config(const TomlTable& table, RunConfig& config) {
-  if (const TomlValue* data = table.find("data"); data && data->table().find("train"))
-    config.data_digest.clear();  // which is of what was named before
+  if (const TomlValue* data = table.find("data")) {  // digests are of what was named before
+    const bool other = data->table().find("train");
+    if (other) config.data_digest.clear();
+    if (other || data->table().find("validation")) config.validation_digest.clear();
+  }
   Reader reader(table);
   walk(reader, config);
   std::string unknown;

@@ -33,7 +33,8 @@ struct RunConfig {
   std::string data;  // what TokenSource::open takes
   std::string
       data_digest;  // of its tokens: others are refused. In a run's folder: of those it was started with
-  std::string validation;  // the same; empty: the validation files beside the data, if there are some
+  std::string validation;         // the same; empty: the validation files beside the data, if there are some
+  std::string validation_digest;  // of its tokens, where the run validates
   std::string batches;     // another run's batches.bin: the same batches again; empty: drawn by the seed
   int64_t sequences = 16;  // a step, each of model.context tokens
   int64_t accumulate =

@@ -196,21 +196,27 @@ Trainer::~Trainer() { ranks_->use_device_link(nullptr); }  // which works on the
 
 // A run continues with the tokens that it was started with, or its bits would be others.
 void Trainer::check_data(bool fresh) {
-  if (config_.data_digest.empty()) {
+  check_tokens(fresh, tokens_, config_.data, "data.digest", config_.data_digest);
+  if (config_.validate_every > 0)
+    check_tokens(fresh, *validation_, config_.validation.empty() ? config_.data : config_.validation,
+                 "data.validation_digest", config_.validation_digest);
+}
+
+void Trainer::check_tokens(bool fresh, const TokenSource& tokens, const std::string& path,
+                           const char* setting, std::string& digest) {
+  if (digest.empty()) {
     if (fresh)
-      config_.data_digest = tokens_.digest();
+      digest = tokens.digest();
     else
       notes_.push_back(
-          "its config.toml has no data.digest (an older version made it): whether the text is the same is "
-          "not known");
+          fmt::format("its config.toml has no {}: whether the text is the same is not known", setting));
     return;
   }
-  const std::string found = tokens_.digest();
-  require_data(
-      found == config_.data_digest,
-      "{}: expected the tokens that the run was started with (data.digest = {:.16}... in its config.toml), "
-      "found {} others (digest {:.16}...): the data has changed since",
-      config_.data, config_.data_digest, tokens_.size(), found);
+  const std::string found = tokens.digest();
+  require_data(found == digest,
+               "{}: expected the tokens that the run was started with ({} = {:.16}... in its config.toml), "
+               "found {} others (digest {:.16}...): the data has changed since",
+               path, setting, digest, tokens.size(), found);
 }
 
 // What all ranks must have alike.

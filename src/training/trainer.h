@@ -119,6 +119,9 @@ class Trainer {
   FloatMemory& memory() { return device_memory_ ? *device_memory_ : host_memory(); }
   std::string description() const;
   void check_data(bool fresh);
+  // The same for one source, by the setting that has its digest.
+  void check_tokens(bool fresh, const TokenSource& tokens, const std::string& path, const char* setting,
+                    std::string& digest);
   void go_on();
   TrainingState collect_state();
   void compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context, StepReport& report);

@@ -159,7 +159,7 @@ class Packing(unittest.TestCase):
         for run in every:
             self.assertTrue(0 < run.minutes < 60, run.folder)
         for run in every:  # a twin for every run of the parts that compare with one
-            if run.part in ("hostile", "rates") and not run.name.endswith("_twin"):
+            if run.part in ("hostile", "rates", "llama") and not run.name.endswith("_twin"):
                 twin = [other for other in every if other.part == run.part and other.name == run.name + "_twin" and other.seed == run.seed]
                 self.assertEqual([(other.steps, other.more, other.plan) for other in twin], [(run.steps, run.more, run.plan + ",stabiliser=wide_output")])
 
