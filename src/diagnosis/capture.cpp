@@ -210,8 +210,7 @@ Capture capture_of(const LayerCapture& from, const ModelConfig& config, const Pa
   c.tile_keys = config.tile_keys;
   c.positions = config.positions;
   c.rotary_base = config.rotary_base;
-  const std::vector<float> slopes =
-      config.positions == Positions::alibi ? alibi_slopes(config.heads) : std::vector<float>();
+  const std::vector<float> slopes = alibi_slopes(config);
   const ParameterTensor* const sinks = table.find(fmt::format("h.{}.attn.sinks", layer));
   for (const int64_t h : heads) {
     if (!slopes.empty()) c.slopes.push_back(slopes[static_cast<size_t>(h)]);

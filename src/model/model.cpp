@@ -81,7 +81,7 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
 Model::Model(const ModelConfig& config)
     : config_(config),
       table_(config),
-      slopes_(config.positions == Positions::alibi ? alibi_slopes(config.heads) : std::vector<float>()),
+      slopes_(alibi_slopes(config)),
       no_sinks_(config.sinks ? static_cast<size_t>(config.heads) : 0) {
   facts_.assign(static_cast<size_t>(config.layers * config.heads), kNoFacts);
   const auto find = [&](const std::string& name) {

@@ -84,7 +84,9 @@ void validate(const ModelConfig& config) {
           config.key_head_count(), config.heads);
 }
 
-std::vector<float> alibi_slopes(int64_t heads) {
+std::vector<float> alibi_slopes(const ModelConfig& config) {
+  if (config.positions != Positions::alibi) return {};
+  const int64_t heads = config.heads;
   const auto whole = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(heads)));
   std::vector<float> slopes;
   for (int64_t n = 1; n <= heads; ++n) {

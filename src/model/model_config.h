@@ -96,7 +96,8 @@ void validate(const ModelConfig& config);  // std::invalid_argument: what was ex
 
 // Of ALiBi, (heads): 2^(-8 n / p) for n = 1 to p, the largest power of two that is not above the heads; the rest takes every
 // second one of 2^(-4 n / p).
-std::vector<float> alibi_slopes(int64_t heads);
+// Empty where positions are others.
+std::vector<float> alibi_slopes(const ModelConfig& config);
 
 enum class ParameterInit { normal, residual, one, zero };
 

@@ -12,7 +12,7 @@ std::shared_ptr<const FamilyPlan> ampere_prepare(const AttentionProblem& problem
 
 void ampere_forward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
                     const ForwardPass& out, void* workspace, void* stream) {
-  ampere::StreamLaunch launch{static_cast<cudaStream_t>(stream)};
+  StreamLaunch launch = ampere::stream_launch(stream);
   ampere::with_kernels_of(problem, static_cast<const ampere::Plan&>(plan).small,
                           [&]<class Pairs, int kHead, bool kSmall>() {
                             ampere::forward_pass<Pairs, kHead, kSmall>(problem, in, out, workspace, launch);

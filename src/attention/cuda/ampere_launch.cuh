@@ -3,26 +3,13 @@
 
 #include "attention/cuda/ampere_passes.h"
 #include "attention/family_calls.h"
-#include "gpu/cuda/launch.h"
+#include "gpu/cuda/stream_launch.cuh"
 
 namespace evenkeel::ampere {
 
-template <class Kernel, class Arguments>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksAtOnce)
-    kernel_of(const __grid_constant__ Arguments arguments) {
-  Kernel::run(arguments);
+inline StreamLaunch stream_launch(void* stream) {
+  return {static_cast<cudaStream_t>(stream), "starting a kernel of the Ampere class"};
 }
-
-struct StreamLaunch {
-  cudaStream_t stream;
-  template <class Kernel, class Arguments>
-  void run(int64_t blocks, const Arguments& arguments) {
-    const auto kernel = kernel_of<Kernel, Arguments>;
-    allow_shared_memory(kernel, Kernel::kSharedBytes);
-    kernel<<<grid(blocks), Kernel::kThreads, Kernel::kSharedBytes, stream>>>(arguments);
-    check_launch("starting a kernel of the Ampere class");
-  }
-};
 
 struct Plan : FamilyPlan {
   bool small = false;  // kernels for less shared memory

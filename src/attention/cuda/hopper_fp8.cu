@@ -3,31 +3,9 @@
 
 #include "attention/cuda/hopper_fp8_pass.h"
 #include "attention/family_calls.h"
-#include "gpu/cuda/launch.h"
+#include "gpu/cuda/stream_launch.cuh"
 
 namespace evenkeel {
-namespace hopper_fp8 {
-namespace {
-
-template <class Kernel, class Arguments>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksAtOnce)
-    kernel_of(const __grid_constant__ Arguments arguments) {
-  Kernel::run(arguments);
-}
-
-struct StreamLaunch {
-  cudaStream_t stream;
-  template <class Kernel, class Arguments>
-  void run(int64_t blocks, const Arguments& arguments) {
-    const auto kernel = kernel_of<Kernel, Arguments>;
-    allow_shared_memory(kernel, Kernel::kSharedBytes);
-    kernel<<<grid(blocks), Kernel::kThreads, Kernel::kSharedBytes, stream>>>(arguments);
-    check_launch("starting a kernel of Hopper's FP8 forward pass");
-  }
-};
-
-}  // namespace
-}  // namespace hopper_fp8
 
 std::shared_ptr<const FamilyPlan> hopper_fp8_prepare(const AttentionProblem& problem) {
   auto plan = std::make_shared<FamilyPlan>();
@@ -37,7 +15,7 @@ std::shared_ptr<const FamilyPlan> hopper_fp8_prepare(const AttentionProblem& pro
 
 void hopper_fp8_forward(const AttentionProblem& problem, const FamilyPlan&, const PassInputs& in,
                         const ForwardPass& out, void* workspace, void* stream) {
-  hopper_fp8::StreamLaunch launch{static_cast<cudaStream_t>(stream)};
+  StreamLaunch launch{static_cast<cudaStream_t>(stream), "starting a kernel of Hopper's FP8 forward pass"};
   hopper_fp8::forward_pass(problem, in, out, workspace, cuda_device().multiprocessors, launch);
 }
 
