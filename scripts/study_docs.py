@@ -9,7 +9,7 @@ from pathlib import Path
 from study_curves import WINDOW, Study, median
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
-TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6}
+TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
 THINNED = "†"
 NONE = "–"
 

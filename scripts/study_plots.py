@@ -5,6 +5,7 @@ Each function takes Figures (study_docs.py) and returns the text of an SVG, or N
 
 import math
 
+from study_curves import WINDOW
 from study_docs import NANO_GROUPS, number
 
 STYLE = """<style>
@@ -152,6 +153,30 @@ def square(figures):
     return svg(left * 2 + wide * 2, top + high * 2 + 20, "micro, 2 x 2: an error of O seen by the loss, by delta, by both, by neither", body)
 
 
+SIZE_LINES = (("size-flash2-", "FlashAttention-2's arithmetic", "#d55e00"), ("size-flash-", "PyTorch, FLASH", "#000000"), ("size-paper-", "bf16_all,row_sum=fp32", "#e69f00"), ("size-wide_output-", "the same with the default remedy", "#0072b2"))
+
+
+def size(figures):
+    """GPT-2 124M: offset (largest over layers and heads) and loss against step, one above the other; seeds after the first are dashed."""
+    drawn = [(words, colour, run) for part, words, colour in SIZE_LINES for run in sorted(figures.study.runs.values(), key=lambda run: run.seed) if run.name.startswith(part)]
+    if not drawn:
+        return None
+    last = max(run.last_step for _, _, run in drawn)
+    steps = range(0, last + 1, last // 5)
+    offset = Axes(70, 40, 560, 190, (0, last), (1, 1e8), log_y=True)
+    loss = Axes(70, 300, 560, 150, (0, last), (1, 4))
+    whole = lambda v: f"{v:,.0f}" if v < 1e5 else f"10{'⁰¹²³⁴⁵⁶⁷⁸⁹'[round(math.log10(v))]}"
+    body = offset.frame("largest offset, log axis", "", steps, (1, 100, 1e4, 1e6, 1e8), whole)
+    body += loss.frame("loss, nats a token (means of 200 steps)", "step", steps, (1, 2, 3, 4), whole)
+    for _, colour, run in drawn:
+        dash = "" if run.seed == 1 else "6 3"
+        body.append(offset.line([(step, max(1, *row)) for step, row in zip(run.fact_steps, run.offset)], colour, dash))
+        means = [(WINDOW * (n + 0.5), mean) for n, mean in enumerate(run.loss_means())]
+        body.append(loss.line([(step, mean) for step, mean in means if mean <= loss.high_y], colour, dash))
+    body += legend(646, 60, list(dict.fromkeys((words, colour) for words, colour, _ in drawn)))
+    return svg(880, 500, "GPT-2 124M at a learning rate of 1e-3: largest offset and loss against step, by arithmetic", body)
+
+
 # The loop of how_it_works.md: words of each link, and what carries it to the next.
 LOOP = (("rounding", "an error e of O"), ("leak", "rows of dS do not sum to 0"), ("W_Q, W_K", "steps along the mean key"), ("offset", "nothing pulls it back"), ("coarser scores", "larger errors"))
 
@@ -174,4 +199,4 @@ def loop(figures):
     return svg(right + 8, back + 30, "The loop of drift: rounding, leak, steps of W_Q and W_K, offset, coarser scores", body)
 
 
-FIGURES = (("docs/loop.svg", loop), ("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square))
+FIGURES = (("docs/loop.svg", loop), ("docs/size.svg", size), ("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square))
