@@ -3,41 +3,52 @@
 //
 // A block owns a key tile of one kv head: K and V stay in shared memory, dK and dV in registers, and the query rows that
 // see these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that
-// P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K. dQ's parts from
-// different key tiles are added in device memory in FP32, in one order, the last key tile first: the same bits every time.
-// Items are taken in that order from a counter, so a block only ever waits for blocks that run. A warp's part of dQ is 32
-// rows x 32 features; whoever comes last adds its own, scales, rounds and writes.
+// P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K.
+//
+// A warp owns 32 keys and 64 features of dK and dV. With head size 128 two warps share their keys: each finds the scores of
+// half of the rows, uses them itself, and takes the other half's P^T and dS^T from shared memory. So no score is found twice,
+// and a matrix of Q or dO that is loaded serves two products.
+//
+// dQ's parts from different key tiles are added in device memory in FP32, in one order, the last key tile first: the same
+// bits every time. Items are taken in that order from a counter, so a block only ever waits for blocks that run. A warp's
+// part of dQ is 32 rows x 32 features; whoever comes last adds its own, scales, rounds and writes.
 #pragma once
 
 #include "attention/cuda/ampere_problem.cuh"
 
 namespace evenkeel::ampere {
 
-// Registers: dK and dV take 128 of a thread, scores and dP of kSub rows 64. kSmall: for multiprocessors with 100 KB of shared
+// Registers of a thread: dK and dV take 128, scores and dP kKeyBlocks kSub. kSmall: for multiprocessors with 100 KB of shared
 // memory (sm_86, 89, 120).
 template <int kHead, bool kSmall>
 struct BackwardTiles {
   static_assert(kHead == 64 || kHead == 128);
   static constexpr int kWarps = kHead == 64 || kSmall ? 4 : 8;
-  static constexpr int kKeyBlocks = kHead == 64 ? 2 : 1;  // of 16 keys, a warp's
-  static constexpr int kKeys = kWarps * kKeyBlocks * 16;
+  static constexpr int kKeyBlocks = 2;  // of 16 keys, a warp's
+  static constexpr int kFeatures = 64;  // a warp's, of dK and dV
   static constexpr int kRows = kHead == 128 && kSmall ? 32 : 64;
-  static constexpr int kSub = kHead == 64 || kSmall ? 32 : 64;
+  static constexpr int kSub = kHead == 128 && kSmall ? 16 : 32;  // rows of scores that a warp finds at a time
+  static constexpr int kBlocksAtOnce = kHead == 64 ? 2 : 1;
+  // Warps that share their keys.
+  static constexpr int kParts = kHead / kFeatures;
+  static constexpr int kKeys = kWarps / kParts * kKeyBlocks * 16;
 };
 inline constexpr size_t kSmallSharedBytes = 99 << 10;
 
-template <class Pairs, int kHead, bool kSmall>
+template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles = BackwardTiles<kHead, kSmall>>
 struct Backward {
-  using Tiles = BackwardTiles<kHead, kSmall>;
+  static constexpr bool kAll = kInstance == Instance::all;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads;
   static constexpr int kKeyBlocks = Tiles::kKeyBlocks, kKeys = Tiles::kKeys, kRows = Tiles::kRows,
-                       kSub = Tiles::kSub;
-  static constexpr int kBlocksAtOnce = kHead == 64 ? 2 : 1;
+                       kSub = Tiles::kSub, kFeatures = Tiles::kFeatures, kParts = Tiles::kParts,
+                       kBlocksAtOnce = Tiles::kBlocksAtOnce;
+  static constexpr int kWarpKeys = kKeyBlocks * 16, kWarpRows = kRows / kParts;  // of a warp's scores
+  static_assert(kWarpRows % kSub == 0 && (kParts == 1 || (kParts == 2 && kSub == kWarpRows)));
   static constexpr int kRowParts = kRows / 32;  // of dQ: its warps' parts beside each other are kHead / 32
   static_assert(kRowParts * (kHead / 32) == kWarps);
   static constexpr int kPart = 32 * 32;  // numbers of a warp's part of dQ
   using Scores = float[kKeyBlocks][kSub / 8][4];
-  using Gradient = float[kKeyBlocks][kHead / 8][4];
+  using Gradient = float[kKeyBlocks][kFeatures / 8][4];
   using Operand = uint32_t[kKeyBlocks][kSub / 16][4];  // Scores, packed
   using Part = float[2][4][4];
 
@@ -50,7 +61,8 @@ struct Backward {
   struct Shared {
     uint16_t k[kKeys * kHead], v[kKeys * kHead];
     uint16_t q[2][kRows * kHead], grad_output[2][kRows * kHead];
-    uint16_t dscores[kKeys * kRows];  // dS^T
+    uint16_t dscores[kKeys * kRows];                  // dS^T
+    uint16_t probs[kParts == 1 ? 8 : kKeys * kRows];  // P^T, for the warp that shares the keys
     float shift[2][kRows], inverse[2][kRows], delta[2][kRows];
     Item item;
   };
@@ -94,12 +106,8 @@ struct Backward {
     Gradient dk = {}, dv = {};
     const int heads = p.H / p.G, tiles = item.end_row_tile - item.first_row_tile;
     if (tiles > 0) {
-      load_tile<kHead, kKeys, kThreads>(
-          shared_address(shared.k), p.k.at(item.band.s.key_batch, item.g, item.band.s.first_key + item.key),
-          p.k.stride[2], item.band.s.keys - item.key, p.D);
-      load_tile<kHead, kKeys, kThreads>(
-          shared_address(shared.v), p.v.at(item.band.s.key_batch, item.g, item.band.s.first_key + item.key),
-          p.v.stride[2], item.band.s.keys - item.key, p.D);
+      load_keys(shared_address(shared.k), p.k);
+      load_keys(shared_address(shared.v), p.v);
       load_rows(item.g * heads, item.first_row_tile, 0);
       int h = item.g * heads, tile = item.first_row_tile;
       for (int step = 0; step < heads * tiles; ++step) {
@@ -117,15 +125,22 @@ struct Backward {
     write_gradient(p.dv, dv, 1.0f);
   }
 
+  EK_DEVICE void load_keys(uint32_t to, const Strided& from) {
+    const Sequence& s = item.band.s;
+    load_tile<kHead, kKeys, kThreads>(
+        to, own_piece<kHead>(from.at(s.key_batch, item.g, s.first_key + item.key), from.stride[2]),
+        from.stride[2], s.keys - item.key, p.D);
+  }
   EK_DEVICE void load_rows(int h, int tile, int stage) {
     const Sequence& s = item.band.s;
     const int row = tile * kRows;
-    load_tile<kHead, kRows, kThreads>(shared_address(shared.q[stage]),
-                                      p.q.at(s.query_batch, h, s.first_row + row), p.q.stride[2],
-                                      s.rows - row, p.D);
-    load_tile<kHead, kRows, kThreads>(shared_address(shared.grad_output[stage]),
-                                      p.grad_output.at(s.query_batch, h, s.first_row + row),
-                                      p.grad_output.stride[2], s.rows - row, p.D);
+    const auto load = [&](uint32_t to, const Strided& from) {
+      load_tile<kHead, kRows, kThreads>(
+          to, own_piece<kHead>(from.at(s.query_batch, h, s.first_row + row), from.stride[2]), from.stride[2],
+          s.rows - row, p.D);
+    };
+    load(shared_address(shared.q[stage]), p.q);
+    load(shared_address(shared.grad_output[stage]), p.grad_output);
     const int64_t at = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + row;
     constexpr int kPieces = kRows / 4;
     if (thread < kPieces)
@@ -133,35 +148,72 @@ struct Backward {
     if (thread >= kPieces && thread < 2 * kPieces)
       copy_16_async(shared_address(shared.delta[stage] + (thread - kPieces) * 4),
                     p.delta + at + (thread - kPieces) * 4, true);
-    if (p.inverse && thread >= 2 * kPieces && thread < 3 * kPieces)
+    if (kInstance != Instance::plain && p.inverse && thread >= 2 * kPieces && thread < 3 * kPieces)
       copy_16_async(shared_address(shared.inverse[stage] + (thread - 2 * kPieces) * 4),
                     p.inverse + at + (thread - 2 * kPieces) * 4, true);
     commit_copies();
   }
 
+  EK_DEVICE int key_group() const { return warp / kParts; }
+  EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
+  EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
+
   // One tile of rows.
   EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv) {
-    const HeadRules& rules = p.rules_of(h);
     const uint32_t q = shared_address(shared.q[stage]),
                    grad_output = shared_address(shared.grad_output[stage]);
-#pragma unroll
-    for (int sub = 0; sub < kRows; sub += kSub) {
-      Scores probs, dprobs;
-      Operand left;
-      multiply(probs, shared_address(shared.k), q, sub);
-      mask(h, tile * kRows + sub, probs);
-      find_probs(rules, stage, sub, probs, left);
-      accumulate(dv, left, grad_output, sub);
-      multiply(dprobs, shared_address(shared.v), grad_output, sub);
-      find_dscores(stage, sub, probs, dprobs, left);
-      share(left, sub);
-      accumulate(dk, left, q, sub);
-    }
+    if (!kAll && item.band.all_seen(tile * kRows, kRows, item.key, kKeys))
+      walk_rows<false>(h, tile, stage, q, grad_output, dk, dv);
+    else
+      walk_rows<true>(h, tile, stage, q, grad_output, dk, dv);
     pass_turn();
-    __syncthreads();  // all of dS is there
+    const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
+    const int reached = load_relaxed(p.turn + index);  // early: it takes as long as the products
+    __syncthreads();                                   // all of dS is there
+    if constexpr (kParts > 1) {
+      const int others = (1 - part()) * kWarpRows;
+      if (item.band.some_seen(tile * kRows + others, kWarpRows, item.key + warp_key(), kWarpKeys)) {
+        accumulate_shared(dv, shared_address(shared.probs), grad_output, others);
+        accumulate_shared(dk, shared_address(shared.dscores), q, others);
+      }
+    }
     Part part = {};
     multiply_dq(part);
-    add_dq(h, tile, part);
+    add_dq(h, tile, index, reached, part);
+  }
+
+  // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys.
+  template <bool kMasked>
+  EK_DEVICE void walk_rows(int h, int tile, int stage, uint32_t q, uint32_t grad_output, Gradient& dk,
+                           Gradient& dv) {
+#pragma unroll
+    for (int n = 0; n < kWarpRows; n += kSub) {
+      const int sub = part() * kWarpRows + n;
+      Operand left;
+      if (kMasked && !item.band.some_seen(tile * kRows + sub, kSub, item.key + warp_key(), kWarpKeys)) {
+#pragma unroll
+        for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+          for (int step = 0; step < kSub / 16; ++step)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) left[i][step][e] = 0;
+        share(shared.dscores, left, sub);
+        continue;
+      }
+      Scores probs, dprobs;
+      multiply(probs, shared_address(shared.k), q, sub);
+      multiply(dprobs, shared_address(shared.v), grad_output, sub);
+      if constexpr (kMasked) mask(h, tile * kRows + sub, probs);
+      if constexpr (kAll)
+        find_probs_of(p.rules_of(h).consistent, stage, sub, probs, left);
+      else
+        find_probs<kInstance == Instance::consistent, false>(stage, sub, probs, left);
+      if constexpr (kParts > 1) share(shared.probs, left, sub);
+      accumulate(dv, left, grad_output, sub);
+      find_dscores(stage, sub, probs, dprobs, left);
+      share(shared.dscores, left, sub);
+      accumulate(dk, left, q, sub);
+    }
   }
 
   // c = rows of a key tile (this warp's) times rows [sub, sub + kSub) of a row tile, transposed.
@@ -172,7 +224,7 @@ struct Backward {
       for (int n = 0; n < kSub / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
-    const auto own = Piece<kHead>::across(keys, warp * kKeyBlocks * 16, lane);
+    const auto own = Piece<kHead>::across(keys, warp_key(), lane);
     const auto others = Piece<kHead>::along(rows, sub, lane);
 #pragma unroll
     for (int step = 0; step < kHead / 16; ++step) {
@@ -194,26 +246,37 @@ struct Backward {
   // Soft-capped scores become tanh first; what is masked, -inf. `row`: of the first column. Rows behind the end have P = 0 by
   // their shift.
   EK_DEVICE void mask(int h, int row, Scores& scores) {
-    if (p.softcap > 0) {
+    if (kAll && p.softcap > 0) {
       const float factor = p.scale / p.softcap;
       each(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
     }
-    const int first = item.key + warp * kKeyBlocks * 16;
-    if (p.slopes) {
+    const int first = item.key + warp_key();
+    if (kAll && p.slopes) {
       const float slope = slope_of(p, h);
       each(scores, [&](float& x, int n, int column) {
         x = fmaf(-slope, fabsf(static_cast<float>(row + column + item.band.offset - first - n)), x);
       });
     }
     const Band& band = item.band;
-    if (!band.all_seen(row, kSub, first, kKeyBlocks * 16)) {
-      each(scores, [&](float& x, int n, int column) {
-        const int own = first + n, i = row + column;
-        if (own >= band.s.keys || i < own - band.right - band.offset || i > own + band.left - band.offset)
-          x = -kInfinity;
-      });
+    if (!band.all_seen(row, kSub, first, kWarpKeys)) {
+      // Columns whose rows see a key: [from, to].
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int own = first + i * 16 + r * 8 + lane / 4;
+          const int from = own >= band.s.keys ? kSub : own - band.right - band.offset - row,
+                    to = own + band.left - band.offset - row;
+#pragma unroll
+          for (int n = 0; n < kSub / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int column = 8 * n + lane % 4 * 2 + e;
+              if (column < from || column > to) scores[i][n][2 * r + e] = -kInfinity;
+            }
+        }
     }
-    if (p.visible) {
+    if (kAll && p.visible) {
       const Visible visible(p, item.b, h);
       each(scores, [&](float& x, int n, int column) {
         if (first + n < band.s.keys && row + column < band.s.rows && !visible(row + column, first + n))
@@ -230,34 +293,45 @@ struct Backward {
       for (int n = 0; n < kSub / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          f(scores[i][n][e], i * 16 + lane / 4 + e / 2 * 8, 8 * n + lane % 4 * 2 + e % 2);
+          f(scores[i][n][e], i * 16 + e / 2 * 8 + lane / 4, 8 * n + lane % 4 * 2 + e % 2);
   }
 
+  EK_DEVICE void find_probs_of(bool consistent, int stage, int sub, Scores& scores, Operand& left) {
+    if (consistent && p.softcap > 0)
+      find_probs<true, true>(stage, sub, scores, left);
+    else if (consistent)
+      find_probs<true, false>(stage, sub, scores, left);
+    else if (p.softcap > 0)
+      find_probs<false, true>(stage, sub, scores, left);
+    else
+      find_probs<false, false>(stage, sub, scores, left);
+  }
   // S^T to P^T, packed for dV; left in `scores` is what dP - delta is multiplied by: P, or with a soft cap P (1 - tanh^2).
-  EK_DEVICE void find_probs(const HeadRules& rules, int stage, int sub, Scores& scores, Operand& left) {
+  template <bool kConsistent, bool kCapped>
+  EK_DEVICE void find_probs(int stage, int sub, Scores& scores, Operand& left) {
 #pragma unroll
     for (int n = 0; n < kSub / 8; ++n) {
       const int column = sub + 8 * n + lane % 4 * 2;
       const float2 shift = *reinterpret_cast<const float2*>(shared.shift[stage] + column);
+      float2 inverse = {0, 0};
+      if (kConsistent) inverse = *reinterpret_cast<const float2*>(shared.inverse[stage] + column);
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& x = scores[i][n][2 * r];
           float& y = scores[i][n][2 * r + 1];
-          float slope_x = 1, slope_y = 1;
-          if (p.softcap > 0) slope_x = 1 - x * x, slope_y = 1 - y * y;
+          const float slope_x = 1 - x * x, slope_y = 1 - y * y;  // with a soft cap
           x = exp2_approx(fmaf(x, p.score_log2, -shift.x));
           y = exp2_approx(fmaf(y, p.score_log2, -shift.y));
           uint32_t& packed = left[i][n / 2][n % 2 * 2 + r];
-          if (rules.consistent) {  // the forward's rounded probabilities, over their sum
-            const float2 inverse = *reinterpret_cast<const float2*>(shared.inverse[stage] + column);
+          if (kConsistent) {  // the forward's rounded probabilities, over their sum
             packed = Pairs::pack(x, y);
             x = Pairs::low(packed) * inverse.x;
             y = Pairs::high(packed) * inverse.y;
           }
           packed = Pairs::pack(x, y);
-          if (p.softcap > 0) {  // a masked score is -inf: its P is 0, its slope is not a number
+          if (kCapped) {  // a masked score is -inf: its P is 0, its slope is not a number
             x = x == 0 ? 0.0f : x * slope_x;
             y = y == 0 ? 0.0f : y * slope_y;
           }
@@ -278,27 +352,31 @@ struct Backward {
                           probs[i][n][2 * r + 1] * (dprobs[i][n][2 * r + 1] - delta.y));
     }
   }
-  // dS^T into shared memory, for all warps' parts of dQ.
-  EK_DEVICE void share(const Operand& left, int sub) {
-    uint8_t* const to = reinterpret_cast<uint8_t*>(shared.dscores);
+  // P^T or dS^T into shared memory, for other warps.
+  EK_DEVICE void share(uint16_t* tile, const Operand& left, int sub) {
+    uint8_t* const to = reinterpret_cast<uint8_t*>(tile);
 #pragma unroll
     for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
       for (int n = 0; n < kSub / 8; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int own = (warp * kKeyBlocks + i) * 16 + lane / 4 + 8 * r;
+          const int own = warp_key() + i * 16 + 8 * r + lane / 4;
           *reinterpret_cast<uint32_t*>(to + tile_offset<kRows>(own, sub / 8 + n) + lane % 4 * 4) =
               left[i][n / 2][n % 2 * 2 + r];
         }
   }
+  // This warp's features of rows [row, ...) of a row tile, as the right operand.
+  EK_DEVICE Piece<kHead> own_features(uint32_t rows, int row) const {
+    return Piece<kHead>::across(rows + static_cast<uint32_t>(part() * kFeatures * 2), row, lane);
+  }
   // sum += left (keys x rows [sub, sub + kSub)) times those rows of a row tile.
   EK_DEVICE void accumulate(Gradient& sum, const Operand& left, uint32_t rows, int sub) {
-    const auto others = Piece<kHead>::across(rows, sub, lane);
+    const auto others = own_features(rows, sub);
 #pragma unroll
     for (int step = 0; step < kSub / 16; ++step)
 #pragma unroll
-      for (int n = 0; n < kHead / 16; ++n) {
+      for (int n = 0; n < kFeatures / 16; ++n) {
         uint32_t right[4];
         load_matrices_transposed(right, others.at(step, n));
 #pragma unroll
@@ -306,6 +384,26 @@ struct Backward {
           multiply_pair<Pairs>(sum[i][2 * n], sum[i][2 * n + 1], left[i][step], right);
         }
       }
+  }
+  // The same with rows [row, row + kWarpRows) that another warp shared.
+  EK_DEVICE void accumulate_shared(Gradient& sum, uint32_t shared_left, uint32_t rows, int row) {
+    const auto keys = Piece<kRows>::across(shared_left, warp_key(), lane);
+    const auto others = own_features(rows, row);
+#pragma unroll
+    for (int step = 0; step < kWarpRows / 16; ++step) {
+      uint32_t left[kKeyBlocks][4];
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], keys.at(i, row / 16 + step));
+#pragma unroll
+      for (int n = 0; n < kFeatures / 16; ++n) {
+        uint32_t right[4];
+        load_matrices_transposed(right, others.at(step, n));
+#pragma unroll
+        for (int i = 0; i < kKeyBlocks; ++i) {
+          multiply_pair<Pairs>(sum[i][2 * n], sum[i][2 * n + 1], left[i], right);
+        }
+      }
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------- dQ
@@ -333,7 +431,7 @@ struct Backward {
           Pairs::multiply_add(part[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
     }
   }
-  // f(number, its place in the part's memory): consecutive lanes, consecutive numbers.
+  // f(number, which of the thread's it is).
   template <class F>
   EK_DEVICE void each_of(Part& part, F f) {
 #pragma unroll
@@ -341,35 +439,37 @@ struct Backward {
 #pragma unroll
       for (int n = 0; n < 4; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) f(part[m][n][e], ((m * 4 + n) * 4 + e) * kWarpThreads + lane);
+        for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * 4 + n) * 4 + e);
   }
-  // In its turn: after the parts of all later key tiles that see these rows.
-  EK_DEVICE void add_dq(int h, int tile, Part& part) {
+  // In its turn: after the parts of all later key tiles that see these rows. `index`: of the part; `reached`: its turn some
+  // time ago, read without an order. Nothing below is started before that number is known to be high enough, and sums are
+  // added and read in the memory that all blocks share, never in a cache of this multiprocessor: so the order holds.
+  EK_DEVICE void add_dq(int h, int tile, int64_t index, int reached, Part& part) {
     const int row = tile * kRows, own = item.key / kKeys;
     const int first = item.band.first_key_tile(row, kKeys),
               last = item.band.end_key_tile(row, kRows, kKeys) - 1;
-    const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
-    float* const sum = p.dq_sum + index * kPart;
+    // Consecutive lanes, consecutive numbers.
+    float* const sum = p.dq_sum + index * kPart + lane;
     if (own < last) {
-      if (lane == 0)
+      if (reached < last - own)
         while (load_acquire(p.turn + index) < last - own) let_others_run();
       __syncwarp();
     }
     if (own == first) {
-      if (own < last) each_of(part, [&](float& x, int at) { x += sum[at]; });
+      if (own < last) each_of(part, [&](float& x, int n) { x += load_past_cache(sum + n * kWarpThreads); });
       write_dq(h, row, part);
       return;
     }
     if (own == last)
-      each_of(part, [&](float& x, int at) { sum[at] = x; });
+      each_of(part, [&](float& x, int n) { sum[n * kWarpThreads] = x; });
     else
-      each_of(part, [&](float& x, int at) { add_in_memory(sum + at, x); });
+      each_of(part, [&](float& x, int n) { add_in_memory(sum + n * kWarpThreads, x); });
     due = p.turn + index;
   }
-  // Waits until this warp's sums are in memory; late, when they long are.
+  // Waits until this warp's sums are in memory; late, when they long are. One lane's release is for all: the others' sums
+  // come before it by the barrier of the warp.
   EK_DEVICE void pass_turn() {
     if (!due) return;
-    __threadfence();
     __syncwarp();
     if (lane == 0) add_release(due, 1);
     due = nullptr;
@@ -394,13 +494,13 @@ struct Backward {
     for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int own = item.key + (warp * kKeyBlocks + i) * 16 + lane / 4 + 8 * r;
+        const int own = item.key + warp_key() + i * 16 + lane / 4 + 8 * r;
+        uint16_t* const row = to.at(item.band.s.key_batch, item.g, item.band.s.first_key + own);
 #pragma unroll
-        for (int n = 0; n < kHead / 8; n += 4) {
-          const int feature = 8 * (n + lane % 4);
-          write_blocks<Pairs>(sum[i] + n, r, scale,
-                              to.at(item.band.s.key_batch, item.g, item.band.s.first_key + own) + feature,
-                              own < written && feature < p.D, own < item.band.s.keys);
+        for (int n = 0; n < kFeatures / 8; n += 4) {
+          const int feature = part() * kFeatures + 8 * (n + lane % 4);
+          write_blocks<Pairs>(sum[i] + n, r, scale, row + feature, own < written && feature < p.D,
+                              own < item.band.s.keys);
         }
       }
   }

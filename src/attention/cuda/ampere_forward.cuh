@@ -1,30 +1,33 @@
 // The forward pass of the Ampere class: O = softmax(a Q K^T) V, tile by tile, never in memory. A block owns 128 query rows of
 // one head, a warp 32 of them: each matrix of K and V that it loads then serves two products. K and V tiles go through a
 // ring of three slots in the order in which they are used (K, V, K, V, ...), each on its way for two steps; one barrier a
-// step. Key tiles run from the last to the first, and a warp leaves out those that none of its rows sees.
+// step. Key tiles run from the last to the first, and a warp leaves out those that none of its rows sees. Exponentials come
+// behind V's barrier, with the products that use them: the compiler lets both run at once.
 #pragma once
 
 #include "attention/cuda/ampere_problem.cuh"
 
 namespace evenkeel::ampere {
 
-// The softmax of the four rows that a quad of lanes holds. What only some stabilisers need is spread over the quad: lane t
-// keeps it for row t.
+// The softmax of the rows that a quad of lanes holds. What only some stabilisers need is spread over the quad: lane t
+// keeps it for row t % kCount.
+template <int kCount>
 struct Rows {
-  static constexpr int kCount = 4;
   float shift[kCount];  // in force, in powers of two; -inf: no key yet
   float sum[kCount];    // l: this thread's part of it
   float unit;           // dither: added to the shift; paper_capped: the row's own random number
   float max;            // paper_capped: the largest score so far, scaled
   int ties;             // paper_capped
 
-  // `row`: the number of row lane % 4 among all of the problem.
-  EK_DEVICE void start(const Problem& p, const HeadRules& rules, int64_t row) {
+  EK_DEVICE void start() {
 #pragma unroll
     for (int r = 0; r < kCount; ++r) {
       shift[r] = -kInfinity;
       sum[r] = 0;
     }
+  }
+  // `row`: the number of row lane % kCount among all of the problem.
+  EK_DEVICE void draw(const Problem& p, const HeadRules& rules, int64_t row) {
     max = -kInfinity;
     unit = rules.dither || rules.paper_capped ? row_random_unit(p.random(rules), static_cast<uint64_t>(row))
                                               : 0.0f;
@@ -41,9 +44,12 @@ struct Rows {
         most[r] = rules.consistent ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
       return;
     }
-    const int own = static_cast<int>(threadIdx.x) % 4;
-    const float tile_max = own == 0 ? most[0] : own == 1 ? most[1] : own == 2 ? most[2] : most[3];
-    const int tile_ties = own == 0 ? tied[0] : own == 1 ? tied[1] : own == 2 ? tied[2] : tied[3];
+    const int own = static_cast<int>(threadIdx.x) % kCount;
+    float tile_max = most[0];
+    int tile_ties = tied[0];
+#pragma unroll
+    for (int r = 1; r < kCount; ++r)
+      if (own == r) tile_max = most[r], tile_ties = tied[r];
     const float moved = rules.dither ? fmaf(tile_max, p.score_log2, unit)
                                      : paper_shift(rules, tile_max * p.score_unit, tile_ties);
 #pragma unroll
@@ -69,34 +75,45 @@ struct Rows {
   }
 };
 
-template <class Pairs, int kHead>
+// Registers of a thread: O takes kBlocks kHead / 2, scores kBlocks kKeys / 2, Q where it is kept kBlocks kHead / 4.
+template <int kHead>
+struct ForwardTiles {
+  static constexpr int kWarps = 4;
+  static constexpr int kBlocks = 2;            // of 16 rows, a warp's
+  static constexpr int kKeys = 64;             // of a tile
+  static constexpr bool kKeepQ = kHead == 64;  // in registers
+  static constexpr int kBlocksAtOnce = 2;      // on a multiprocessor, by registers
+};
+
+template <class Pairs, int kHead, Instance kInstance, class Tiles = ForwardTiles<kHead>>
 struct Forward {
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads;
-  static constexpr int kBlocks = 2;  // of 16 rows, a warp's
-  // Registers: O takes kHead of a thread, scores kKeys.
-  static constexpr int kRows = kWarps * kBlocks * 16, kKeys = kHead == 64 ? 64 : 32;
-  static constexpr int kRowCount = Rows::kCount;  // a thread's rows
-  static constexpr bool kKeepQ = kHead == 64;     // in registers
-  static constexpr int kSteps = kHead / 16;       // of the product over features
+  static constexpr bool kAll = kInstance == Instance::all;
+  static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kBlocks = Tiles::kBlocks,
+                       kRows = kWarps * kBlocks * 16, kKeys = Tiles::kKeys,
+                       kBlocksAtOnce = Tiles::kBlocksAtOnce;
+  static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
+  static constexpr bool kKeepQ = Tiles::kKeepQ;
+  static constexpr int kSteps = kHead / 16;  // of the product over features
   static constexpr int kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
-  static constexpr int kBlocksAtOnce = 2;  // on a multiprocessor, by registers
 
   const Problem& p;
   const int thread, warp, lane;
   int b, h, row;  // row: the block's first
   Band band;
-  const HeadRules& rules;
-  int first_tile, end_tile;  // of keys
-  uint32_t q, slots;         // addresses
-  int slot = 0;              // of the tile in use
-  bool has_queries = false;  // in `kept`
+  const HeadRules rules;
+  int first_tile, end_tile;               // of keys
+  uint32_t q, slots;                      // addresses
+  int slot = 0;                           // of the tile in use
+  const uint16_t *next_key, *next_value;  // this thread's first pieces of the tiles to be loaded next
+  bool has_queries = false;               // in `kept`
 
   uint32_t kept[kKeepQ ? kSteps : 1][kBlocks][4];
   float s[kBlocks][kKeys / 8][4];
   float o[kBlocks][kHead / 8][4] = {};
-  Rows state;
+  float used[kRowCount];  // the shift of `s`
+  Rows<kRowCount> state;
 
   EK_DEVICE static int tiles_per_head(const Problem& p) { return (p.sequences.T + kRows - 1) / kRows; }
 
@@ -116,16 +133,24 @@ struct Forward {
         q(shared_address(dynamic_shared())),
         slots(q + kQueryBytes) {}
 
+  EK_DEVICE bool consistent() const { return kAll ? rules.consistent : kInstance == Instance::consistent; }
+
   EK_DEVICE static void run(const Problem& p) { Forward(p).run(); }
 
   EK_DEVICE void run() {
-    state.start(p, rules, static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(lane % 4));
+    state.start();
+    if constexpr (kAll)
+      state.draw(p, rules, static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(lane % kRowCount));
     if (first_tile < end_tile) {
       const Sequence& sequence = band.s;
-      load_tile<kHead, kRows, kThreads>(q, p.q.at(sequence.query_batch, h, sequence.first_row + row),
-                                        p.q.stride[2], sequence.rows - row, p.D);
-      load_keys(p.k, end_tile - 1, 0);
-      load_keys(p.v, end_tile - 1, 1);
+      load_tile<kHead, kRows, kThreads>(
+          q, own_piece<kHead>(p.q.at(sequence.query_batch, h, sequence.first_row + row), p.q.stride[2]),
+          p.q.stride[2], sequence.rows - row, p.D);
+      const int g = h / (p.H / p.G), key = sequence.first_key + (end_tile - 1) * kKeys;
+      next_key = own_piece<kHead>(p.k.at(sequence.key_batch, g, key), p.k.stride[2]);
+      next_value = own_piece<kHead>(p.v.at(sequence.key_batch, g, key), p.v.stride[2]);
+      load_keys(next_key, p.k.stride[2], end_tile - 1, 0);
+      load_keys(next_value, p.v.stride[2], end_tile - 1, 1);
       for (int tile = end_tile - 1; tile >= first_tile; --tile) walk(tile);
     }
     write();
@@ -136,32 +161,32 @@ struct Forward {
   EK_DEVICE int warp_row() const { return row + warp * kBlocks * 16; }
   EK_DEVICE uint32_t slot_at(int n) const { return slots + n * kSlotBytes; }
 
-  EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
-    if (tile >= first_tile)
-      load_tile<kHead, kKeys, kThreads>(
-          slot_at(to), tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
-          tensor.stride[2], band.s.keys - tile * kKeys, p.D);
+  EK_DEVICE void load_keys(const uint16_t*& from, int64_t stride, int tile, int to) {
+    if (tile >= first_tile) {
+      load_tile<kHead, kKeys, kThreads>(slot_at(to), from, stride, band.s.keys - tile * kKeys, p.D);
+      from -= kKeys * stride;
+    }
     commit_copies();
   }
 
   // One key tile. What arrives next but one takes the slot that was used last.
   EK_DEVICE void walk(int tile) {
     const bool seen = band.some_seen(warp_row(), kBlocks * 16, tile * kKeys, kKeys);
-    next_slot(p.k, tile);
+    next_slot(next_key, p.k.stride[2], tile);
     if (seen) {
       find_scores();
       mask(tile);
-      softmax();
+      move_shifts();
     }
     slot = slot == kSlots - 1 ? 0 : slot + 1;
-    next_slot(p.v, tile);
+    next_slot(next_value, p.v.stride[2], tile);
     if (seen) add_values();
     slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
-  EK_DEVICE void next_slot(const Strided& tensor, int tile) {
+  EK_DEVICE void next_slot(const uint16_t*& from, int64_t stride, int tile) {
     wait_for_copies<1>();
     __syncthreads();
-    load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
+    load_keys(from, stride, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
   }
 
   EK_DEVICE void find_scores() {
@@ -192,7 +217,7 @@ struct Forward {
         }
       }
     }
-    if (p.softcap > 0) {
+    if (kAll && p.softcap > 0) {
       const float factor = p.scale / p.softcap;
       each_score([&](float& x, int, int) { x = tanh_of(x * factor); });
     }
@@ -216,7 +241,7 @@ struct Forward {
 
   EK_DEVICE void mask(int tile) {
     const int key = tile * kKeys;
-    if (p.slopes) {
+    if (kAll && p.slopes) {
       const float slope = slope_of(p, h);
       each_score([&](float& x, int r, int column) {
         x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
@@ -233,7 +258,7 @@ struct Forward {
         if (column < first[r] || column >= end[r]) x = -kInfinity;
       });
     }
-    if (p.visible) {
+    if (kAll && p.visible) {
       const Visible visible(p, b, h);
       each_score([&](float& x, int r, int column) {
         if (row_of(r) < band.s.rows && key + column < band.s.keys && !visible(row_of(r), key + column))
@@ -242,8 +267,8 @@ struct Forward {
     }
   }
 
-  // s: scores to probabilities; moves the rows' shifts, and O with them.
-  EK_DEVICE void softmax() {
+  // Moves the rows' shifts, and O with them, if the scores ask for it.
+  EK_DEVICE void move_shifts() {
     float most[kRowCount];
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) most[r] = -kInfinity;
@@ -251,29 +276,37 @@ struct Forward {
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) most[r] = quad_max(most[r]);
     int ties[kRowCount] = {};
-    if (rules.paper_capped) count_ties(most, ties);
-    state.move(p, rules, most, ties);
-    float used[kRowCount], factor[kRowCount];
+    if constexpr (kAll) {
+      if (rules.paper_capped) count_ties(most, ties);
+      state.move(p, rules, most, ties);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRowCount; ++r)
+        most[r] = consistent() ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
+    }
     bool moves = false;
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) moves |= most[r] > state.shift[r] + rules.slack;
+    if (__any_sync(~0u, moves)) scale_by(most);
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) used[r] = state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
+  }
+  // New shifts for the rows whose shift lags too far behind `most`.
+  EK_DEVICE void scale_by(const float (&most)[kRowCount]) {
+    float factor[kRowCount];
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
       const float before = state.shift[r];
-      if (most[r] > before + rules.slack) state.shift[r] = most[r], moves = true;
-      used[r] = state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
-      factor[r] = exp2_approx(before - used[r]);
+      if (most[r] > before + rules.slack) state.shift[r] = most[r];
+      factor[r] = exp2_approx(before - (state.shift[r] == -kInfinity ? 0.0f : state.shift[r]));
+      state.sum[r] *= factor[r];
     }
-    if (__any_sync(~0u, moves)) {
 #pragma unroll
-      for (int r = 0; r < kRowCount; ++r) state.sum[r] *= factor[r];
+    for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
+      for (int n = 0; n < kHead / 8; ++n)
 #pragma unroll
-        for (int n = 0; n < kHead / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[i][n][e] *= factor[2 * i + e / 2];
-    }
-    each_score([&](float& x, int r, int) { x = exp2_approx(fmaf(x, p.score_log2, -used[r])); });
-    if (!rules.consistent) each_score([&](float& x, int r, int) { state.sum[r] += x; });
+        for (int e = 0; e < 4; ++e) o[i][n][e] *= factor[2 * i + e / 2];
   }
   EK_DEVICE void count_ties(const float (&most)[kRowCount], int (&ties)[kRowCount]) {
     float threshold[kRowCount];
@@ -285,7 +318,7 @@ struct Forward {
     for (int r = 0; r < kRowCount; ++r) ties[r] = quad_sum(ties[r]);
   }
 
-  // O += P V, with P rounded; consistent's l sums the rounded ones.
+  // O += P V, with P rounded. l sums P, or the rounded P where they are consistent.
   EK_DEVICE void add_values() {
     const auto values = Piece<kHead>::across(slot_at(slot), 0, lane);
 #pragma unroll
@@ -293,8 +326,16 @@ struct Forward {
       uint32_t left[kBlocks][4];
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& x = s[i][n][e];
+            x = exp2_approx(fmaf(x, p.score_log2, -used[2 * i + e / 2]));
+            if (!consistent()) state.sum[2 * i + e / 2] += x;
+          }
         pack_left<Pairs>(left[i], s[i][2 * step], s[i][2 * step + 1]);
-        if (rules.consistent) {
+        if (consistent()) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
@@ -348,17 +389,18 @@ struct Forward {
                                bool exists) {
     // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
     // gradients have one sign do not add up.
-    const uint32_t start = row_noise(p.random(rules), static_cast<uint32_t>(at)) + lane % 4 * 0x1000u;
+    const HeadRules& of_head = p.rules_of(h);  // read again: registers are short before
+    const uint32_t start = row_noise(p.random(of_head), static_cast<uint32_t>(at)) + lane % 4 * 0x1000u;
 #pragma unroll
     for (int n = 0; n < kHead / 8; n += 4) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float low = blocks[n + i][2 * r], high = blocks[n + i][2 * r + 1];
-        words[i] = rules.wide ? Pairs::residues(low, high, Pairs::pack(low, high),
-                                                (start + i % 2 * 0x8000u) & 0xffffu,
-                                                (start + i % 2 * 0x8000u + 0x4000u) & 0xffffu)
-                              : 0u;
+        words[i] = of_head.wide ? Pairs::residues(low, high, Pairs::pack(low, high),
+                                                  (start + i % 2 * 0x8000u) & 0xffffu,
+                                                  (start + i % 2 * 0x8000u + 0x4000u) & 0xffffu)
+                                : 0u;
       }
       quad_transpose(words);
       const int feature = 8 * (n + lane % 4);

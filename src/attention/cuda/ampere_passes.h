@@ -75,6 +75,21 @@ void with_kernels_of(const AttentionProblem& problem, bool small, F f) {
     with_head.template operator()<Bf16Pairs>();
 }
 
+// f.operator()<Instance>() with the one that the problem needs.
+template <class F>
+void with_instance_of(const AttentionProblem& problem, F f) {
+  const auto any = [&](auto rule) { return any_head(problem, rule); };
+  const bool consistent = any([](const HeadRules&r) { return r.consistent; }),
+             other = any([](const HeadRules&r) { return !r.consistent; }),
+             moved = any([](const HeadRules&r) { return r.dither || r.paper_capped; });
+  if (score_forms(problem).shaped || moved || (consistent && other))
+    f.template operator()<Instance::all>();
+  else if (consistent)
+    f.template operator()<Instance::consistent>();
+  else
+    f.template operator()<Instance::plain>();
+}
+
 inline PassSizes pass_sizes(const AttentionProblem& problem, bool small) {
   PassSizes sizes;
   Problem p{};
@@ -120,8 +135,10 @@ template <class Pairs, int kHead, bool kSmall, class Launch>
 void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                   void* workspace, Launch& launch) {
   const Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
-  using Kernel = Forward<Pairs, kHead>;
-  launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
+  with_instance_of(problem, [&]<Instance kInstance>() {
+    using Kernel = Forward<Pairs, kHead, kInstance>;
+    launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
+  });
 }
 
 template <class Pairs, int kHead, bool kSmall, class Launch>
@@ -136,9 +153,13 @@ void backward_pass(const AttentionProblem& problem, const PassInputs& in, const 
   p.grad_lse = out.grad_lse;
   p.dsinks = out.dsinks;
   if (p.exact_delta) launch.template run<ExactDelta<Pairs, kHead>>(ExactDelta<Pairs, kHead>::blocks(p), p);
-  launch.template run<RowFacts<Pairs, kHead, kSmall>>(RowFacts<Pairs, kHead, kSmall>::blocks(p), p);
+  using Facts = RowFacts<Pairs, kHead, BackwardTiles<kHead, kSmall>>;
+  launch.template run<Facts>(Facts::blocks(p), p);
   if (p.dsinks) launch.template run<SinkGradient>(p.H, p);
-  launch.template run<Backward<Pairs, kHead, kSmall>>(Backward<Pairs, kHead, kSmall>::blocks(p), p);
+  with_instance_of(problem, [&]<Instance kInstance>() {
+    using Kernel = Backward<Pairs, kHead, kSmall, kInstance>;
+    launch.template run<Kernel>(Kernel::blocks(p), p);
+  });
 }
 
 }  // namespace evenkeel::ampere

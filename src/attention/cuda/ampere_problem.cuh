@@ -14,6 +14,14 @@ using namespace gpu;
 
 inline constexpr int kWarpThreads = 32;
 
+// What an instance of the kernels takes. A branch that is never taken still costs: it parts products from what could run
+// beside them, and rules that are read at run time take registers.
+enum class Instance {
+  plain,       // a band of keys, sinks, sequences, GQA; none, wide_output, zero_sum; any keel
+  consistent,  // the same with every head consistent
+  all,  // everything else: soft caps, slopes, masks of their own, dither, paper_capped, plans that differ in kind
+};
+
 // Two neighbouring products of 8 columns: `right` is what load_matrices gives of 16.
 template <class Pairs>
 EK_DEVICE void multiply_pair(float (&first)[4], float (&second)[4], const uint32_t (&left)[4],
@@ -64,18 +72,27 @@ struct Problem : ScoreForms {
 
 // --- Tiles
 
-// Rows [0, kRows) of a tile from device memory, row n at from + n stride; zeros where n >= exist or the head ends.
-template <int kHead, int kRows, int kThreads>
-EK_DEVICE void load_tile(uint32_t tile, const uint16_t* from, int64_t stride, int exist, int D) {
+// A thread's first piece of 16 bytes in a tensor whose first row of a tile is at `from`.
+template <int kHead>
+EK_DEVICE const uint16_t* own_piece(const uint16_t* from, int64_t stride) {
   constexpr int kPieces = kHead / 8;
   const int thread = static_cast<int>(threadIdx.x);
-  static_assert(kRows * kPieces % kThreads == 0);
+  return from + thread / kPieces * stride + thread % kPieces * 8;
+}
+// A thread's share of the copy of a tile's rows [0, kRows): one piece of every kStep-th row, the first at `from` (own_piece).
+// Zeros where a row is not below `exist` or the head ends.
+template <int kHead, int kRows, int kThreads>
+EK_DEVICE void load_tile(uint32_t tile, const uint16_t* from, int64_t stride, int exist, int D) {
+  constexpr int kPieces = kHead / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRows % kStep == 0);
+  static_assert(kStep % 8 == 0);  // so that pieces of all of them are permuted alike
+  const int thread = static_cast<int>(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
+  const uint32_t to = tile + tile_offset<kHead>(row, piece);
+  const int present = piece * 8 < D ? exist - row : 0;
 #pragma unroll
-  for (int n = 0; n < kRows * kPieces / kThreads; ++n) {
-    const int row = (thread + n * kThreads) / kPieces, piece = (thread + n * kThreads) % kPieces;
-    const bool present = row < exist && piece * 8 < D;
-    copy_16_async(tile + tile_offset<kHead>(row, piece), present ? from + row * stride + piece * 8 : from,
-                  present);
+  for (int n = 0; n < kRows; n += kStep) {
+    copy_16_async(to + static_cast<uint32_t>(n * kTileRowBytes<kHead>), from, n < present);
+    from += kStep * stride;
   }
 }
 

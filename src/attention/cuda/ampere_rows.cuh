@@ -5,13 +5,14 @@
 
 namespace evenkeel::ampere {
 
-// delta = dO . O' (or the exact one), less 2 z L; and the rest of a row's facts. kHead / 8 threads a row.
-template <class Pairs, int kHead, bool kSmall>
+// delta = dO . O' (or the exact one), less 2 z L; and the rest of a row's facts. kHead / 8 threads a row, and kRounds rows a
+// thread, so that what is the same for all rows is found once, and more of memory is on its way.
+template <class Pairs, int kHead, class Tiles>
 struct RowFacts {
-  static constexpr int kThreads = 256, kBlocksAtOnce = 1;
+  static constexpr int kThreads = 256, kBlocksAtOnce = 4;
   static constexpr size_t kSharedBytes = 0;
-  static constexpr int kLanes = kHead / 8, kRows = kThreads / kLanes;  // a row's threads; a block's rows
-  using Tiles = BackwardTiles<kHead, kSmall>;
+  static constexpr int kLanes = kHead / 8, kAtOnce = kThreads / kLanes;  // a row's threads; rows of a round
+  static constexpr int kRounds = 4, kRows = kRounds * kAtOnce;
 
   static int64_t blocks(const Problem& p) {
     return static_cast<int64_t>(p.B) * p.H * ((p.padded_rows + kRows - 1) / kRows);
@@ -20,33 +21,70 @@ struct RowFacts {
   EK_DEVICE static void run(const Problem& p) {
     const int blocks_a_head = (p.padded_rows + kRows - 1) / kRows, index = static_cast<int>(blockIdx.x),
               thread = static_cast<int>(threadIdx.x);
-    const int head = index / blocks_a_head, b = head / p.H, h = head % p.H;
-    const int row = index % blocks_a_head * kRows + thread / kLanes, feature = thread % kLanes * 8;
-    const HeadRules& rules = p.rules_of(h);
+    const int head = index / blocks_a_head, b = head / p.H, h = head - b * p.H;
+    const int first = (index - head * blocks_a_head) * kRows, feature = thread % kLanes * 8;
+    const HeadRules rules = p.rules_of(h);
     const Band band(p, b);
     if (index == 0 && thread == 0) *p.next_item = 0;
-    if (index % blocks_a_head == 0)
+    if (first == 0)
       for (int n = thread; n < p.row_tiles * Tiles::kWarps; n += kThreads)
         p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
 
-    float delta = 0;
-    const bool exists = row < band.s.rows;
-    if (exists && !rules.exact_delta && feature < p.D) delta = dot(p, band, head, h, row, feature);
+    float delta[kRounds] = {};
+    if (!rules.exact_delta && feature < p.D && first < band.s.rows) {
+      Eight eights[kRounds];  // all are on their way before the first is used
+      const auto row_of = [&](int n) { return min(first + n * kAtOnce + thread / kLanes, band.s.rows - 1); };
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (feature == 0 && row < p.padded_rows) write(p, rules, band, head, h, row, delta);
+      for (int n = 0; n < kRounds; ++n) {
+        const int at = band.s.first_row + row_of(n);
+        eights[n].grad =
+            *reinterpret_cast<const uint4*>(p.grad_output.at(band.s.query_batch, h, at) + feature);
+        eights[n].o = *reinterpret_cast<const uint4*>(p.o.at(band.s.query_batch, h, at) + feature);
+        eights[n].residue = {0, 0};
+      }
+      if (p.residue) {
+#pragma unroll
+        for (int n = 0; n < kRounds; ++n)
+          eights[n].residue = *reinterpret_cast<const uint2*>(
+              p.residue + (static_cast<int64_t>(head) * p.sequences.T + row_of(n)) * p.D + feature);
+      }
+#pragma unroll
+      for (int n = 0; n < kRounds; ++n) delta[n] = dot(eights[n]);
+    }
+    const int round = sum_rounds(delta);
+    const int row = first + round * kAtOnce + thread / kLanes;
+    if (thread % (kLanes / kRounds) == 0 && row < p.padded_rows)
+      write(p, rules, band, head, h, row, delta[0]);
   }
 
-  // Eight features' part of dO . O'.
-  EK_DEVICE static float dot(const Problem& p, const Band& band, int head, int h, int row, int feature) {
-    const int at = band.s.first_row + row;
-    const uint4 g = *reinterpret_cast<const uint4*>(p.grad_output.at(band.s.query_batch, h, at) + feature);
-    const uint4 o = *reinterpret_cast<const uint4*>(p.o.at(band.s.query_batch, h, at) + feature);
-    uint2 residue = {0, 0};
-    if (p.residue)
-      residue = *reinterpret_cast<const uint2*>(
-          p.residue + (static_cast<int64_t>(head) * p.sequences.T + row) * p.D + feature);
-    const uint32_t gs[4] = {g.x, g.y, g.z, g.w}, os[4] = {o.x, o.y, o.z, o.w}, rs[2] = {residue.x, residue.y};
+  // Sums over the lanes of a row, as a tree. Of two rounds that are still together, a lane's bit chooses which it goes on
+  // with: one shuffle for both. Returns the round whose sum is in delta[0].
+  EK_DEVICE static int sum_rounds(float (&delta)[kRounds]) {
+    static_assert(kRounds == 4 && kLanes >= kRounds);
+    const int lane = static_cast<int>(threadIdx.x);
+    const bool upper = lane & (kLanes / 2), odd = lane & (kLanes / 4);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float received = __shfl_xor_sync(~0u, upper ? delta[n] : delta[n + 2], kLanes / 2);
+      delta[n] = (upper ? delta[n + 2] : delta[n]) + received;
+    }
+    const float received = __shfl_xor_sync(~0u, odd ? delta[0] : delta[1], kLanes / 4);
+    delta[0] = (odd ? delta[1] : delta[0]) + received;
+#pragma unroll
+    for (int step = kLanes / 8; step > 0; step /= 2) delta[0] += __shfl_xor_sync(~0u, delta[0], step);
+    return (upper ? 2 : 0) + (odd ? 1 : 0);
+  }
+
+  // Eight features of a row of dO and of O'.
+  struct Eight {
+    uint4 grad, o;
+    uint2 residue;
+  };
+  // Their part of dO . O'.
+  EK_DEVICE static float dot(const Eight& eight) {
+    const uint32_t gs[4] = {eight.grad.x, eight.grad.y, eight.grad.z, eight.grad.w},
+                   os[4] = {eight.o.x, eight.o.y, eight.o.z, eight.o.w},
+                   rs[2] = {eight.residue.x, eight.residue.y};
     float delta = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -139,12 +177,19 @@ struct ExactDelta {
     if (p.rules_of(block.h).exact_delta) block.run();
   }
 
+  EK_DEVICE void load_rows(uint32_t to, const Strided& tensor) {
+    const Sequence& s = band.s;
+    load_tile<kHead, kRows, kThreads>(
+        to, own_piece<kHead>(tensor.at(s.query_batch, h, s.first_row + row), tensor.stride[2]),
+        tensor.stride[2], s.rows - row, p.D);
+  }
   EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
           slots + to * kSlotBytes,
-          tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys), tensor.stride[2],
-          band.s.keys - tile * kKeys, p.D);
+          own_piece<kHead>(tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
+                           tensor.stride[2]),
+          tensor.stride[2], band.s.keys - tile * kKeys, p.D);
     commit_copies();
   }
   EK_DEVICE void next_slot(const Strided& tensor, int tile) {
@@ -189,11 +234,8 @@ struct ExactDelta {
                      ? p.lse[static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(r)] * kLog2E
                      : -kInfinity;
     if (first_tile < end_tile) {
-      load_tile<kHead, kRows, kThreads>(q, p.q.at(sequence.query_batch, h, sequence.first_row + row),
-                                        p.q.stride[2], sequence.rows - row, p.D);
-      load_tile<kHead, kRows, kThreads>(grad,
-                                        p.grad_output.at(sequence.query_batch, h, sequence.first_row + row),
-                                        p.grad_output.stride[2], sequence.rows - row, p.D);
+      load_rows(q, p.q);
+      load_rows(grad, p.grad_output);
       load_keys(p.k, end_tile - 1, 0);
       load_keys(p.v, end_tile - 1, 1);
     }

@@ -145,6 +145,18 @@ EK_DEVICE int load_acquire(const int* at) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
+// The same without an order: other accesses may be earlier or later.
+EK_DEVICE int load_relaxed(const int* at) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at));
+  return value;
+}
+// From the memory that all blocks share, past the multiprocessor's own cache.
+EK_DEVICE float load_past_cache(const float* at) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+  return value;
+}
 EK_DEVICE void add_release(int* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

@@ -179,6 +179,8 @@ void wait_for_copies() {
 // --- Blocks that wait for each other
 
 inline int load_acquire(const int* at) { return *at; }
+inline int load_relaxed(const int* at) { return *at; }
+inline float load_past_cache(const float* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
 inline void add_in_memory(float* at, float value) { *at += value; }
 inline void let_others_run() { machine().let_others_run(); }
