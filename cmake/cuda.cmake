@@ -84,8 +84,8 @@ set(cuda_files_any_plan src/attention/cuda/any_plan.cu src/attention/cuda/any_pl
 set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
                       -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
 
-# Flags of a target's .cu files. nvcc keeps IEEE division, roots and subnormals unless told otherwise; it does fuse
-# a * b + c, so kernels that must not say so themselves (__fmul_rn, __fadd_rn).
+# Flags of a target's .cu files. By default nvcc keeps IEEE division, roots and subnormals. It does fuse a * b + c,
+# so kernels that must not fuse say so themselves (__fmul_rn, __fadd_rn).
 function(evenkeel_cuda_flags target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF
                         CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static

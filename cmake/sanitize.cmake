@@ -15,7 +15,7 @@ if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
   add_compile_definitions(__SANITIZE_${word}__)
 endif()
 
-# No optimising of the files that speak JSON, of report and command line, and of the tests. They compute little, and optimising
+# No optimising of the files that use JSON, of report and command line, and of the tests. They compute little, and optimising
 # what the sanitizers add to them takes half of the compiler's time (isolate.cpp with clang 14: 13 s, else 6).
 file(GLOB instrumented CONFIGURE_DEPENDS src/*/*.cpp)
 foreach(source ${instrumented})

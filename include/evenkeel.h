@@ -83,9 +83,9 @@ typedef struct evenkeel_attention {
   /* 1 (default) promises that every tensor of both passes starts at a multiple of 16 bytes, with a last stride of 1
    * and others that are multiples of 8: the fast kernels need that. The CPU does not look. */
   int32_t aligned;
-  /* Device memory, (H) each, or NULL (default): none. slopes (ALiBi): the score of a row with a key falls by slope times their
-   * distance, the last row being at the last key; not with softcap. sinks: one more score of every row, without a value: it
-   * takes its share of the probability, and L counts it. */
+  /* Device memory, (H) each, or NULL (default): none. Slopes (ALiBi): a score falls by slope times the distance of row
+   * and key. The last row is at the last key. Not with softcap. Sinks: one more score of every row, without a value. It takes
+   * its share of the probability, and L counts it. */
   const float *slopes, *sinks;
   /* Backward will be given a gradient of L: only kernels that take one are chosen. */
   int32_t with_grad_lse;
@@ -188,8 +188,8 @@ typedef struct evenkeel_conform_request {
   uint64_t seed;
 } evenkeel_conform_request;
 
-/* The residual is in units of delta's root mean square; errors of O, dQ, dK, dV are in BF16 ulps of the row's largest true
- * value: mean, and mean over its standard error. */
+/* The residual is in units of delta's root mean square. Errors of O, dQ, dK, dV are in BF16 ulps of the row's largest true
+ * value. Each has a mean, and a mean over its standard error. */
 typedef struct evenkeel_conform_result {
   uint64_t struct_size;
   int64_t rows, nonfinite;
@@ -301,8 +301,8 @@ EVENKEEL_API evenkeel_guard* evenkeel_guard_new(const char* plan, int64_t layers
 /* Frees a guard; NULL is allowed. */
 EVENKEEL_API void evenkeel_guard_free(evenkeel_guard* guard);
 /* The figures of a step, (layers, heads) each: largest |log-sum-exp|, root mean squares of leak and delta (both or neither
- * NULL). checkpoints: steps at which the run can go back, ascending. act: 0 reports and changes nothing. event: NULL to take the figures of
- * steps before without an answer. Steps ascend. */
+ * NULL). `checkpoints`: steps to which the run can go back, ascending. `act`: 0 reports and changes nothing. `event`: NULL takes the figures of
+ * earlier steps without an answer. Steps ascend. */
 EVENKEEL_API int32_t evenkeel_guard_take(evenkeel_guard* guard, int64_t step, const double* lse,
                                          const double* leak, const double* delta, const int64_t* checkpoints,
                                          size_t checkpoint_count, int32_t act, evenkeel_guard_event* event);

@@ -59,7 +59,7 @@ evenkeel_attention defaults() {
   return a;
 }
 
-// The caller's struct as this library's: fields an older caller lacks keep `known`'s values; what a newer one has
+// The caller's struct as this library's. Fields that an older caller lacks keep `known`'s values. What a newer one has
 // beyond ours must be zero, for we would not do what it asks.
 template <class Struct>
 Struct adopt(const char* name, const Struct* given, Struct known, size_t least) {

@@ -53,8 +53,8 @@ inline void set_elements(const Batch& batch, std::vector<uint32_t>& matrix, int6
     matrix[line * batch.line_words() + i / in_word] |= elements[i] << i % in_word * bits;
 }
 
-// Rows and columns are drawn by recipe. kFloor: few products, all below the least exponent of the alignment
-// where the format has such, and powers of two: what the floor cuts off can then decide FP32's last place,
+// Rows and columns are drawn by recipe. The recipe kFloor has few products, all powers of two below the least exponent
+// of the alignment where the format has such. What the floor cuts off can then decide FP32's last place,
 // 2^-149.
 enum Recipe { kOrdinary, kSpread, kAny, kFloor, kSubnormal, kLarge, kZeros, kSpecial };
 inline constexpr Recipe kRecipes[] = {kOrdinary,  kOrdinary, kOrdinary, kSpread, kSpread, kSpread,

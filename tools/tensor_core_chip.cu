@@ -1,5 +1,5 @@
-// Asks a Hopper chip: mma.sync and wgmma on millions of dot products made to be hard, each result compared
-// bit for bit with the model in numerics/tensor_core.h and with the wrong models it could be mistaken for.
+// Asks a Hopper chip: mma.sync and wgmma on millions of dot products made to be hard. Each result is compared bit
+// for bit with the model in numerics/tensor_core.h, and with the wrong models that it could be mistaken for.
 // Both instructions get the same operands (tensor_core_cases.h).
 #include <fstream>
 #include <map>

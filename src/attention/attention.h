@@ -59,9 +59,9 @@ struct AttentionBackward {
   View<float> dq;      // (B, H, T, D)
   View<float> dk, dv;  // (B, G, N, D)
   View<float> delta;   // (B, H, T, 1), optional: delta as used, keel included
-  // Optional, (B, H, T, 1): rho = sum_j dS_ij / a, with dS as dQ and dK receive it (after the site dscores,
-  // before softcap's derivative), summed in FP64, keel's own part 2 z L sum P taken out; and the root of the
-  // variance that rounding dS at its site must cause: sqrt(sum ulp(dS_ij)^2 / 12) / a.
+  // Optional, (B, H, T, 1): rho = sum_j dS_ij / a. dS is what dQ and dK receive: after the site dscores, before
+  // softcap's derivative. The sum is in FP64, without keel's own part 2 z L sum P. And the root of the variance that
+  // rounding dS at its site must cause: sqrt(sum ulp(dS_ij)^2 / 12) / a.
   View<double> residual, residual_floor;
   // Optional: the gradient of L, (B, H, T, 1), which is read; that of the sinks, (1, H, 1, 1), which needs delta.
   View<const float> grad_lse = {};

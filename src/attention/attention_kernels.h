@@ -15,8 +15,8 @@
 namespace evenkeel {
 
 struct AttentionKernels {
-  // C[m][n] = (accumulate ? C[m][n] : 0) + sum_k A[m][k] B[k][n], one fused multiply-add after another with k
-  // ascending; then, where it does not accumulate, times `scale`. A(m, k) = a[m * a_row + k * a_column].
+  // C[m][n] = (accumulate ? C[m][n] : 0) + sum_k A[m][k] B[k][n], one fused multiply-add after another with k ascending.
+  // Where it does not accumulate, the result is multiplied by `scale`. A(m, k) = a[m * a_row + k * a_column].
   void (*multiply)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                    int64_t a_column, const float* b, int64_t b_stride, float* c, int64_t c_stride,
                    bool accumulate, float scale);

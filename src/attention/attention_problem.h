@@ -55,9 +55,9 @@ struct AttentionProblem {
   std::vector<PrecisionPlan> plans;  // one for all heads, or one per query head
   float scale = 0;                   // a; 0 means 1 / sqrt(D)
   float softcap = 0;                 // c tanh(S / c); 0 is off
-  // Of each head, (H) or empty, in the memory of the device that runs the problem. slopes (ALiBi): the score of a row with
-  // a key falls by slope |distance|, the row's own position being where `mask` has it; not with softcap. sinks: one more
-  // score that every row sees, without a value: it takes its share of the probability, and L knows it.
+  // Of each head, (H) or empty, in the memory of the device that runs the problem. Slopes (ALiBi): a score falls by slope
+  // times |distance|. The row's position is where `mask` has it. Not with softcap. Sinks: one more score that every row
+  // sees. It has no value, takes its share of the probability, and counts in L.
   std::span<const float> slopes, sinks;
   AttentionMask mask;
   int64_t tile_keys = 64;  // keys a tile; 0: all keys in one. Decides where pv and row_sum are rounded

@@ -24,9 +24,9 @@ inline RandomKey stream_key(const AttentionProblem& problem, const PrecisionPlan
   return {plan.seed, problem.step, problem.layer * 64 + stream};
 }
 
-// Rounds rows of a head's operand, `columns` values each, every `stride` floats; rows start at a multiple of
-// kScaleTileRows where tiles share scales. largest: of what shares a scale beyond these rows (Operands::largest). Value j
-// of row i draws number first_element + i * columns + j.
+// Rounds rows of a head's operand, `columns` values each, every `stride` floats. Where tiles share scales, rows start at a
+// multiple of kScaleTileRows. `largest` is of what shares a scale beyond these rows (Operands::largest). Value j of row i
+// draws number first_element + i * columns + j.
 void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t columns, int64_t stride,
                 float largest, const RandomKey& key, uint64_t first_element);
 
@@ -52,8 +52,8 @@ class Operands {
     return mean_.data() + (b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * stride_;
   }
   Pass pass() const { return pass_; }
-  // Of q and dO: the largest magnitude of the head, or of all heads of the sequence, where the rounding at the site has a
-  // scale that so many values share; else -1.
+  // Of q and dO: the largest magnitude of the head, or of all heads of the sequence. It is -1 where the rounding at the
+  // site has no scale that so many values share.
   float largest(Site site, int64_t b, int64_t h) const {
     const std::vector<float>& values = largest_[static_cast<size_t>(site)];
     return values.empty() ? -1.0f

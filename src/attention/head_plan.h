@@ -16,9 +16,9 @@ struct HeadPlan {
   PrecisionPlan plan;
   ShiftParameters shift;
   // SumRule::rounded_probs. The backward pass must find the forward's Pb again, to the bit. With a shift by powers of
-  // two it does: a later, larger m scales by a power of two, and rounding commutes with that. With any other shift,
-  // where S - m is itself rounded (site shifted), or where rows share a scale, it does not, and the row's maximum is found in a pass of its own
-  // instead (max_first).
+  // two it does: a later, larger m scales by a power of two, and rounding commutes with that. It does not with any other
+  // shift, where S - m is itself rounded (site shifted), or where rows share a scale. Then a pass of its own finds the
+  // row's maximum (max_first).
   bool sums_rounded;
   bool max_first;
   bool wide_output;   // OutputRule::wide

@@ -16,8 +16,8 @@
 
 namespace evenkeel {
 
-// Notation of one row: S scores, m shift, Pb = exp(S - m), l row sum, Ob = Pb V, O = Ob / l, L = m + log l;
-// dO the gradient of O, P = exp(S - L), dP = dO V^T, delta = dO . O, dS = a P (dP - delta).
+// Notation of one row: S scores, m shift, Pb = exp(S - m), l row sum, Ob = Pb V, O = Ob / l, L = m + log l. Backward: dO
+// is the gradient of O, P = exp(S - L), dP = dO V^T, delta = dO . O, dS = a P (dP - delta).
 enum class Site {
   q,  // the operands as the products of the forward pass read them
   k,

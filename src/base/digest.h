@@ -39,7 +39,7 @@ class Blake2b {
 Digest digest_of(Bytes bytes);
 // Keyed: nobody without the key can make one, whatever else was authenticated with it.
 Digest authenticate(Bytes key, Bytes bytes);
-// Takes as long whatever differs, so that time tells nothing about a secret.
+// Takes as long whatever differs, so that time reveals nothing about a secret.
 bool equal_in_constant_time(Bytes a, Bytes b);
 
 // A digest of the digests of blocks, which all threads compute; depends on the bytes alone. read(offset, count, to)

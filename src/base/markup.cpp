@@ -9,8 +9,8 @@
 namespace evenkeel {
 namespace {
 
-// A mark that changes the direction of the text behind it, at the head of UTF-8 text: U+061C, U+200E, U+200F, U+202A to
-// U+202E, U+2066 to U+2069. 0: none.
+// The code point of a mark, at the head of UTF-8 text, that changes the direction of the text behind it (U+061C, U+200E,
+// U+200F, U+202A to U+202E, U+2066 to U+2069). The result is 0 where there is none.
 int direction_mark(std::string_view text) {
   const auto byte = [&](size_t n) { return n < text.size() ? static_cast<unsigned char>(text[n]) : 0; };
   if (byte(0) == 0xd8 && byte(1) == 0x9c) return 0x61c;

@@ -23,8 +23,8 @@ inline bool is_utf8(std::string_view text) { return find_not_utf8(text) == std::
 void append_utf8(std::string& text, char32_t code_point);
 
 // The name that was probably meant by a misspelt word: the one with the fewest insertions, deletions, replacements and
-// swaps of neighbours between them, if these are at most a third of the word's letters (at least one); "" where none
-// is that near. The first of equals.
+// swaps of neighbours between them. These may be at most a third of the word's letters (at least one). The answer is ""
+// where none is that near, and the first of equals.
 std::string_view nearest_name(std::string_view word, std::span<const std::string_view> names);
 
 }  // namespace evenkeel

@@ -1,5 +1,5 @@
 // TOML 1.0 without dates and times: configuration files. A value remembers where it stands, so that whoever
-// refuses it can say so; a table remembers which of its keys were asked for, so that a misspelt one is found.
+// refuses it can say so. A table remembers which of its keys were asked for, so that a misspelt one is found.
 // Every fault in a file is a DataError of the form FILE:LINE:COLUMN: expected ..., found ...
 // In one point the standard leaves open this is strict: after [a.b.c], a dotted key below [a] adds nothing to
 // b (write [a.b]).

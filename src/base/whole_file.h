@@ -3,8 +3,8 @@
 // end; until then the old one stays. Every failure is a DataError with the path and the system's reason.
 //
 // Temporary names begin with a dot and end in .partial (.old: the last step of replacing a folder, on file
-// systems that cannot exchange two names). A writer holds a lock on what it writes, so that what a killed one
-// left can be told from what a living one works on.
+// systems that cannot exchange two names). A writer holds a lock on what it writes. The lock distinguishes what a
+// living writer works on from what a killed one left.
 #pragma once
 
 #include <cstddef>

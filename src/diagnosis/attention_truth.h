@@ -16,8 +16,8 @@ inline constexpr double kNoScore =
 
 // What the problem does not say.
 struct TruthOptions {
-  // (H), or empty: a score of each head that takes part in the softmax and has no value: O = sum_j P_j v_j with
-  // P_j = exp(S_j) / (exp(sink) + sum exp(S)).
+  // (H), or empty: a score of each head that takes part in the softmax and has no value.
+  // O = sum_j P_j v_j with P_j = exp(S_j) / (exp(sink) + sum exp(S)).
   std::span<const float> sinks;
   View<const float> grad_lse;  // (B, H, T, 1), or none: the loss depends on L too; dS gains a P dL
   // The format of dS: `forced` is what rounding dS to it must leave in a row's sum.

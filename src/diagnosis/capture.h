@@ -4,8 +4,8 @@
 //   x (B, T, C)     what the projections met; optional, like the weights
 //   w_q (H, C, D)   w_k w_v (G, C, D)
 // All F32. Its metadata, all text: evenkeel_capture (the version, 1), source, model, step, layer, heads ("0,3"), loss,
-// scale, softcap, causal (0 or 1), tile_keys, plans (one a head, separated by ';'); and where they are known, positions
-// (rotary, rotary_pairs, ...) and rotary_base; slopes and sinks (one number a head, separated by ',') where heads have them.
+// scale, softcap, causal (0 or 1), tile_keys, plans (one a head, separated by ';'). Where they are known: positions
+// (rotary, rotary_pairs, ...) and rotary_base. Where heads have them: slopes and sinks (one number a head, separated by ',').
 #pragma once
 
 #include <cstdint>

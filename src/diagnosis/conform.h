@@ -99,8 +99,8 @@ struct ConformPlan {
 std::vector<std::string> default_conform_plans();
 
 // Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is called after
-// every (plan, chunk of rows) pair; `conform_work` says how many there will be. std::invalid_argument where there is no
-// plan, no case or no row to judge.
+// every (plan, chunk of rows) pair, `conform_work` times in all. Throws std::invalid_argument where there is no plan, no
+// case or no row to judge.
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
              uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
              bool constant_feature = false);

@@ -14,8 +14,8 @@ namespace evenkeel {
 struct OutputScales {
   // Shapes are those of the outputs (attention_truth.h).
   Tensor<double> o;  // (B, H, T, Dv): sum_j P |v|
-  // (B, H or G, T or N, D) each, for errors relative to dS, for those of dP's terms, and for that of delta, which is common to
-  // a row: a sum P |dP - delta| |k|; a sum P (G + W) |k|; a W |sum P k|. dK: with |q|, and sums of absolute values.
+  // (B, H or G, T or N, D) each. Errors relative to dS: a sum P |dP - delta| |k|. Errors of dP's terms: a sum P (G + W) |k|.
+  // The error of delta, which is common to a row: a W |sum P k|. For dK: with |q|, and sums of absolute values.
   std::array<Tensor<double>, 3> dq, dk;
   Tensor<double> dv;             // (B, G, N, Dv): sum_i P |dO|
   Tensor<double> v_low, v_high;  // (B, G, 1, Dv): O is a mean of V's rows, so it lies between

@@ -317,7 +317,7 @@ struct FailingForm {
 };
 
 // All outputs of the forward pass are as the fault says, or all gradients where the forward pass is right (a wrong forward
-// pass spoils the gradients in its own way); those that are wrong are nearer by far to what it says than to the definition.
+// pass spoils the gradients in its own way). Those that are wrong are far nearer to what the fault says than to the definition.
 bool explains(const Hypothesis& fault, const FailingForm& e) {
   const Explained outputs = fault.outputs(e.inputs, e.truth);
   const struct {

@@ -11,7 +11,7 @@
 namespace evenkeel {
 namespace {
 
-// Features of the keys with a purpose: the last is constant, so that dQ there is the leak; the one before carries the
+// Features of the keys with a purpose. The last is constant, so that dQ there is the leak. The one before carries the
 // offset, and the one before that a score that depends on the key's place.
 constexpr int64_t kLeakFeature = 1, kOffsetFeature = 2, kPlaceFeature = 3;  // from the end
 constexpr double kOffsetKey = 8, kPlaceKey = 4;

@@ -106,8 +106,8 @@ struct FormFactor {
 };
 enum class FormExtent { quick, whole };
 std::vector<FormFactor> form_factors(FormExtent extent);
-// Form number n of `rows` (covering.h): levels applied, the rest settled: T is as large as the work allows.
-// aligned: the kernel takes causal masks and windows with T unlike N; otherwise T is N there.
+// Form number n of `rows` (covering.h): levels applied, the rest settled. T is as large as the work allows. With
+// `aligned` the kernel takes causal masks and windows with T unlike N; otherwise T is N there.
 ConformForm settled_form(const std::vector<FormFactor>& factors, const std::vector<int>& levels, bool aligned,
                          FormExtent extent, uint64_t seed);
 // Forms for one question each: do forward and backward have the same probabilities, is a NaN seen, what public bugs need.

@@ -1,9 +1,9 @@
 // When will a run fail? From the course of its heads' offsets alone, by a model with few numbers.
 //
-// A head *drifts* where its offset c grows too fast, too far and too steadily to be training:
-//   ln c, fitted by a line over the last kWindow of the steps t since the run's warm-up, grows by g a step, and
-//   (g - kSureness errors of g) t > kLeastPower: faster than t^2. Healthy offsets grow, too, but ever more slowly;
-//   c > kLowestDriftLimit (health.h), c > kRise times the median before that window, and both its halves grow: no jump.
+// A head *drifts* where its offset c grows too fast, too far and too steadily to be training.
+//   A line is fitted to ln c over the last kWindow of the steps t since the run's warm-up. It grows by g a step, and
+//   (g - kSureness errors of g) t > kLeastPower: faster than t^2. Healthy offsets grow, too, but ever more slowly.
+//   Then c > kLowestDriftLimit (health.h), c > kRise times the median before that window, and both its halves grow: no jump.
 // It *fails* some time after its offset has come to the harmful one, where rounding q and k moves scores by about one
 // (harmful_offset). Exponential growth would take e = ln(harmful / c) / g steps to it. Runs do not keep to that: most speed
 // up, some rest for as long again as they have lasted. Half way between e and t (in logarithms) the time left is

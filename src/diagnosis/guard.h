@@ -6,9 +6,9 @@
 //   It still rises over the last steps.
 //   The rows of its dS leak more than FP32 does (kLeak): drift without a leak is not caused by rounding.
 // On alarm (act) just these heads get the remedy from the next step on, as a change of the plan. Where that is too late,
-// the run goes back to its last good checkpoint, with the remedy on. It is too late where
-//   the scores of the plan's format come in steps larger than all that a softmax can use, at this log-sum-exp, or
-//   a head has the remedy and its offset has doubled since.
+// the run goes back to its last good checkpoint, with the remedy on. It is too late in two cases.
+//   At this log-sum-exp, the plan's format has scores in steps larger than all that a softmax can use.
+//   A head has the remedy and its offset has doubled since.
 // Every event goes into guard.jsonl in the run's folder and, unless it is rolled back, into the step's line of metrics.jsonl.
 #pragma once
 

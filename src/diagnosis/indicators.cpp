@@ -469,8 +469,8 @@ double IndicatorScore::merit() const {
 
 namespace {
 
-// highest: rungs of n healthy runs, descending. A run with k others at its height or above raises an alarm where none of these is
-// among the m chosen of the n - 1 others: C(n - 1 - k, m) / C(n - 1, m), a product of m factors.
+// highest: rungs of n healthy runs, descending. A run with k others at its height or above raises an alarm where none of
+// these k is among the m chosen of the n - 1 others. The probability is C(n - 1 - k, m) / C(n - 1, m), a product of m factors.
 double half_alarms(const std::vector<int>& highest) {
   const size_t n = highest.size(), m = n / 2;
   if (m == 0) return 0;

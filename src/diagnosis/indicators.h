@@ -6,7 +6,7 @@
 //   level      the smoothed size itself
 //   growth     over its median in steps [w, w + max(w, kReference)), judged behind them
 //   deviation  of the smoothed octaves from the median of their last kTrail records, in robust standard deviations
-//              (1.4826 median |.|, at least kSmallestSpread), judged from kFewestTrail records on
+//              (1.4826 median |.|, at least kSmallestSpread), judged from kFewestTrail records on.
 // Each is measured on the same ladder, the powers of two. An indicator raises its alarm at the first step at which some
 // head comes to a rung: the lowest that no healthy run ever comes to. By construction that gives no false alarm on these
 // runs. So every healthy run is also judged by the rung that the *others* give (left out). It is judged by what random

@@ -102,10 +102,10 @@ class Search {
     e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
   }
 
-  // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. The
-  // earliest in which the symptom grows at least half as far as anywhere, and so far that it can be seen (look_at), and
-  // so on; then the others, by how far. Early ones are worth more: once the drift has spread, everything acts on
-  // everything.
+  // Where a replay can start, best first: from a checkpoint (or the beginning) through at most options_.steps steps. First
+  // the earliest in which the symptom grows at least half as far as anywhere, and so far that it can be seen (look_at).
+  // Then the next such one, and so on. Then the others, by how far. Early ones are worth more: once the drift has spread,
+  // everything acts on everything.
   std::vector<Window> candidates() const {
     const int64_t end = static_cast<int64_t>(record_.loss.size());
     std::vector<int64_t> begins = {0};
@@ -147,9 +147,9 @@ class Search {
     return e_.symptom.kind != Symptom::Kind::offset ||
            offset_in(last_quarter(window)) > std::log(2 * e_.symptom.limit.limit);
   }
-  // By the records, which an unchanged replay repeats: does the stretch show the symptom? The offset of the symptom's head
-  // over the last quarter is beyond the limit; the loss at the end is half way from its best to where it ended; a step of
-  // the stretch jumps.
+  // By the records, which an unchanged replay repeats: does the stretch show the symptom? Of a drift, the head's offset
+  // over the last quarter is beyond the limit. Of a rising loss, the end is half way from its best to where it ended. Of a
+  // spike, a step of the stretch jumps.
   bool shows(const Window& window) const {
     const Symptom& symptom = e_.symptom;
     if (symptom.kind == Symptom::Kind::offset)

@@ -4,8 +4,8 @@
 //                      step is computed in parts: of the first sequences of each.
 //   every n-th step    probe: { step, loss, sequences, rows, <the names of kProbeFields>: (L, H) each,
 //                      norms: { <weight>: number } } over the first rows of the step's first sequences: a batch is
-//                      random, so any are as good. On a GPU the CPU does this while the next steps are trained, and
-//                      the probe is in the line of a later step, never after the next one is due; `step` is its own.
+//                      random, so any are as good. On a GPU the CPU does this while the next steps are trained. The
+//                      probe is then in the line of a later step, before the next one is due. `step` is its own.
 // Numbers have five digits. Costs and what moves when: docs/experiments.md.
 #pragma once
 

@@ -53,7 +53,7 @@ struct HeadProbe {
   double gradient_share = kNotKnown;   // gradient_error / gradient_norm
   double gradient_rank_1 = kNotKnown;  // share of the difference's squares in its largest singular value
   // The matrices M_t = (PK)_t^T X_t of every row t. The sum of a rho M is the part of the error that leaks make,
-  // and drifts. Its norm over gradient_norm; the mean cosine of two M; and |sum rho M| / sum |rho M|:
+  // and drifts. Its norm over gradient_norm. The mean cosine of two M. The ratio |sum rho M| / sum |rho M|:
   // 1 where all rows add up, about 1 / sqrt(rows) where they cancel as noise does.
   double leak_share = kNotKnown;
   double similarity = kNotKnown, coherence = kNotKnown;

@@ -39,8 +39,8 @@ class SpectralNorm {
   int iterations_ = 0;
 };
 
-// -sum p log p with p = sigma / sum sigma, in nats: log n where n values are equal, 0 where one is all there is (its
-// exponential is the effective rank of Roy and Vetterli, 2007). 0 for no values and for a zero matrix.
+// -sum p log p with p = sigma / sum sigma, in nats. It is log n where n values are equal, and 0 where one is all there is
+// (its exponential is the effective rank of Roy and Vetterli, 2007). It is 0 for no values and for a zero matrix, too.
 double spectral_entropy(std::span<const double> values);
 
 }  // namespace evenkeel

@@ -87,7 +87,7 @@ double loss_noise(const std::vector<double>& loss) {
 namespace {
 
 // An offset beyond the limit of drift at the end of the record. Drift spreads, so the head that has gone furthest need not
-// be the one it began with: of those that have gone at least half as far (in logarithms), the first to leave for good.
+// be the first. Of those that have gone at least half as far (in logarithms), this is the first to leave for good.
 std::optional<Symptom> find_offset(const RunRecord& record) {
   if (record.offset.empty()) return {};
   const std::vector<double>& last = record.offset.back();

@@ -15,8 +15,8 @@
 namespace evenkeel {
 namespace {
 
-// Sums over rows are made in blocks of so many rows, which are then added up in order: the number of blocks,
-// and so every bit, is a matter of the rows alone.
+// Sums over rows are made in blocks of so many rows, which are then added up in order. The number of blocks
+// depends on the rows alone, and so does every bit.
 constexpr int64_t kRowBlock = 64;
 static_assert(kProductBlock % kRowBlock == 0, "parts of a batch are whole blocks of both: layers.h");
 

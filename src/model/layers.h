@@ -3,9 +3,9 @@
 //
 // Everything is FP32 and contiguous, row after row, where nothing else is said. Sizes: N rows (tokens of all
 // sequences), C features, B sequences of T tokens, H heads of D features, V tokens of the vocabulary.
-// Gradients of parameters are added to what is there. Rows may come in parts, in order: where all parts but
-// the last have a multiple of kProductBlock rows, parameters' gradients get the same bits as from all rows at
-// once (the embedding's alone need all rows in one call).
+// Gradients of parameters are added to what is there. Rows may come in parts, in order. Parameters' gradients get
+// the same bits as from all rows at once where all parts but the last have a multiple of kProductBlock rows
+// (the embedding's alone need all rows in one call).
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ void rms_norm_forward(const float* x, const float* gain, float epsilon, int64_t 
 void rms_norm_backward(const float* dy, const float* x, const float* gain, const float* rstd, int64_t N,
                        int64_t C, float* dx, float* dgain);
 
-// The same for heads. Each of N rows holds H groups of D features, rows x_stride apart: y = x / sqrt(mean x^2 + epsilon) * gain
-// per group; gain (D) is shared by the heads. rstd (N, H) is kept.
+// The same for heads. Each of N rows holds H groups of D features, rows x_stride apart. Per group
+// y = x / sqrt(mean x^2 + epsilon) * gain. The heads share the gain (D). The rstd (N, H) is kept.
 void head_norm_forward(const float* x, int64_t x_stride, const float* gain, float epsilon, int64_t N,
                        int64_t H, int64_t D, float* y, int64_t y_stride, float* rstd);
 void head_norm_backward(const float* dy, int64_t dy_stride, const float* x, int64_t x_stride,

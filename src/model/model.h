@@ -92,12 +92,12 @@ class Model {
   const ModelConfig& config() const { return config_; }
   const ParameterTable& table() const { return table_; }
 
-  // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is; it acts on
-  // gradients alone. std::invalid_argument where it names layers or heads that are not there.
+  // Holds from the next step on. keel is the z of z L^2, a mean over tokens as the loss is. It acts on
+  // gradients alone. Throws std::invalid_argument where it names layers or heads that are not there.
   void set_plan(const ScopedPlan& plan);
   const PrecisionPlan& plan(int64_t layer, int64_t head) const;
-  // What a layer asks of attention for B sequences of T tokens: sizes, type, mask, plans, slopes; the call's own step, facts
-  // and scale of keel come on top, and so do the values of the sinks, which are 0 here. Slopes and sinks: in host memory.
+  // What a layer asks of attention for B sequences of T tokens: sizes, type, mask, plans, slopes. The call adds its own step,
+  // facts and scale of keel, and the values of the sinks, which are 0 here. Slopes and sinks: in host memory.
   AttentionProblem attention_problem(int64_t layer, int64_t B, int64_t T) const;
 
   // Flat buffers of table().size() floats in the backend's own memory (host or device), for its optimiser.

@@ -16,7 +16,7 @@ namespace evenkeel {
 
 // Of the linear layers: sums and master weights are FP32 in both.
 //   fp32  nothing is rounded
-//   bf16  operands of every product are rounded to BF16, forward and backward; so are the outputs that stay
+//   bf16  operands of every product are rounded to BF16, forward and backward. So are the outputs that stay
 //         within a block (q, k, v, the gate, the input of GELU, and the gradients of them, of O and of what
 //         a LayerNorm gives), as in mixed-precision training. What is added to the residual stream and the
 //         stream's own gradient are FP32. Logits are FP32 on the CPU; on the GPU they are BF16 as well, but
@@ -85,9 +85,9 @@ struct ModelConfig {
 //   gpt2         12 layers, 12 heads, width  768, context 1024, 50257   124 M parameters
 //   gpt2-medium  24 layers, 16 heads, width 1024, context 1024, 50257   354 M parameters
 //   llama-micro, llama-nano, llama-124m: the sizes of the first three with RMS norms, rotary positions, SwiGLU and
-//                grouped queries (2, 2 and 4 key heads); the MLP is as wide as keeps the number of parameters
-// No linear layer has a bias. micro and llama-micro are FP32; micro's LayerNorms have a bias, as where it was first
-// measured.
+//                grouped queries (2, 2 and 4 key heads). The MLP is as wide as keeps the number of parameters.
+// No linear layer has a bias. The presets micro and llama-micro are FP32. The LayerNorms of micro have a bias, as where it
+// was first measured.
 inline constexpr std::string_view kModelPresets[] = {"micro",       "nano",       "gpt2",      "gpt2-medium",
                                                      "llama-micro", "llama-nano", "llama-124m"};
 inline constexpr std::string_view kDefaultPreset = "gpt2";  // what a ModelConfig is by itself

@@ -8,8 +8,8 @@ namespace evenkeel::EVENKEEL_TARGET {
 namespace {
 
 // --- Products
-// A block of kRows x kVectors accumulators lives in registers; each step takes one column of A (broadcast)
-// and one row of the panel. 16 registers (AVX2): 6 x 2 + 3. 32 registers (AVX-512): 6 x 4 + 5.
+// A block of kRows x kVectors accumulators lives in registers. Each step takes one column of A (broadcast)
+// and one row of the panel. AVX2 has 16 registers: 6 x 2 + 3. AVX-512 has 32: 6 x 4 + 5.
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
 constexpr int64_t kPanel = kBlockVectors * kLanes;

@@ -194,8 +194,8 @@ void TextWriter::operands(const Explanation& e) {
 void TextWriter::special(const Explanation& e) {
   bool nan = false, infinity_times_zero = false;
   for (const NumberParts& x : e.operands) nan |= x.kind == NumberKind::nan;
-  // The factors are neighbours; a neighbour that is no factor cannot make a NaN of a finite or infinite
-  // addend, except by zero and infinity, in which case the sum is no NaN.
+  // The factors are neighbours. A neighbour that is no factor cannot make a NaN of a finite or infinite addend,
+  // except by zero and infinity. In that case the sum is no NaN.
   if (e.operation == Operation::multiply || e.operation == Operation::fused_multiply_add)
     for (size_t i = 0; i + 1 < e.operands.size(); ++i)
       infinity_times_zero |= std::isnan(e.operands[i].value * e.operands[i + 1].value);

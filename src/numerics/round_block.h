@@ -35,8 +35,8 @@ float largest_finite(const ScaledMatrix& m);
 int64_t group_columns(const SharedScale& shared, int64_t columns);
 int64_t scales_per_row(const SharedScale& shared, int64_t columns);
 
-// The scales of every row, (rows, scales_per_row). largest_of_all: of all values of the tile, head or tensor, for
-// groups and outer groups wider than a row; without it this matrix is all there is.
+// The scales of every row, (rows, scales_per_row). `largest_of_all` is of all values of the tile, head or tensor, for
+// groups and outer groups wider than a row. Without it this matrix is all there is.
 std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, float largest_of_all = -1);
 
 // The definition, one value after another. Stochastic: (i, j) draws number first_element + i * columns + j.

@@ -40,17 +40,17 @@ constexpr bool saturates(const Rounding& r) {
   return r.saturate || !(r.format.has_infinity || r.format.has_nan);
 }
 
-// FORMAT[^SHIFT][/MODE][/saturate], as in bf16, e4m3^8/saturate, row_sum=e5m2/stochastic; or with a shared scale
-// FORMAT*GROUP[@SCALE][*OUTER][/MODE], as in e4m3*block32@e8m0, int8*tile, e2m1*block16@e4m3*tensor.
+// FORMAT[^SHIFT][/MODE][/saturate], as in `bf16`, `e4m3^8/saturate`, `row_sum=e5m2/stochastic`. With a shared scale
+// FORMAT*GROUP[@SCALE][*OUTER][/MODE], as in `e4m3*block32@e8m0`, `int8*tile`, `e2m1*block16@e4m3*tensor`.
 // Throws std::invalid_argument saying what was expected.
 Rounding parse_rounding(std::string_view text);
 std::string to_string(const Rounding& r);
 RoundingMode parse_rounding_mode(std::string_view text);
 
-// x rounded. NaN stays NaN (quiet), zeros keep their sign, also in a format that has none or one zero. `random` is used by stochastic alone: 32 uniform
-// bits. A value between two neighbours goes to the upper one (in magnitude) with probability equal to its
-// position between them: exactly where at most 32 bits are discarded, else rounded down to a multiple of
-// 2^-32 (only values under 2^-8 of a format's smallest subnormal discard more).
+// x rounded. NaN stays NaN (quiet). Zeros keep their sign, also in a format that has none or one zero. `random` is used by
+// stochastic alone: 32 uniform bits. A value between two neighbours goes to the upper one (in magnitude) with probability
+// equal to its position between them. That is exact where at most 32 bits are discarded. Otherwise the probability is
+// rounded down to a multiple of 2^-32 (only values under 2^-8 of a format's smallest subnormal discard more).
 // A shared scale is the block's, not the value's: round_block of shared_scale.h, not this function, applies it.
 float round_to(const Rounding& r, float x, uint32_t random = 0);
 

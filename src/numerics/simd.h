@@ -78,8 +78,8 @@ EK_INLINE Float nearest(Float v) {
 }
 
 // ---------------------------------------------------------------------------------------------- exp(x) = 2^n
-// exp(r), n = nearest(x / log 2), r = x - n log 2 in [-log(2)/2, log(2)/2], with log 2 as a sum of two floats
-// and fused multiply-adds, so r is good to 2^-25 for |n| < 2^22. exp(r) is its Taylor polynomial of degree 7:
+// exp(r), n = nearest(x / log 2), r = x - n log 2 in [-log(2)/2, log(2)/2]. Here log 2 is a sum of two floats, used
+// with fused multiply-adds, so r is good to 2^-25 for |n| < 2^22. The Taylor polynomial of exp(r) has degree 7:
 // the remainder is below 0.3466^8 / 8! = 2^-27.5. Error below 1 ulp (checked against MPFR); exp(0) = 1
 // exactly.
 constexpr float kLog2E = 0x1.715476p+0f;

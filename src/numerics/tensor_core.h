@@ -12,9 +12,9 @@
 // A longer row is a chain of blocks: each result is the addend of the next. NaN, Inf * 0 and Inf - Inf give
 // kTensorCoreNan; other infinities stay. Every truncation points toward zero: tensor cores are biased.
 //
-// The rule, h200 and h200_mma were compared with an H200 bit for bit, 10,485,760 sums per format and instruction made
-// to be hard (tools/tensor_core_chip.cu: wide exponents, zeros, subnormals, Inf and NaN, overflow, cancellation); the other chips with
-// 5,000 published results per format, their min_exponent being the published one. The rule's form is that of
+// The rule, h200 and h200_mma were compared with an H200 bit for bit, 10,485,760 hard sums per format and instruction
+// (tools/tensor_core_chip.cu: wide exponents, zeros, subnormals, Inf and NaN, overflow, cancellation). The other chips were
+// compared with 5,000 published results per format. Their min_exponent is the published one. The rule's form is that of
 // F. A. Khattak and M. Mikaitis, "Accurate models of NVIDIA tensor cores", ACM TACO 2026.
 #pragma once
 

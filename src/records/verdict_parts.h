@@ -1,4 +1,4 @@
-// The parts that replays play in a verdict: one row each. isolate makes the replays, verdict.json lists them under these
+// The parts that replays play in a verdict: one row each. The replays are made by isolate. The file verdict.json lists them under these
 // names, and the page shows every one that is there. A new row needs a trial in diagnosis/verdict.h; the page draws it as it is.
 #pragma once
 

@@ -340,8 +340,8 @@ void HttpServer::send(Connection& c, const HttpAnswer& answer, HttpClock::time_p
   const bool unchanged = answer.status == 200 && has_tag(c.request.if_none_match, answer.tag);
   const int status = unchanged ? 304 : answer.status;
   const bool with_body = !unchanged && c.request.method != "HEAD", stream = answer.stream && with_body;
-  // The page is a program of ours with text from elsewhere in it: it may run what it brings along and ask this server,
-  // and nothing else, whatever slips through. no-cache: kept, but asked about each time.
+  // The page is a program of ours with text from elsewhere in it. It may run what it brings along and ask this server, and
+  // nothing else, whatever slips through. With no-cache a browser keeps it, but asks about it each time.
   std::string head = fmt::format(
       "HTTP/1.1 {} {}\r\nContent-Type: {}\r\nCache-Control: {}\r\nX-Content-Type-Options: nosniff\r\n"
       "Referrer-Policy: no-referrer\r\nContent-Security-Policy: default-src 'none'; style-src "

@@ -1,7 +1,7 @@
 // batches.bin: where in the tokens every sequence of every step began. So this run, or another on the same tokens,
-// can run any step again.
-//   "EKBATCH1", int64 sequences a step, int64 tokens a sequence (its target included), int64 tokens of the source,
-//   then the offsets of step 0, 1, ...: int64 each. Little-endian.
+// can run any step again. The file is
+//   "EKBATCH1", int64 sequences a step, int64 tokens a sequence (its target included), int64 tokens of the source.
+//   Then come the offsets of step 0, 1, ...: int64 each. Little-endian.
 #pragma once
 
 #include <cstdint>

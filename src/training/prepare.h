@@ -31,8 +31,8 @@ struct Prepared {
 // The last, meta.json, says how many tokens the others have, so that files of two calls do not pass for
 // one. Every document ends with the tokenizer's <|endoftext|>. Validation is every (1 / share)-th document,
 // but none that is larger than the share of all bytes. Where that gives less than half of the share (a few
-// large files), the end of the largest document is added. progress(stage, total, done): `done` more of the
-// stage's total; from any thread, one at a time.
+// large files), the end of the largest document is added. `progress(stage, total, done)`: `done` more of the
+// stage's total. Any thread calls it, one at a time.
 using PrepareProgress = std::function<void(const char* stage, int64_t total, int64_t done)>;
 Prepared prepare_tokens(const PrepareRequest& request, const PrepareProgress& progress = {});
 

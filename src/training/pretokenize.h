@@ -1,6 +1,6 @@
 // GPT-2's splitting of text into words, before any merging of bytes. Its pattern, tried from left to right at
-// every position:
-//     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+// every position, is
+//     `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
 // Text is any bytes. What is not UTF-8 is data all the same: each such byte is a character of its own that is
 // neither letter nor number nor white space.
 #pragma once

@@ -341,8 +341,8 @@ void TokenSource::read(int64_t offset, int64_t count, int32_t* out) const {
   require(offset >= 0 && count >= 0 && offset <= size_ && count <= size_ - offset,
           "[tokens] expected a range within {} tokens, got {} from {} on", size_, count, offset);
   if (count == 0) return;
-  // The bytes go to the end of `out`, where they are spread from the front on: a token is written at or before the
-  // place that its bytes were read from.
+  // The bytes go to the end of `out` and are spread from the front on. So a token is written at or before the place that
+  // its bytes were read from.
   const size_t bytes = static_cast<size_t>(count * token_bytes());
   std::byte* const from = reinterpret_cast<std::byte*>(out + count) - bytes;
   read_bytes(static_cast<uint64_t>(offset * token_bytes()), bytes, from);

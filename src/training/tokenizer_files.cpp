@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Every byte as a character that can be seen: a printable byte of Latin-1 is the character of that number, the
+// Every byte as a character that can be seen. A printable byte of Latin-1 is the character of that number. The
 // others are the characters from 256 on. `order` is the order of those characters, which is GPT-2's of ids.
 struct ByteCharacters {
   static constexpr int kFirstOther = 256;

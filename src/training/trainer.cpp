@@ -332,8 +332,8 @@ bool asks_for_facts(const StepContext& context) {
 
 }  // namespace
 
-// Reads in the background what this rank computes next: part `part` of the step with these offsets or, where that is no
-// longer this rank's, its first part of the next step.
+// Reads in the background what this rank computes next. That is part `part` of the step with these offsets, or its first
+// part of the next step where that part is no longer this rank's.
 void Trainer::read_ahead(const std::vector<int64_t>& offsets, int64_t part) {
   const int64_t share = config_.accumulate / ranks_->size(), rows = config_.sequences / config_.accumulate;
   const int64_t first = ranks_->rank() * share;
@@ -344,8 +344,8 @@ void Trainer::read_ahead(const std::vector<int64_t>& offsets, int64_t part) {
   reader_.read_ahead({begin, begin + rows});
 }
 
-// The gradients of parts [first, first + count), added by halves, in the model's buffer. told: the results of each part,
-// appended in order: its loss and, where asked for, the facts of every head.
+// The gradients of parts [first, first + count), added by halves, in the model's buffer. The results of each part are
+// appended to `told` in order: its loss and, where asked for, the facts of every head.
 void Trainer::add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,
                         int64_t count, std::vector<double>& told) {
   if (count == 1) {

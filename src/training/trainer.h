@@ -75,8 +75,8 @@ class Trainer {
   static std::unique_ptr<Trainer> start(const std::filesystem::path& folder, const RunConfig& config,
                                         std::shared_ptr<Ranks> ranks = nullptr);
   // Continues from the newest checkpoint (from the beginning, if there is none) with the folder's own configuration.
-  // Another backend gives other bits, so it must be asked for; the folder keeps it from then on. `steps` is
-  // another length of the run, likewise kept. std::invalid_argument where fewer are asked for than are done, or where a
+  // Another backend gives other bits, so it must be asked for. The folder keeps it from then on. `steps` is another length
+  // of the run, likewise kept. Throws std::invalid_argument where fewer are asked for than are done, or where a
   // step that is done would have had another learning rate (replays of it would give other bits).
   static std::unique_ptr<Trainer> resume(const std::filesystem::path& folder,
                                          std::optional<Backend> backend = {},

@@ -1,7 +1,7 @@
-// The backward pass of the any-plan kernels, in two or three kernels without a single atomic. One owns rows
-// and writes delta, dQ and the facts (any_plan_backward_rows.cuh); one owns keys and writes dK and dV, walking over
-// the heads of a group and their rows in order (any_plan_backward_keys.cuh). Each finds P and dP for itself. For
-// zero_sum the first runs once more before, for delta alone. As row_tile_backward.cpp. Here is what they share.
+// The backward pass of the any-plan kernels, in two or three kernels without a single atomic. One owns rows and writes
+// delta, dQ and the facts (any_plan_backward_rows.cuh). One owns keys and writes dK and dV (any_plan_backward_keys.cuh).
+// It walks over the heads of a group and their rows in order. Each finds P and dP for itself. For zero_sum the first runs
+// once more before, for delta alone. As row_tile_backward.cpp. Here is what they share.
 #pragma once
 
 #include "attention/cuda/any_plan_forward.cuh"
@@ -56,8 +56,8 @@ struct BackwardSites {
         power_shift(kVariant != Variant::quick && plan.shift.rule == ShiftRule::power_of_two) {}
 };
 
-// From q . k and dO . v (fragments of one head): s = P, dp = dP, slope = softcap's derivative. `masked` says
-// which fragments' values are not seen, where not all are; values_of(n, e) is the RowValues of a value's row.
+// From q . k and dO . v (fragments of one head): s = P, dp = dP, slope = softcap's derivative. Where not all are seen,
+// `masked` says which fragments' values are not. Then values_of(n, e) is the RowValues of a value's row.
 template <Variant kVariant, bool kAny, class Masked, class ValuesOf>
 __device__ __forceinline__ void recompute(float (&s)[kStepFragments][4], float (&dp)[kStepFragments][4],
                                           float (&slope)[kAny ? kStepFragments : 1][4], const Problem& p,

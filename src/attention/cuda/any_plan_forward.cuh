@@ -129,8 +129,8 @@ struct ForwardRows {
   uint32_t q[Shape::kKeepQ ? kD / 16 : 1][4];
   RowShift shift[2];
   float unit[2] = {0.5f, 0.5f}, lift[2] = {0, 0};  // lift: dither's part of the shift
-  // Ties with the row's final maximum, counted while it is still rising; the least of them is known as long as
-  // there is one a tile: then a new maximum leaves all, or none. Where some of several may drop out, one more
+  // Ties with the row's final maximum, counted while it is still rising. The least of them is known as long as
+  // there is one a tile: a new maximum then leaves all, or none. Where some of several may drop out, one more
   // pass over the keys settles the doubt.
   int tied[2] = {0, 0};
   float least_tied[2] = {0, 0}, tie_max[2], threshold[2];

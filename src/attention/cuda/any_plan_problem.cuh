@@ -2,10 +2,10 @@
 // sees; and the loading and multiplying of tiles. The definition is the CPU implementation (row_tile*.cpp);
 // names are the same.
 //
-// Operands are read as sums of 1 to 3 bf16 parts, each the upper half of what the parts before it left: exact
-// for 8, 16 and 24 significant bits (as long as the last part is not below bf16's smallest subnormal,
-// 2^-133). bf16 tensors that their sites leave alone are read where they are; others are taken apart
-// beforehand (any_plan_prepare.cuh).
+// Operands are read as sums of 1 to 3 bf16 parts, each the upper half of what the parts before it left. That is
+// exact for 8, 16 and 24 significant bits (as long as the last part is not below bf16's smallest subnormal,
+// 2^-133). A bf16 tensor that its site leaves unchanged is read in place. Others are taken apart beforehand
+// (any_plan_prepare.cuh).
 #pragma once
 
 #include "attention/cuda/device_rounding.cuh"

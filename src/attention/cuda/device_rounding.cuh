@@ -240,10 +240,10 @@ __device__ __forceinline__ float exp_reduced(float r) {
   return __fmaf_rn(p, r, 1.0f);
 }
 
-// exp(x) for x up to 40, -inf included. Beyond 40 it is no exp, and +inf gives NaN: an l that underflowed to
-// 0. 2^n is applied in two steps, 2^(n + 64), which cannot leave the normal range, and 2^-64, which rounds
-// once where the result is subnormal. The nearest whole number by adding 1.5 * 2^23 and those 64: the sum's
-// low bits are n + 64.
+// exp(x) for x up to 40, -inf included. Beyond 40 it is no exp, and +inf gives NaN: an l that underflowed to 0.
+// The factor 2^n is applied in two steps. 2^(n + 64) cannot leave the normal range. 2^-64 rounds once, where the
+// result is subnormal. The nearest whole number comes from adding 1.5 * 2^23 and those 64: the sum's low bits
+// are n + 64.
 __device__ __forceinline__ float exp_low(float x) {
   constexpr float kMagic = 12582912.0f + 64.0f;
   x = gpu::max_or_nan(x, -128.0f);

@@ -28,9 +28,9 @@ inline HeadRules head_rules(const PrecisionPlan& asked) {
   rules.cap = asked.cap;
   rules.tie_tolerance = asked.tie_tolerance;
   // A shift may stay behind the row's largest score for a while: P is then at most 2^8, and O need not be scaled for each
-  // new maximum (5 % of the time on Hopper). Of a shift by powers of two that changes no rounding. row_max stays exact:
-  // with a shift that lags, scores that tie with the maximum would no longer have P = 1, and the failure that the
-  // stabiliser `none` is there to show would be hidden.
+  // new maximum (5 % of the time on Hopper). A shift by powers of two changes no rounding by that. `row_max` stays exact:
+  // with a shift that lags, scores that tie with the maximum would no longer have P = 1. The failure that the stabiliser
+  // `none` is there to show would be hidden.
   rules.slack = may_lag(plan.shift.rule) ? 8.0f : 0.0f;
   rules.dither = plan.shift.rule == ShiftRule::dither;
   rules.paper_capped = plan.shift.rule == ShiftRule::paper_capped;

@@ -1,6 +1,6 @@
-// The backward pass on Hopper, its host code: plans, memory, and what runs after what. zero_sum's delta first, of the heads
-// that have it; then delta and the other facts of each row; then dQ, dK and dV by one kernel, launched once for each kind of kv
-// heads.
+// The backward pass on Hopper, its host code: plans, memory, and the order of launches. First comes the delta of the heads
+// with zero_sum. Then delta and the other facts of each row. Then dQ, dK and dV by one kernel, launched once for each kind of
+// kv heads.
 #include <stdexcept>
 
 #include "attention/cuda/hopper_backward.cuh"

@@ -15,7 +15,7 @@ EK_DEVICE void zero_rows(uint8_t (&tile)[kBoxes][kRows][kRowBytes], int first, i
 }
 
 // An accumulator, scaled and rounded, to rows of device memory: 16 bytes a thread. `to` is (row 0 of the accumulator,
-// feature 0); `rows` of its 64 rows hold values, rows up to `all_rows` get zeros, features up to `features` exist.
+// feature 0). `rows` of its 64 rows hold values, and rows up to `all_rows` get zeros. Features up to `features` exist.
 template <class Pairs, int n>
 EK_DEVICE void write_rows(const float (&d)[n], float scale, uint16_t* to, int64_t stride, int rows,
                           int all_rows, int features) {
@@ -82,8 +82,8 @@ EK_DEVICE void finish_dq(const Backward& p, const volatile Item& item, int head,
 
 // One consumer warpgroup: 64 keys of the tile.
 //
-// Arrays of products are handed from step to step and are not members: a product's accumulator is an input to the
-// compiler even where it is overwritten, and a member would keep its registers from one tile to the next.
+// Arrays of products are handed from step to step and are not members. The compiler takes a product's accumulator for an
+// input even where it is overwritten, so a member would keep its registers from one tile to the next.
 template <class Pairs, int D, Consistent kConsistent, Form kForm>
 struct Consumer {
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;

@@ -3,10 +3,10 @@
 //
 // A block owns 128 keys of one kv head: K and V stay in shared memory, dK and dV in registers, and the queries that
 // see these keys stream by. Scores are held transposed, [key][query], so that P^T and dS^T are operands from
-// registers as they come; dS^T also goes through shared memory, for dQ. dQ's parts from different key tiles are
+// registers as they come. For dQ, dS^T also goes through shared memory. The parts of dQ from different key tiles are
 // added in device memory in FP32, in one order: the last key tile first. A block starts with the first query tile that
-// sees its keys and block n + 1 is taken up before block n, so the turn has usually come when a part is ready:
-// deterministic, and hardly ever waiting.
+// sees its keys, and block n + 1 is taken up before block n. So the turn has usually come when a part is ready. The sum
+// is deterministic and hardly ever waits.
 #pragma once
 
 #include <algorithm>

@@ -15,8 +15,8 @@ inline constexpr int kStages = 2;  // of Q, dO, and parts of dQ
 template <int D>
 inline constexpr int kTileRows = D == 64 ? 128 : 64;  // by registers: 240 a thread
 
-// Facts of a row that the main kernel reads, in the order its threads want them: a group of 16 rows is stored so that
-// the four that a thread of the accumulator holds are 16 bytes.
+// Facts of a row that the main kernel reads, in the order its threads want them. A thread of the accumulator holds four of
+// a group of 16 rows. The group is stored so that these four are 16 bytes.
 EK_DEVICE int row_slot(int row) {
   const int r = row & 15;
   return (row & ~15) + ((r & 7) >> 1) * 4 + (r >> 3) * 2 + (r & 1);

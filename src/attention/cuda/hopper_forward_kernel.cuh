@@ -2,10 +2,10 @@
 // side by side.
 //
 // A block stays on its multiprocessor and takes query tiles from a counter, the longest first. One thread of
-// the last warpgroup drives the copy engine; each of the others owns 64 rows and works alone on them: it
-// issues the scores of the next key tile (across the border of query tiles too) before the product P V of
-// this one, and computes the softmax of the one while the tensor cores do the other. Key tiles run from the
-// last to the first: the masked ones come first, and a warpgroup leaves out those that none of its rows sees.
+// the last warpgroup drives the copy engine. Each of the others owns 64 rows and works alone on them. It issues
+// the scores of the next key tile (across the border of query tiles too) before the product P V of this one. So
+// the softmax of one is computed while the tensor cores do the other. Key tiles run from the last to the first:
+// the masked ones come first, and a warpgroup leaves out those that none of its rows sees.
 #pragma once
 
 #include <algorithm>

@@ -34,7 +34,7 @@ struct ForwardArguments : ScoreForms {
   uint32_t* next_tile;  // counter of those beyond the blocks' first, zero at the start; null: there are none
 };
 
-// One query tile, as the copying thread tells the others.
+// One query tile, as the copying thread hands it to the others.
 struct alignas(16) Item {
   int row, rows, keys, tiles;  // first row; the sequence's rows and keys; key tiles, < 0: no more work
   int head, h, first_row,

@@ -23,8 +23,8 @@ struct Worker {
   using Shared = typename T::Shared;
   // Two warpgroups take turns at the tensor cores; four get out of step by themselves.
   static constexpr bool kTurns = T::kWarpgroups == 2;
-  // consistent with head size 64: l is one more feature of O, the product with a V of ones; to unpack the
-  // rounded probabilities and add them would take two instructions for each.
+  // consistent with head size 64: l is one more feature of O, the product with a V of ones. To unpack and add the
+  // rounded probabilities would take two instructions for each.
   static constexpr bool kOnes = kShift == Shift::consistent && kHeadSize == 64;
   static constexpr int kOutputs = kHeadSize / 2 + (kOnes ? 4 : 0);                       // a thread's
   static constexpr int kNextBarrier = 1, kStoreBarrier = kNextBarrier + T::kWarpgroups;  // named barriers

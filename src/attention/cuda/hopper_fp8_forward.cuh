@@ -5,8 +5,8 @@
 // longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
 // two tiles of 64 keys after another two, the last first: scores, softmax, P V. P V goes to O in FP32: times V's scale,
 // which each tile has of its own, and away from the 13 bits of the tensor cores' sums. The warpgroups get out of step by
-// themselves, so that one has the tensor cores while others have exponentials: three of them, each doing one thing at a
-// time, are faster than two that overlap their own work and take the registers for it.
+// themselves, so that one has the tensor cores while others have exponentials. Three that each do one thing at a time
+// are faster than two that overlap their own work and take the registers for it.
 #pragma once
 
 #include <limits>
@@ -36,7 +36,7 @@ struct ForwardArguments {
   uint32_t* next_item;  // counter of those beyond the blocks' first, zero at the start
 };
 
-// The query rows of one item, as the copying thread tells the others.
+// The query rows of one item, as the copying thread hands them to the others.
 struct alignas(16) Item {
   int row, rows, keys, tiles;  // first row; the sequence's rows and keys; key tiles, < 0: no more work
   int head, h, first_row,

@@ -1,5 +1,5 @@
-// What Hopper's FP8 forward pass does on the host: launches its two kernels through a `launch` that is
-// given: on a stream of the device (hopper_fp8.cu), or in the emulator of the tests. Internal to src/attention.
+// What Hopper's FP8 forward pass does on the host: it launches two kernels through the given `launch`. That is a
+// stream of the device (hopper_fp8.cu) or the emulator of the tests. Internal to src/attention.
 #pragma once
 
 #include <algorithm>

@@ -44,8 +44,8 @@ struct Quantise {
     return a.B * x.heads * x.tiles;
   }
 
-  // q, k: lanes side by side hold octets of one row. v: 16 lanes side by side hold one octet of all 64 keys, each the four
-  // that make one word of a line.
+  // q, k: lanes side by side hold octets of one row. The rows of v: 16 lanes side by side hold one octet of all 64 keys.
+  // Each has the four keys that make one word of a line.
   template <bool kValue>
   EK_DEVICE static int octet() {
     return kValue ? threadIdx.x / 16 : threadIdx.x % kOctets;

@@ -1,6 +1,6 @@
-// A tile of the FP8 kernel: 64 rows of q, k or v of one head in E4M3, exactly as shared memory holds them for the tensor
-// cores, and the one scale they share. The quantiser writes tiles to device memory, a plain copy of bytes brings them to
-// shared memory, and `wgmma` reads them there: this file is what the three agree on. Plain C++, for host and device code.
+// A tile of the FP8 kernel: 64 rows of q, k or v of one head in E4M3, and the one scale they share. The bytes are exactly
+// as shared memory holds them for the tensor cores. The quantiser writes tiles to device memory, a plain copy of bytes
+// brings them to shared memory, and `wgmma` reads them there: this file is what the three agree on. Plain C++, for host and device code.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,16 @@ inline constexpr int kProbsExponent = 8;
 EVENKEEL_HOST_DEVICE constexpr int line_bytes(bool is_value, int head) { return is_value ? kTileRows : head; }
 constexpr int lines(bool is_value, int head) { return is_value ? head : kTileRows; }
 
-// Byte offset of byte `byte` of line `line`: pieces of 16 bytes trade places within 128 bytes by the number of these
-// 128 bytes, modulo the pieces of a line (the swizzle of 128 or 64 bytes), so that 8 lines never meet in a bank.
+// Byte offset of byte `byte` of line `line` (the swizzle of 128 or 64 bytes). Pieces of 16 bytes trade places within 128
+// bytes, by the number of these 128 bytes modulo the pieces of a line. So 8 lines never meet in a bank.
 EVENKEEL_HOST_DEVICE constexpr uint32_t tile_offset(int line, int byte, int line_bytes) {
   const int piece = byte / 16 ^ (line * line_bytes / 128 & (line_bytes / 16 - 1));
   return static_cast<uint32_t>(line * line_bytes + piece * 16 + byte % 16);
 }
 
-// Where a key stands in a line of v. A thread that holds scores of keys 8 i + 2 t and 8 i + 2 t + 1 (t its number in its
-// quad, i = 0..7) packs them in this order to words, which then are the left operand's bytes 4 t .. 4 t + 3 of each 16: v
-// is permuted in memory so that the probabilities need not be moved between threads.
+// Where a key stands in a line of v. A thread holds scores of keys 8 i + 2 t and 8 i + 2 t + 1 (t its number in its quad,
+// i = 0..7). Packed in this order to words, they are the left operand's bytes 4 t .. 4 t + 3 of each 16. The keys of v are
+// permuted in memory so that the probabilities need not be moved between threads.
 EVENKEEL_HOST_DEVICE constexpr int value_slot(int key) {
   const int pair = key / 8 % 2, quad = key % 8 / 2;
   return key / 16 * 16 + quad * 4 + pair * 2 + key % 2;

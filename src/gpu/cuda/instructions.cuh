@@ -1,6 +1,6 @@
 // Every instruction of sm_80 that CUDA C++ has no word for, as a function: all that kernels of mma.sync and cp.async ask of
-// the machine. tests/cuda_emulator has a file of the same name with the same functions for the CPU, and a kernel that uses no
-// other assembler runs there unchanged.
+// the machine. The folder tests/cuda_emulator has a file of the same name with the same functions for the CPU. A kernel that
+// uses no other assembler runs there unchanged.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// Tiles in shared memory that products of a warp read (mma.sync, ldmatrix: instructions.cuh): rows of kD numbers of 16 bits,
-// whose pieces of 16 bytes are permuted within each row so that the 8 rows of an ldmatrix never meet in a bank.
+// Tiles in shared memory that products of a warp read (mma.sync, ldmatrix: instructions.cuh): rows of kD numbers of 16 bits.
+// The pieces of 16 bytes are permuted within each row so that the 8 rows of an ldmatrix never meet in a bank.
 #pragma once
 
 #include "gpu/cuda/device_function.cuh"
@@ -21,8 +21,8 @@ template <int kD>
 EK_DEVICE void load_left(uint32_t (&a)[4], uint32_t tile, int row, int k, int lane) {
   load_matrices(a, tile + tile_offset<kD>(row + (lane & 15), 2 * k + (lane >> 4)));
 }
-// Rows [row, row + 16) of a tile as columns of the right operand, its columns [16 k, 16 k + 16) as rows:
-// b[0], b[1] for the first 8 rows, b[2], b[3] for the others.
+// Rows [row, row + 16) of a tile as columns of the right operand, its columns [16 k, 16 k + 16) as rows.
+// The first 8 rows are in b[0] and b[1], the others in b[2] and b[3].
 template <int kD>
 EK_DEVICE void load_right_rows(uint32_t (&b)[4], uint32_t tile, int row, int k, int lane) {
   load_matrices(b, tile + tile_offset<kD>(row + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));

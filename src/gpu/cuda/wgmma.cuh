@@ -52,7 +52,7 @@ EK_DEVICE void settle(float (&d)[n]) {
 // d (+)= A B over 16 summed terms of BF16, or of FP16; A is 64 x 16, B 16 x N. `sum` false: d is overwritten. Accumulator:
 // thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns 8 j + 2 (t % 4) + {0, 1}:
 //   d[4 j + 2 r + c] is (row + 8 r, column + c).
-// ss: both operands in shared memory. rs: A in registers, where an accumulator packed to pairs is in the right order.
+// Form `ss`: both operands in shared memory. Form `rs`: A in registers, where an accumulator packed to pairs is in the right order.
 template <int N, bool kFp16 = false>
 struct Wgmma;
 

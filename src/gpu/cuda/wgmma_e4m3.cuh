@@ -42,8 +42,8 @@ EK_DEVICE void add_row_sums_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32
 }
 
 // d (+)= A B over 32 summed terms; A is 64 x 32, B 32 x N. `add` false: d is overwritten. The accumulator is that of
-// Wgmma. A in registers: with g = t % 32 / 4 and q = t % 4 of thread t, byte i of a0 is (row 16 (t / 32) + g, term 4 q + i),
-// of a1 (row + 8, the same term), of a2 and a3 the same rows and term 16 + 4 q + i.
+// Wgmma. A in registers, with g = t % 32 / 4 and q = t % 4 of thread t: Byte i of a0 is (row 16 (t / 32) + g, term 4 q + i).
+// Byte i of a1 is (row + 8, the same term). For a2 and a3: the same rows and term 16 + 4 q + i.
 template <int N>
 struct WgmmaE4m3;
 template <>

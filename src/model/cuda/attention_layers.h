@@ -1,10 +1,10 @@
 // Attention of all layers of a model on a GPU: its problems, its memory, its facts. Internal to src/model.
 //
-// Facts change no bit of a step. The any-plan kernels return them beside their outputs; the Hopper kernels return none,
-// so that for their layers the any-plan kernels compute attention a second time, of the sequences that are asked for,
-// on a stream of their own (a thirty-second of the batch costs half a percent of a step of `nano`, and nothing waits
-// for it). The facts are then those of the plan's arithmetic, not of the order in which the Hopper kernels add; the
-// log-sum-exps are the Hopper kernels' own, and so are the largest scores and row means, which they find as they go.
+// Facts change no bit of a step. The any-plan kernels return them beside their outputs. The Hopper kernels do not, so the
+// any-plan kernels compute attention of their layers a second time, for the sequences that are asked for. This runs
+// on a stream of its own (a thirty-second of the batch costs half a percent of a step of `nano`, and nothing waits
+// for it). The facts are then those of the plan's arithmetic, not of the order in which the Hopper kernels add. The
+// log-sum-exps are the Hopper kernels' own. So are the largest scores and row means, which they find as they go.
 #pragma once
 
 #include <algorithm>

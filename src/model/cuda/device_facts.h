@@ -25,8 +25,8 @@ struct FactInputs {
   const float *residual, *delta;  // the same
 };
 
-// sums: (L, H), written. With `scores`, the largest score and row mean too: where `in` does not have them, by one more pass
-// over q and k on the tensor cores, 2 B H T^2 D operations a layer.
+// sums: (L, H), written. With `scores`, the largest score and row mean too. Where `in` does not have them, they cost one
+// more pass over q and k on the tensor cores, 2 B H T^2 D operations a layer.
 void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream);
 
 }  // namespace evenkeel::device

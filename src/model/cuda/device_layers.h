@@ -2,7 +2,7 @@
 // definition, on device memory. Queued on a stream; the same bits every time. Internal to src/model.
 //
 // Sizes: N rows (tokens of all sequences), C features, B sequences of T tokens, H heads of D features, V tokens of
-// the vocabulary. `type` is that of activations (bf16 or FP32); the residual stream, its gradient, parameters and
+// the vocabulary. `type` is that of activations (bf16 or FP32). The residual stream, its gradient, parameters and
 // sums are FP32. Arrays are contiguous and start at multiples of 16 bytes where nothing else is said.
 #pragma once
 
@@ -34,7 +34,7 @@ void embedding_forward(const int32_t* tokens, const float* wte, const float* wpe
 void position_backward(const float* dx, int64_t B, int64_t T, int64_t C, float* dwpe, cudaStream_t stream);
 
 // dwte is summed by runs: up to kRunPlaces places of one token, ascending. A token's only run is added to its
-// row of dwte at once; other runs go to rows of `parts`, which follow one another for a token, and are then
+// row of dwte at once. Other runs go to rows of `parts`, which follow one another for a token. They are then
 // added up in order.
 inline constexpr int kRunPlaces = 32;
 struct TokenRun {

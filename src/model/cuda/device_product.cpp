@@ -30,8 +30,8 @@ namespace {
 namespace fs = std::filesystem;
 
 // --- One product in cuBLASLt's words
-// It thinks in columns. Our C by rows is its D = C^T by columns, so its A is our b, its B our a, and its m, n
-// our columns, rows; a bias for each of its m rows is one for each of our columns.
+// It thinks in columns. Our C by rows is its D = C^T by columns, so its A is our b and its B our a. Its m and n
+// are our columns and rows. A bias for each of its m rows is one for each of our columns.
 
 constexpr size_t kWorkspaceBytes = size_t{128} << 20;  // split sums of the largest weight gradients
 constexpr int kCandidates = 16;

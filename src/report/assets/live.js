@@ -14,7 +14,7 @@
     #live[data-state=live]::before { color: #15803d; }
     @media print { #live { display: none; } }`;
   const words = document.createElement('span');
-  words.setAttribute('role', 'status');  // told to whoever cannot see it; the times are not
+  words.setAttribute('role', 'status');  // screen readers announce it; not the times
   const time = document.createElement('span');
   time.setAttribute('aria-hidden', 'true');
   corner.append(words, time);

@@ -1,6 +1,6 @@
 // Hover, zoom and keys for the drawings, which are whole without them. Everything is read from the SVG itself: a curve's
 // path holds its numbers (x as it is, y in 10,000 parts of the axis), and zoom is another transform of the same path.
-// evenkeelPage.attach() makes the drawings of <main> alive, again after it was replaced; zooms are kept by the chart's id.
+// The function evenkeelPage.attach() makes the drawings of <main> alive, again after it was replaced. Zooms are kept by the chart's id.
 "use strict";
 globalThis.evenkeelPage = (() => {
   const grid = 10000;
@@ -100,7 +100,7 @@ globalThis.evenkeelPage = (() => {
       hide() { tip.hidden = true; },
     };
   }
-  // Tells whoever listens; one for the whole page.
+  // Announces words to a screen reader; one for the whole page.
   function say(text) {
     let voice = document.getElementById("voice");
     if (!voice) {
@@ -240,7 +240,7 @@ globalThis.evenkeelPage = (() => {
       this.place();
     }
 
-    // The crosshair at x; the values of every curve at their nearest points. Quiet: drawn, not told.
+    // The crosshair at x; the values of every curve at their nearest points. Quiet: drawn, not announced.
     show(x, quiet) {
       if (x < this.range[0] || x > this.range[1]) return this.hide();
       this.at = x;

@@ -19,8 +19,8 @@ struct GradientNorm {
 
 // The sum of squares in FP64 (a square of a float is exact there), in two stages of fixed order: the part of every
 // kNormBlock values (a block of threads, a tree over its threads' own sums of 32), then one block of threads over all
-// parts. Parts depend on nothing but their own values, and parts of zero at the end change nothing: ranks that each make
-// those of their slice have the bits of one that makes them all. The relative error of the sum is below
+// parts. Parts depend on nothing but their own values, and parts of zero at the end change nothing. So ranks that each
+// make those of their slice have the bits of one that makes them all. The relative error of the sum is below
 // (parts / 1024 + 50) 2^-53.
 inline constexpr int64_t kNormBlock = 8192;
 constexpr int64_t norm_parts(int64_t count) { return (count + kNormBlock - 1) / kNormBlock; }
