@@ -1,6 +1,6 @@
-// What |computed - exact| may be at most, for every element of every output of attention: the error analysis of the formulas
-// in precision_plan.h, run in FP64 on the problem itself, the worst case at every step. u is half an ulp of FP32, n the
-// number of visible keys, x.y a sum of products of magnitudes.
+// What |computed - exact| may be at most, for every element of every output of attention. This is the error analysis of the
+// formulas in precision_plan.h, run in FP64 on the problem itself, the worst case at every step. Let u be half an ulp of FP32,
+// n the number of visible keys, x.y a sum of products of magnitudes.
 //
 //   S      (D + 2) u a q.k and the operands' roundings, then its site's rounding at both ends of that range
 //   Pb     relative: exp(error of S - m) - 1

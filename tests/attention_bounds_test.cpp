@@ -1,5 +1,5 @@
-// CPU attention under any precision plan is within the bounds of attention_bounds.h of the FP64 definition; and the bounds
-// themselves: tight for FP32, exceeded by every planted fault, known to be wrong where they are made wrong.
+// CPU attention under any precision plan is within the bounds of attention_bounds.h of the FP64 definition. The bounds
+// themselves are tight for FP32, exceeded by every planted fault, and known to be wrong where they are made wrong.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,7 +1,7 @@
 // One table of attention problems, and the generators of their inputs. Every attention test draws from here.
 // Knows nothing of precision plans: a case is a problem, not a way to solve it.
 //
-// Scores are controlled exactly where it matters: with N <= D and a power of two for the scale a, keys
+// Scores are controlled exactly where it matters. With N <= D and a power of two for the scale a, keys
 // k_j = e_j / a (one-hot) make S_ij = q_ij, bit for bit, in any order of summation.
 #pragma once
 

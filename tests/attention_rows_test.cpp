@@ -224,8 +224,8 @@ TEST(AttentionRows, PaperShiftsTiesWithinATile) {
   }
 }
 
-// Where the rule asks for one shift in all rows, because of its lower bound (a maximum of 0) or its upper one
-// (large scores), rows still differ: a common shift would be a fixed offset, with a bias of its own.
+// Rows still differ where the rule asks for one shift in all of them: by its lower bound (a maximum of 0) or its upper one
+// (large scores). A common shift would be a fixed offset, with a bias of its own.
 TEST(AttentionRows, PaperCappedGivesEveryRowItsOwnShift) {
   for (const char* case_name : {"max_zero", "huge"}) {
     SCOPED_TRACE(case_name);

@@ -111,8 +111,8 @@ TEST(AttentionSites, TheObserverSeesWhatRoundToMakesAtEverySite) {
       }
 }
 
-// What belongs to one (batch, head, row, column) comes once in a forward and backward, whatever the threads;
-// row_sum and pv once for each tile of keys; masked scores as -inf, their probabilities as 0.
+// What belongs to one (batch, head, row, column) comes once in a forward and backward, whatever the threads. The sites
+// row_sum and pv come once for each tile of keys. Masked scores come as -inf, their probabilities as 0.
 TEST(AttentionSites, TheObserverSeesEveryElementOnce) {
   const int threads = thread_count();
   for (const char* case_name : {"odd_65", "grouped", "masked_rows", "ragged", "tiny_tiles"})
@@ -132,7 +132,7 @@ TEST(AttentionSites, TheObserverSeesEveryElementOnce) {
             const bool shared = is_of_keys(site);
             const bool by_key_pair = site == Site::scores || site == Site::shifted || site == Site::probs ||
                                      site == Site::probs_bwd || site == Site::dprobs || site == Site::dscores;
-            if (shared && h % (p.shape.H / p.shape.G) != 0) continue;  // the group's first head speaks for it
+            if (shared && h % (p.shape.H / p.shape.G) != 0) continue;  // the group's first head has it
             if (!recorder.has(site, b, h)) continue;
             const Recorder::Field& field = recorder.field(site, b, h);
             const int64_t rows = shared ? (p.key_lengths.empty() ? p.shape.N : p.key_lengths[size_of(b)])

@@ -58,7 +58,7 @@ TEST(Cli, HelpOfEveryCommandHasAnExample) {
     EXPECT_TRUE(has(bench, std::string("\n  ") + name)) << bench;
 }
 
-// A request that cannot be meant: exit code 2, and a message with what was found and what was expected.
+// An invalid request: exit code 2, and a message with what was found and what was expected.
 TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
   const struct {
     const char *arguments, *found, *expected;

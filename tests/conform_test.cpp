@@ -41,8 +41,8 @@ TEST(AttentionTruth, IsTheDefinition) {
   }
 }
 
-// What the definition does not have, by what it has: a sink is a key of that score whose value is 0, narrow values are
-// wide ones without the last features, and the gradient of L = log sum exp is keel's, 2 z L.
+// What the definition does not have, by what it has. A sink is a key of that score whose value is 0. Narrow values are
+// wide ones without the last features. The gradient of L = log sum exp is keel's, 2 z L.
 TEST(AttentionTruth, TakesSinksNarrowValuesAndTheGradientOfTheLogSumExp) {
   const cases::Case narrow = cases::find_case("plain_fp32");
   cases::Problem p = cases::make_problem(narrow);

@@ -1,7 +1,7 @@
 // The failure and its cure in a whole model: a small GPT-2 on synthetic text, 400 steps at a learning rate that a healthy
 // run bears. Only the offset is judged (the largest row mean of the scores, which softmax cannot see): it moves long
 // before the loss. Text, batches and sums are the same bits everywhere, so the figures are, too. Of three seeds this one
-// derails first; healthy and cured runs stay below 40 with all. docs/experiments.md has the full-size runs.
+// drifts first; healthy and cured runs stay below 40 with all. docs/experiments.md has the full-size runs.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// What kernels need that the CUDA emulator runs on the problems of attention_cases.h: how they are launched, and tensors of
-// 16-bit numbers in memory that is poisoned, and looked at afterwards where nobody may write.
+// What the CUDA emulator needs to run kernels on the problems of attention_cases.h: how they are launched, and tensors of
+// 16-bit numbers. Their memory is poisoned, and looked at afterwards where nobody may write.
 #pragma once
 
 #include <gtest/gtest.h>

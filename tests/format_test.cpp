@@ -131,8 +131,8 @@ TEST(Format, EveryCodeOfHiFloat8) {
   std::sort(numbers.begin(), numbers.end());
   EXPECT_EQ(std::unique(numbers.begin(), numbers.end()) - numbers.begin(), 253);
   EXPECT_EQ(numbers.back(), max_finite(kHif8));
-  // Between neighbours of the table there is nothing: each middle goes to one of the two, away from zero by the paper's
-  // rounding, and to the even one (the significand's last bit) by the other.
+  // Between neighbours of the table there is nothing. Each middle goes to one of the two: away from zero by the paper's
+  // rounding, to the even one (the significand's last bit) by the other.
   const Rounding away{kHif8, RoundingMode::nearest_away}, down{kHif8, RoundingMode::toward_zero};
   for (size_t n = 0; n + 1 < numbers.size(); ++n) {
     const float low = numbers[n], high = numbers[n + 1], middle = (low + high) / 2;

@@ -110,8 +110,8 @@ struct Verdict {
   Errors o, o_measure, lse, lse_measure;
 };
 
-// Errors at most 1.2 times those of the CPU with this plan, three standard errors of a root mean square granted to small
-// tensors; means not farther from zero than the CPU's by more than five standard errors.
+// Errors are at most 1.2 times those of the CPU with this plan. Small tensors are granted three standard errors of a root
+// mean square. Means are not farther from zero than the CPU's by more than five standard errors.
 inline Verdict judge(const std::string& name, const AttentionProblem& config, const AttentionInputs& in,
                      const Tensor<float>& o, const Tensor<float>& lse) {
   AttentionBuffers measure(in, /*with_facts=*/false);

@@ -89,7 +89,7 @@ TEST_P(EitherFamily, the_parts_of_a_batch_change_no_bit) {
   }
 }
 
-// The gradients of two halves, each told where it lies in the step, are those of the whole.
+// The gradients of two halves, each given its place in the step, are those of the whole.
 TEST_P(EitherFamily, the_first_sequence_names_the_random_numbers) {
   ModelConfig config = GetParam().config(tiny());
   const Tokens tokens(config, 4, 7);
@@ -236,7 +236,7 @@ TEST_P(EitherFamily, bf16_products_see_rounded_masters) {
     const Pass after = pass(*model, tokens.batch());
     EXPECT_EQ(after.loss, before.loss);
     EXPECT_TRUE(same_bits(after.gradients, before.gradients));
-    // In place, told so: the next pass sees it.
+    // In place, and announced: the next pass sees it.
     model->parameters()[model->table().find("h.0.mlp.c_fc.weight")->offset] += 1;
     model->parameters_changed();
     EXPECT_NE(pass(*model, tokens.batch()).loss, before.loss);

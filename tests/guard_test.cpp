@@ -1,4 +1,4 @@
-// The guard on runs that derail and runs that do not.
+// The guard on runs that drift and runs that do not.
 #include "diagnosis/guard.h"
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ End guarded(const PlantedRun& planted) {
   return run_to_the_end(run);
 }
 
-// derail_test's run, which passes 500.
+// The run of `derail_test`, which passes 500.
 PlantedRun& derailing(PlantedRun& planted) {
   planted.config.plan = "fp32,row_sum=e5m2";
   planted.config.schedule.steps = 401;  // facts of step 400 are the last
@@ -83,7 +83,7 @@ TEST(Guard, holds_a_llama_that_would_drift) {
   SKIP_LONG_RUNS();
   PlantedRun planted;
   derailing(planted).config.guard = GuardMode::act;
-  planted.as_llama().config.schedule.steps = 301;  // unguarded, its offset passes 1,500: derail_test
+  planted.as_llama().config.schedule.steps = 301;  // unguarded, its offset passes 1,500: `derail_test`
   const End end = guarded(planted);
   EXPECT_LT(end.offset,
             532);  // this run's limit of drift; the guard acts at half of it, or earlier by forecast
@@ -121,7 +121,7 @@ TEST(Guard, is_quiet_on_healthy_runs) {
   }
 }
 
-// A run that derailed without a guard, and goes on with one when its scores have no bits left: it must go back.
+// A run that drifted without a guard and continues with one when its scores have no bits left: it must go back.
 TEST(Guard, rolls_back_where_it_is_too_late) {
   SKIP_LONG_RUNS();
   PlantedRun planted;

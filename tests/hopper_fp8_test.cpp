@@ -1,5 +1,5 @@
-// Hopper's FP8 forward pass without a GPU: who holds what in registers and shared memory, by enumeration; the quantiser, to the
-// bit; the whole pass in the emulator, whose tensor cores add as an H200's do.
+// Hopper's FP8 forward pass without a GPU: who holds what in registers and shared memory, by enumeration. The quantiser, to the
+// bit. The whole pass in the emulator, whose tensor cores add as an H200's do.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -25,7 +25,7 @@ constexpr const char* kStabilisers[] = {"none", "consistent"};
 // --- Layouts
 
 // Each thread's scores (d[4 j + 2 r + c] is row + 8 r, key 8 j + 2 q + c), packed as Worker::pack does, are the bytes that
-// the instruction reads as the left operand: the term it takes a byte for is where v has that key.
+// the instruction reads as the left operand. The term that it takes a byte for is where v has that key.
 TEST(HopperFp8Layout, probabilities_need_not_be_moved_between_threads) {
   std::set<std::pair<int, int>> met;  // (row, key)
   for (int thread = 0; thread < 128; ++thread) {
@@ -157,8 +157,8 @@ bool same_bits(const Tensor<float>& a, const Tensor<float>& b) {
   return std::memcmp(a.values().data(), b.values().data(), a.values().size() * sizeof(float)) == 0;
 }
 
-// One tile of keys and scales that are powers of two: the same scores, the same shift and the same probabilities as the CPU
-// has, but for the last bit of an exponential. Then nearly every output is the CPU's to the bit; with a wrong layout none is.
+// One tile of keys and scales that are powers of two: the same scores, shift and probabilities as the CPU has, but for the
+// last bit of an exponential. Then nearly every output is the CPU's to the bit; with a wrong layout none is.
 TEST(HopperFp8, one_tile_is_the_cpus) {
   for (const int64_t D : {64, 128})
     for (const char* stabiliser : kStabilisers) {

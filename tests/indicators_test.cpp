@@ -1,4 +1,4 @@
-// Warning signs over made-up records: signs planted at known steps must be told at exactly these; damage is told of.
+// Indicators over made-up records: alarms are raised at exactly the steps where signs were planted; damage is reported.
 #include "diagnosis/indicators.h"
 
 #include <gtest/gtest.h>
@@ -404,7 +404,7 @@ TEST_F(Records, RungsAreThoseThatNoHealthyRunComesToAndEachIsJudgedByTheOthers) 
   EXPECT_EQ(ties.rung, 2);  // fourfold
   EXPECT_EQ(ties.healthy, 3);
   EXPECT_EQ(ties.false_alarms, 1);
-  // Of three, half of the others is one: c speaks whichever it is; a and b are on the same rung, so never.
+  // Of three, half of the others is one: c raises an alarm whichever it is; a and b are on the same rung, so never.
   EXPECT_DOUBLE_EQ(ties.half_alarms, 1.0 / 3);
   EXPECT_EQ(ties.judged, 2);
   EXPECT_EQ(ties.moved, 2);

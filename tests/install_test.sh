@@ -1,6 +1,6 @@
 #!/bin/sh
-# install_test.sh SOURCE BUILD: an installation into an empty prefix, used by find_package and by pkg-config from a folder that it
-# was moved to; the wheel, installed by pip into an empty folder; the source distribution.
+# install_test.sh SOURCE BUILD: an installation into an empty prefix, used by find_package and by pkg-config after it was moved.
+# The wheel, installed by pip into an empty folder. The source distribution.
 set -eu
 source=$1 build=$2
 work=$(mktemp -d)

@@ -149,7 +149,7 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_EQ(part("recorded")["heals"], false);
   EXPECT_EQ(part("control")["heals"], true);
   EXPECT_EQ(part("zero_sum")["heals"], true);
-  // A record that is none is an error with words.
+  // An invalid record is an error with words.
   write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
   EXPECT_THROW(Replays(planted.run(), keeping()), DataError);
 }

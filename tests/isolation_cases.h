@@ -1,4 +1,4 @@
-// Small runs with a fault planted in them: a GPT-2 (or a Llama) of 3 layers and 2 heads on synthetic text, 8 x 64 tokens a step, at a
+// Small runs with a fault planted in them: a GPT-2 (or a Llama) of 3 layers and 2 heads on synthetic text. A step has 8 x 64 tokens, at a
 // learning rate that a healthy run bears. Text, batches and sums are the same bits everywhere, so what is found is, too.
 #pragma once
 

@@ -130,7 +130,7 @@ TEST_F(RanksCli, started_by_environment_variables_give_the_same_bits) {
     expect_codes(ranks, 0);
     EXPECT_TRUE(result(run) == expected) << size;
     for (int r = 1; r < size; ++r)
-      EXPECT_EQ(ranks[static_cast<size_t>(r)].out(), "");  // rank 0 speaks for all
+      EXPECT_EQ(ranks[static_cast<size_t>(r)].out(), "");  // rank 0 prints for all
   }
   Words sharded = training("sharded", 30);
   sharded.push_back("--shard-optimizer");

@@ -150,7 +150,7 @@ float sum_by_halves(const std::vector<std::vector<float>>& values, size_t n, siz
          sum_by_halves(values, n, first + count / 2, count - count / 2);
 }
 
-// A device that is none: the host's memory, and ranks that read from each other's.
+// A stand-in for a device: the host's memory, and ranks that read from each other's.
 struct FakeDevice final : FloatMemory {
   std::shared_ptr<float> make(int64_t count) override {
     auto made = host_memory().make(count);

@@ -26,8 +26,8 @@ inline constexpr RoundingMode kAllModes[] = {RoundingMode::nearest_even, Roundin
                                              RoundingMode::toward_zero,  RoundingMode::up,
                                              RoundingMode::down,         RoundingMode::stochastic};
 
-// Every named format, and rows that stretch each field: widest and narrowest exponent and significand, the
-// other kind of topmost exponent for both FP8 formats, and what people try below BF16.
+// Every named format, and rows that stretch each field: widest and narrowest exponent and significand, and the
+// other kind of topmost exponent for both FP8 formats. Also formats in use below BF16.
 inline const std::vector<Format>& formats() {
   static const std::vector<Format> all = [] {
     std::vector<Format> list;

@@ -44,8 +44,8 @@ class SafetensorsFile : public ::testing::Test {
   const fs::path file_ = folder_ / "model.safetensors";
 };
 
-// Worked out by hand from the published format: the length 0xd8 = 216 in 8 bytes, lowest first; the header,
-// filled up with spaces to a multiple of 8; then the tensors, large elements first, then by name.
+// Worked out by hand from the published format: the length 0xd8 = 216 in 8 bytes, lowest first. Then the header,
+// filled up with spaces to a multiple of 8. Then the tensors, large elements first, then by name.
 std::string golden() {
   return std::string("\xD8\0\0\0\0\0\0\0", 8) +
          R"({"__metadata__":{"format":"pt","step":"70"},)"

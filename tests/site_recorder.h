@@ -16,8 +16,8 @@
 
 namespace evenkeel::attention_runs {
 
-// Everything an observer is shown, put back together: for every site, batch entry and head a matrix of what
-// was before the rounding and after it, and how often each element came. Several observations of one element
+// Everything an observer is shown, put back together. Every site, batch entry and head has a matrix of what was
+// before the rounding and after it, and how often each element came. Several observations of one element
 // (row_sum and pv, after each tile): the last stays.
 class Recorder : public SiteObserver {
  public:

@@ -72,7 +72,7 @@ const std::vector<Case> kCases = {
     {5, 20, {2, 2, 1, 1e-3, 1e-6}},        // the two largest equal
     {33, 17, {1000, 1}},                   // of rank 2
     {16, 16, {1, 0.999, 0.99, 0.9, 0.1}},  // hardly apart
-    {128, 32, {50, 3, 2, 1, 1, 1}},        // as a derailed W_Q
+    {128, 32, {50, 3, 2, 1, 1, 1}},        // as W_Q of a failed run
 };
 constexpr double kFloatError = 1e-6;  // the planted matrix is rounded to FP32
 

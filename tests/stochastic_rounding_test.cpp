@@ -84,7 +84,7 @@ TEST(Stochastic, TheThresholdIsSharp) {
       std::vector<bool> meant;
       for (uint64_t element = 0; element < 8192; ++element) {
         const uint32_t random = random_bits(key, element);
-        // Between 1 and the next number, `dropped` bits of fraction; or below the smallest subnormal, where
+        // Between 1 and the next number, `dropped` bits of fraction. Or below the smallest subnormal, where
         // 32 bits count but a float holds 24 of them: those random numbers that begin with eight zeros.
         const bool fits = !small || random < 1u << 24;
         const uint32_t fraction = random >> (small ? 0 : 32 - dropped);

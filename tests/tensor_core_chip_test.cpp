@@ -1,5 +1,5 @@
-// The tensor-core model against 500 results a format that an H200 gave through mma.sync and through wgmma,
-// and the proof that these results would tell a wrong model: tools/tensor_core_chip.cu chose them out of
+// The tensor-core model against 500 results a format that an H200 gave through mma.sync and through wgmma.
+// Also the proof that these results would reveal a wrong model: tools/tensor_core_chip.cu chose them out of
 // millions.
 #include <gtest/gtest.h>
 

@@ -205,8 +205,8 @@ TEST(TensorCore, EveryRowIsFoundByItsNames) {
   }
 }
 
-// Two implementations of the rule, on all rows of the table, lengths that do and do not fill a block, with
-// wide and with narrow exponents; and every part that the trace reports adds up.
+// Two implementations of the rule agree on all rows of the table, for lengths that do and do not fill a block, with
+// wide and with narrow exponents. Every part that the trace reports adds up.
 TEST(TensorCore, TheTraceIsTheSameSum) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);

@@ -86,10 +86,10 @@ TEST(Crc32c, InstructionAndTableAgree) {
 }
 
 // By hand, from the published descriptions of records, of protocol buffers, of event.proto and summary.proto.
-//   wall_time, field 1 as 8 bytes: 09, then 1.5 = 3FF8000000000000
-//   file_version, field 3 as bytes: 1A, 0D = 13 of them
-//   step, field 2 as varint: 10, 300 = AC 02 (0101100 with more to come, 10)
-//   summary, field 5 as bytes: 2A; in it value, field 1: 0A; in it tag, field 1: 0A, and simple_value,
+//   `wall_time`, field 1 as 8 bytes: 09, then 1.5 = 3FF8000000000000.
+//   `file_version`, field 3 as bytes: 1A, 0D = 13 of them.
+//   `step`, field 2 as varint: 10, 300 = AC 02 (0101100 with more to come, 10).
+//   `summary`, field 5 as bytes: 2A; in it value, field 1: 0A; in it tag, field 1: 0A, and simple_value,
 //   field 2 as 4 bytes: 15, 0.5 = 3F000000
 const std::string kVersionEvent = bytes(
     "\x09\x00\x00\x00\x00\x00\x00\xF8\x3F\x1A\x0D"

@@ -190,7 +190,7 @@ TEST_F(TrainCliTest, a_branch_goes_on_from_the_checkpoint_with_other_settings) {
 }
 
 // A run that isolate could not explain says so when it starts.
-// Out as transformers keep it, and in again: a step at no rate to speak of leaves the weights as they came.
+// Out as transformers keep it, and in again: a step at a negligible rate leaves the weights as they came.
 TEST_F(TrainCliTest, a_model_goes_out_as_a_folder_and_a_run_starts_from_it) {
   constexpr const char* kRest = "--data text.txt --sequences 2 --plan fp32 --threads 1 --backend cpu ";
   const Output first =
@@ -212,7 +212,7 @@ TEST_F(TrainCliTest, a_model_goes_out_as_a_folder_and_a_run_starts_from_it) {
   EXPECT_EQ(config("b").model.positions, Positions::rotary);
   EXPECT_EQ(config("b").model.key_head_count(), 1);
   EXPECT_EQ(newest("b"), newest("a"));
-  // Sizes that were set beside it hold; weights that do not fit are refused, and so is a folder that is none.
+  // Sizes that were set beside it hold; weights that do not fit are refused, and so is a folder without a model.
   EXPECT_TRUE(
       has(run(fmt::format("train --weights model --set model.width=32 {}--steps 1 --out c", kRest)).out,
           "expected the shape"));

@@ -1,5 +1,5 @@
-// ARCHITECTURE.md's annotated tree, the fenced block after the heading "## The tree", and the files of the source
-// folders are the same: no file without a phrase, no phrase without a file.
+// ARCHITECTURE.md's annotated tree (the fenced block after the heading "## The tree") and the files of the source folders
+// are the same: no file without a phrase, no phrase without a file.
 //
 // A line of the block is names, then a phrase. Depth is indentation; a folder's name ends in '/'; several
 // names on a line are siblings (gpt2.h gpt2.cpp, or gpt2.{h,cpp}). A folder with nothing below it in the

@@ -219,8 +219,8 @@ TEST_F(WholeFile, ATinyFileSystem) {
   EXPECT_EQ(names_in(folder_), (Names{"file", "log"}));
 }
 
-// Killed at each call in turn, half of a write done: the file is the old one or the new one, what is left
-// over can be told and goes, and writing works again.
+// Killed at each call in turn, half of a write done: the file is the old one or the new one. What is left over is found
+// and removed, and writing works again.
 TEST_F(WholeFile, KilledAnywhereTheFileIsOldOrNew) {
   const std::string before(3000, 'o'), after(5000, 'n');
   bool saw_old = false, saw_new = false;
@@ -308,7 +308,7 @@ TEST_F(WholeFile, AFolderIsWrittenAndReplaced) {
 }
 
 // A machine that dies keeps what was synced in this order, and nothing else is certain: the bytes before the
-// name, the name before anyone is told.
+// name, the name before anyone knows of it.
 TEST_F(WholeFile, BytesAreOnTheDiskBeforeTheirName) {
   using Calls = std::vector<std::string>;
   const fs::path path = folder_ / "step-1";

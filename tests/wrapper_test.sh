@@ -1,6 +1,6 @@
 #!/bin/sh
-# The command of the source tree, ./evenkeel, in a tree of its own with a stand-in for CMake: what it builds, when, and what it
-# says about a build folder that is not as it must be. Usage: wrapper_test.sh WRAPPER
+# The command of the source tree, ./evenkeel, in a tree of its own with a stand-in for CMake. What does it build, and when? What
+# does it say about a build folder that is not as it must be? Usage: wrapper_test.sh WRAPPER
 set -u
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT || exit 1
 mkdir -p "$work/tree/src" "$work/tree/include" "$work/tree/cmake" "$work/bin"

@@ -94,7 +94,7 @@ after(async () => {
 
 const report = () => pathToFileURL(at('report.html')).href;
 
-// Every drawing with its marks, axes and words aside: how many there are, and the part of the drawing that they span.
+// Every drawing with its marks, without axes and words: how many there are, and the part of the drawing that they span.
 const drawings = (page) => page.evaluate(() => [...document.querySelectorAll('main svg:is(.chart, .heat, .dots)')].map((svg) => {
   const own = svg.getBoundingClientRect();
   const marks = [...svg.querySelectorAll('.plot path[data-name], .plot path.band, .cells path, .dot circle')]

@@ -1,12 +1,12 @@
 // Runs CUDA kernels on the CPU, so that they can be tested without a GPU. A kernel's header is compiled as C++ with this
-// folder before src in the include path: gpu/cuda/instructions.cuh and cuda_runtime.h of this folder then stand in for
+// folder before src in the include path. So gpu/cuda/instructions.cuh and cuda_runtime.h of this folder stand in for
 // those of the device. All threads of a block run, each as a fiber with a stack of its own, one at a time, in one order:
 // the same bits every time.
 //
-// What is found: threads that wait at different places (as an error), reads of shared memory that was not written or has
-// not arrived (as NaN: memory starts as 0xff, and a copy's target is 0xff until the thread waits for it), warps that
-// rely on being first (run with both orders, and compare), accesses outside shared memory, matrices read with bank
-// conflicts (counted). What is not: races between the accesses of one warp's lanes, the weak order of a GPU's memory.
+// It finds threads that wait at different places (as an error). It finds reads of shared memory that was not written or has
+// not arrived (as NaN: memory starts as 0xff, and a copy's target is 0xff until the thread waits for it). It finds warps
+// that rely on being first (run with both orders, and compare), accesses outside shared memory, and matrices read with bank
+// conflicts (counted). It does not find races between the accesses of one warp's lanes, or the weak order of a GPU's memory.
 #pragma once
 
 #include <sys/mman.h>

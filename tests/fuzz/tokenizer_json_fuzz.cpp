@@ -1,6 +1,6 @@
-// Files of tokenizers. The first byte picks the kind: a tokenizer.json as it is; a vocab.bpe; or, since a vocabulary
-// of 256 bytes is longer than most inputs, three lines that are put into a good tokenizer.json: more of the
-// vocabulary, the merges, the added tokens.
+// Files of tokenizers. The first byte picks the kind: a tokenizer.json as it is, a vocab.bpe, or three lines that are
+// put into a good tokenizer.json. These are more of the vocabulary, the merges, the added tokens, since a vocabulary
+// of 256 bytes is longer than most inputs.
 #include <array>
 
 #include "fuzz/fuzz.h"

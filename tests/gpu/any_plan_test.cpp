@@ -253,8 +253,8 @@ bool within_an_ulp(const std::vector<float>& a, const std::vector<float>& b) {
 // --- Exact problems
 //
 // Every row has two keys that count, the larger score s and s - gap with gap in [0, 3], and 126 keys at -128,
-// whose probability is exactly 0. The larger comes first, or both are in one tile: a maximum that rises in a
-// later tile scales O-bar by a factor of 24 bits, and what is added then is rounded (by tensor cores:
+// whose probability is exactly 0. The larger comes first, or both are in one tile. A maximum that rises in a later
+// tile would scale O-bar by a factor of 24 bits, and what is added then would be rounded (by tensor cores:
 // truncated). Keys are one-hot, so a score is one product; V and dO are whole multiples of 1/8. Then,
 // whatever the order of addition,
 //   scores      one product of 8 and 5 bits: exact
@@ -265,8 +265,8 @@ bool within_an_ulp(const std::vector<float>& a, const std::vector<float>& b) {
 //   dQ          one product: exact, if dscores has at most 19 bits or the key is a power of two
 //   dV          P of at most 11 bits, at least 2^-6, a few rows a key: exact
 //   dK          dS a multiple of 2^-9 (e4m3), q of 2^-4, sums below 2^11: exact for dscores=e4m3
-// and exp is the same polynomial, so P, dS and every rounding agree to the bit, and in the stochastic modes
-// the random bits too. log may differ by an ulp: L is compared so, and that ulp of P vanishes in e4m3.
+// The polynomial of exp is the same, so P, dS and every rounding agree to the bit, and in the stochastic modes
+// the random bits too. The log may differ by an ulp: L is compared so, and that ulp of P vanishes in e4m3.
 struct Exact {
   cases::Problem problem;
   AttentionProblem config;
@@ -397,10 +397,10 @@ TEST_F(AnyPlan, SameBitsWithStabilisersMasksAndOneTile) {
 
 // --- Bounded problems
 //
-// Two orders of adding n products differ by at most n u sum |a||b| each way, u = 2^-23: tensor cores
+// Two orders of adding n products differ by at most n u sum |a||b| each way, u = 2^-23. Tensor cores
 // truncate, so an addition may cost a whole unit in the last place of FP32, not half of one. A rounding site
 // then turns a difference, however small, into one step of its format where it meets a boundary: 2^-m of the
-// value. Everything is linear in these, to first order; arguments are those of unrounded attention in FP64,
+// value. Everything is linear in these, to first order. Arguments are those of unrounded attention in FP64,
 // and a factor of 2 covers that the rounded ones are not quite those (bf16: under 3 % of S at |S| < 6).
 struct Bound {
   std::vector<double> o, lse, dq, dk, dv, delta, residual;

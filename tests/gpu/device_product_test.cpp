@@ -142,7 +142,7 @@ void check(const Case& c) {
           y *= gelu_slope(static_cast<double>(aux.values[place]));
           rounded_before = std::fabs(y);
         }
-        // FP32 sums lose at most depth units of the sum of sizes, and far fewer as a rule; the result's own
+        // FP32 sums lose at most depth units of the sum of sizes, and far fewer as a rule. The result's own
         // rounding comes on top, and another before a base or a slope is applied (device_product.h).
         const double unit = c.c_type == TensorType::bf16 ? 0x1p-8 : 0x1p-23;
         const double bound = unit * (std::fabs(y) + rounded_before) +

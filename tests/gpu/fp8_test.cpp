@@ -1,6 +1,6 @@
-// Hopper's FP8 forward pass on the GPU, stage by stage (quantiser, scores, where probabilities meet values, sums), then whole:
-// its errors against FP64 beside those of the CPU with the same plan, every length and layout, the same bits twice. What the
-// kernel does without a GPU is hopper_fp8_test.
+// Hopper's FP8 forward pass on the GPU, first stage by stage (quantiser, scores, where probabilities meet values, sums). Then
+// whole: its errors against FP64 beside those of the CPU with the same plan, every length and layout, the same bits twice.
+// What the kernel does without a GPU is hopper_fp8_test.
 #include <gtest/gtest.h>
 
 #include <cstdio>

@@ -1,7 +1,7 @@
-// The fast families on the GPU at hand, each by its name: every form that they take (windows, masks, soft caps, ragged
-// sequences, slopes, sinks, a gradient of L, FP16, plans that differ by head) within the error bounds of FlashAttention-2's
-// arithmetic, as ampere_test has it on the CPU; errors without a sign; the same bits twice, and of each head of a mixed
-// problem those of a problem with its plan alone.
+// The fast families on the GPU at hand, each by its name. Every form that they take (windows, masks, soft caps, ragged
+// sequences, slopes, sinks, a gradient of L, FP16, plans that differ by head) is within the error bounds of
+// FlashAttention-2's arithmetic, as ampere_test has it on the CPU. Errors have no common sign. The bits are the same twice.
+// Each head of a mixed problem has the bits of a problem with its plan alone.
 #include <gtest/gtest.h>
 
 #include "attention/kernel_families.h"

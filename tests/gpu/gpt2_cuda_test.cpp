@@ -1,5 +1,5 @@
 // GPT-2 on the GPU against the CPU's, which is the definition: loss, every tensor's gradient (its distance and the
-// sign of it), facts, logits; the same bits twice, recorded or not; plans that change; sums over calls; NaN. Tests
+// sign of it), facts, logits. Also the same bits twice, recorded or not, plans that change, sums over calls, NaN. Tests
 // named *Small* are also run under compute-sanitizer. The bench at the end runs only when asked for:
 //   gpt2_cuda_test --gtest_also_run_disabled_tests --gtest_filter='*Bench*'
 #include <cuda_runtime_api.h>
@@ -135,8 +135,8 @@ Bounds bounds_of(const ModelConfig& config) {
   return config.precision == kFp32 ? Bounds{2e-6, 2e-5, 1e-5} : Bounds{2e-3, 2e-2, 5e-3};
 }
 // Where the terms of a gradient cancel (gains of qk_norm do: ten times as much as others), every rounding before it
-// counts for more. So the FP32 bound of a tensor is at least what its gradient moves on the CPU when every
-// parameter changes, at random, by a few 2^-21 times the root of twenty: 2^-17 of itself.
+// counts for more. So the FP32 bound of a tensor is at least what its gradient moves on the CPU when every parameter
+// changes at random by 2^-17 of itself. That is a few 2^-21 times the root of twenty.
 constexpr double kChange = 0x1p-17;
 
 // Returns the CPU's gradients at the changed parameters.
@@ -452,7 +452,7 @@ TEST(ModelCuda, SmallSameBitsTwiceRecordedOrNot) {
   }
 }
 
-// Of some or of all sequences, told by the way, aside, or in one layer so and in the other so.
+// Facts of some or of all sequences: returned by the pass, computed separately, or one way in each layer.
 TEST(ModelCuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 3, 37);

@@ -1,6 +1,6 @@
 // The Hopper kernels (with EVENKEEL_KERNELS=ampere: those of the Ampere class, on any GPU that takes them) against the
-// definition in FP64, through the public interface alone: errors at most 1.2 times
-// those of FlashAttention-2's arithmetic (the CPU's plan flash2), every layout, every length, nothing written beside
+// definition in FP64, through the public interface alone. Errors are at most 1.2 times
+// those of FlashAttention-2's arithmetic (the CPU's plan flash2). Every layout, every length, nothing written beside
 // the outputs, the same bits twice. Tests named *Small* are also run under compute-sanitizer.
 #include <gtest/gtest.h>
 
@@ -392,7 +392,7 @@ struct Truth {
 };
 
 // The measure is flash2 on the CPU: FlashAttention-2's arithmetic. Where ties or huge scores make that exact by luck, it
-// is the plan itself on the CPU; and so for consistent's L, which is of the rounded probabilities by definition.
+// is the plan itself on the CPU. So it is for consistent's L, which is of the rounded probabilities by definition.
 Truth truth_of(const Case& c, const Host& host, const PrecisionPlan& plan) {
   PrecisionPlan flash2 = parse_plan("flash2");
   flash2.keel = plan.keel;
@@ -412,8 +412,8 @@ Truth truth_of(const Case& c, const Host& host, const PrecisionPlan& plan) {
   return truth;
 }
 
-// At most 1.2 times the measure's error, three standard errors of a root mean square granted to small tensors, and what
-// FP32 arithmetic leaves where the measure happens to be exact: a relative error of P, times what multiplies P.
+// At most 1.2 times the measure's error. Small tensors are granted three standard errors of a root mean square. Where the
+// measure happens to be exact, what FP32 arithmetic leaves is granted: a relative error of P, times what multiplies P.
 void expect_accurate(const Case& c, const Host& host, const Truth& truth, const Device::Outputs& found) {
   const double a = 1 / std::sqrt(static_cast<double>(c.D));
   const double q = largest_norm(host.q), k = largest_norm(host.k), v = largest_norm(host.v),

@@ -146,7 +146,7 @@ class Attention(TorchCase):
                 try:
                     if not all(torch.equal(f, e) for f, e in zip(run(), expected)):
                         wrong.append(f"thread {number}, turn {turn}: other bits")
-                    # An error of one thread is not told to another.
+                    # An error of one thread does not show in another.
                     evenkeel.attention(torch.zeros(1, 1, 1, 1), *[torch.zeros(1, 1, 1, 1)] * 2, plan=f"bad{number}")
                 except ValueError as error:
                     if f"bad{number}" not in str(error):

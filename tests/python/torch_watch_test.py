@@ -117,7 +117,7 @@ class Monitoring(TorchCase):
             self.assertEqual([len(layer) for layer in probe[name]], [2, 2], name)
             self.assertTrue(all(math.isfinite(x) for layer in probe[name] for x in layer), name)
         self.assertEqual(lines[2]["mean_lse"], probe["mean_lse"])
-        self.assertEqual([len(layer) for layer in lines[1]["mean_lse"]], [2, 2])  # our own attention tells it at every step
+        self.assertEqual([len(layer) for layer in lines[1]["mean_lse"]], [2, 2])  # our own attention returns it at every step
         self.assertGreater(lines[1]["largest_lse"][0][0], lines[1]["mean_lse"][0][0])
         self.assertIn("h.1.attn.c_attn.weight[k]", probe["norms"])
         self.assertIn("wte.weight", probe["norms"])
