@@ -5,7 +5,7 @@
 
 BRANCH is `evenkeel train --branch RUN@STEP --steps STEP+1`: its optimiser's first moments give our gradient of that step.
 FOLDER/layer-N.safetensors are our captures of the step (`evenkeel capture RUN@STEP --layer N`): x, q, k, v and dO of each layer.
-Every number is ||found - FP64|| / ||FP64||. W_Q, W_K and W_V are told apart. Where PyTorch is as far from FP64 as we are, the
+Every number is ||found - FP64|| / ||FP64||. W_Q, W_K and W_V are listed separately. Where PyTorch is as far from FP64 as we are, the
 distance is the formats'; where we are further, look there first.
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
 """

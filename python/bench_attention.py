@@ -5,8 +5,8 @@ usage: bench_attention.py REQUEST.json > RESULT.json
 `evenkeel bench attention --gpu` writes the request and reads the result; it decides what is measured and judges. Here
 is only the stopwatch. Exit code 77: there is no PyTorch that sees a GPU.
 
-A request has `library` (libevenkeel.so), `rounds`, and `groups`; a group has a `shape` (B, H, T, D), a `layout` (bthd or
-bhtd), a share of `tied` rows, and `contestants`: {"name": "fa2"}, {"name": "cudnn"}, or {"name": ..., "plan": ...,
+A request has `library` (libevenkeel.so), `rounds`, and `groups`. A group has a `shape` (B, H, T, D), a `layout` (bthd or
+bhtd), a share of `tied` rows, and `contestants`. These are {"name": "fa2"}, {"name": "cudnn"}, or {"name": ..., "plan": ...,
 "facts": ...}. Each pass of each contestant is captured in a CUDA graph of several calls over
 several sets of tensors (together larger than the cache), and the graphs take turns, in another order every round.
 """

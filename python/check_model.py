@@ -5,9 +5,9 @@ usage: check_model.py gradients FOLDER...  loss and gradients, against PyTorch i
                                            is its type: gpt2, llama or qwen3
        check_model.py load FOLDER          FOLDER/ours, written by Evenkeel, read by transformers: the same logits?
 
-`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss), or folders model and
-gradients in transformers' form (of type llama or qwen3) in the place of the first two, and writes
-faults.json, a list of what is not equal: many folders in one call, for it is loading PyTorch that takes time. `make` writes
+`gradients` reads model.safetensors, gradients.safetensors and batch.json (heads, tokens, targets, loss). In the place of the
+first two there may be folders model and gradients in transformers' form (of type llama or qwen3). It writes faults.json, a list
+of what is not equal. One call takes many folders, since loading PyTorch takes most of the time. `make` writes
 model.safetensors, config.json and logits.json (tokens, logits of the token behind each prefix). `load` reads
 ours and compares with logits.json. Exit code 0: equal within the bounds; 1: not; 77: a package is not
 there.

@@ -207,8 +207,8 @@ LENGTHS = (17, 5, 26)  # of the sequences of a packed batch
 
 
 def packed_cases(tokens):
-    """Functions of a model: the weighted sum of its logits of sequences one by one, and of all of them in one row, told
-    apart by positions that start again, and by cu_seq_lens besides."""
+    """Functions of a model: the weighted sum of its logits of sequences one by one, and of all of them in one row. In a row
+    positions that start again separate them, and cu_seq_lens besides."""
     starts = [sum(LENGTHS[:n]) for n in range(len(LENGTHS) + 1)]
     row = tokens.flatten()[: starts[-1]].unsqueeze(0)
     weight = torch.randn(1, starts[-1], 200, device="cuda", generator=torch.Generator("cuda").manual_seed(3)) / starts[-1]
@@ -299,8 +299,8 @@ def instruments(_):
 
 
 def monitor_share(folder, rounds=7, steps=20):
-    """What Monitor adds to a step of GPT-2 124M with every=100. Rounds of steps without it and with it, in turns, so that a
-    clock that drifts or a busy machine meets both; the first step of a round with it is recorded, and the next ones carry
+    """What Monitor adds to a step of GPT-2 124M with every=100. Rounds of steps without it and with it take turns, so that a
+    clock that drifts or a busy machine meets both. The first step of a round with it is recorded, and the next ones carry
     what its thread takes. Nobody waits for the GPU but at the ends of stretches, as in a training that logs now and then."""
     torch.manual_seed(1)
     with evenkeel.patched():

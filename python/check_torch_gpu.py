@@ -3,9 +3,9 @@
 
     check_torch_gpu.py [--only SECTION,...] [--families all|some] [--rows N] [--sequences N]
 
-Sections: kernels, opcheck, compile, graph, streams, transformers, doors, registry, models, instruments, integrations, examples, speed, conform;
-and, where it is asked for, profile: what differs between the kernels of a GPT-2 step with our attention and with cuDNN's. Each stands alone: a failure in one is
-told with its last lines and does not hide the others. Exit codes: 0 all passed, 1 a failure, 77 no PyTorch with a GPU.
+Sections: kernels, opcheck, compile, graph, streams, transformers, doors, registry, models, instruments, integrations, examples, speed, conform.
+Where it is asked for, also profile: what differs between the kernels of a GPT-2 step with our attention and with cuDNN's. Each stands alone:
+a failure in one is reported with its last lines and does not hide the others. Exit codes: 0 all passed, 1 a failure, 77 no PyTorch with a GPU.
 """
 import argparse
 import collections
@@ -427,7 +427,7 @@ def contestants(sequences):
 
 def speed(options):
     """A training step with our attention, with cuDNN's and with FLASH, in turns. A GPU's clock drifts by more than they differ,
-    so each round runs all, one right behind the other and in both orders, and what counts is the median of the rounds' ratios."""
+    so each round runs all, one right behind the other and in both orders. What counts is the median of the rounds' ratios."""
     torch.set_float32_matmul_precision("high")
     both = contestants(options.sequences)
     for contestant in both.values():

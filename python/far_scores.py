@@ -3,7 +3,7 @@
 
     far_scores.py [--device cuda|cpu] [--offsets 100,10000,500000,5000000]
 
-q and k have a common part, spread over 16 features, that adds the offset to every score; softmax does not see it. So dq along
+q and k share a direction, spread over 16 features, that adds the offset to every score; softmax does not see it. So dq along
 it is the rows' sum of dS, which is zero: what is found there, as mean and root mean square, is the kernel's. On a GPU
 PyTorch's kernels and ours, on a CPU ours alone. Exit codes: 0 done, 77 no PyTorch, or none with that device.
 """

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""A GPT in plain PyTorch that drifts: told beforehand by Monitor's forecast, mended by Guard in a Trainer while it runs, found by
-evenkeel.isolate. Three processes, of which the last starts when the first has ended.
+"""A GPT in plain PyTorch that drifts. Monitor forecasts the failure, Guard prevents it in a Trainer while it runs, and
+evenkeel.isolate finds the rounding. Three processes, of which the last starts when the first has ended.
 
     field_story.py --evenkeel PROGRAM --folder FOLDER [--size nano|tiny] [--device cuda|cpu] [--from N] [--steps N]
                    [--tokens FOLDER] [--seconds S] [--budget N] [--part unguarded|guarded|isolate]
 
-unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: forecasts, alarms, checkpoints; it ends when the offset is far
-           beyond any healthy one, or at --steps
-guarded    the same steps with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift; in
-           transformers' Trainer where that is here, else in a plain loop
-isolate    which rounding it was: replays from the unguarded run's checkpoints
+unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: forecasts, alarms, checkpoints. It ends when the offset is far
+           beyond any healthy one, or at --steps.
+guarded    the same steps with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift. It runs in
+           transformers' Trainer where that is here, else in a plain loop.
+isolate    Which rounding it was: replays from the unguarded run's checkpoints
 
-Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000; --from: the step from which
-PyTorch goes on (1: from the beginning). --size tiny, for a CPU: a model that drifts in some 300 steps by a coarse plan of ours in
-the place of FLASH. --tokens: a folder of `evenkeel data prepare` (default: made from this machine's Python sources, as
+Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000. With --from N
+PyTorch continues from step N (1: from the beginning). The size tiny is for a CPU: a model that drifts in some 300 steps by a coarse plan of ours in
+the place of FLASH. The --tokens are a folder of `evenkeel data prepare` (default: made from this machine's Python sources, as
 scripts/study does). FOLDER/story.json has what each part found. Exit codes: 0 the story holds, 1 it does not, 3 a part failed,
 77 no PyTorch.
 """

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Goes on with a recorded run in PyTorch: the same weights, optimiser state, batches and learning rates, with one of
-PyTorch's own attention kernels, or with ours through evenkeel.patched(). So a failure is shown to be the arithmetic's, not
+"""Continues a recorded run in PyTorch: the same weights, optimiser state, batches and learning rates. Attention is one of
+PyTorch's own kernels, or ours through evenkeel.patched(). So a failure is shown to be the arithmetic's, not
 the trainer's, and a cure to be the kernel's.
 
     twin_torch.py RUN@STEP --out TWIN [--steps N] [--attention flash|cudnn|efficient|math|fp32|evenkeel] [--plan PLAN]
                   [--stabiliser NAME] [--batches FILE] [--tokens FILE] [--every N] [--device cuda|cpu]
 
 RUN is a folder of `evenkeel train` with AdamW and a constant learning rate behind its warm-up; STEP one of its checkpoints.
---steps: the step at which to stop (default: as many as the batches have). --batches: another run's batches.bin.
+It stops at step --steps (default: as many as the batches have). Another run's batches.bin can be given by --batches.
 --attention fp32 computes it by its definition in FP32; --plan and --stabiliser are for evenkeel. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
 steps, largest_score and offset by layer and head, so that `evenkeel report RUN TWIN` shows both.
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.

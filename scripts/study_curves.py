@@ -186,7 +186,7 @@ class Study:
     def twin(self, run):
         """The same run with a remedy: seed, batches and settings the same. None where there is no such run.
 
-        First choice is the plan with a remedy added, then a run that is healthy by construction; of several, the one that goes as far as the run, else the longest.
+        First choice is the plan with a remedy added, then a run that is healthy by construction. Of several, the one that goes as far as the run, else the longest.
         """
         alike = [other for other in self.runs.values()
                  if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and not other.is_continued and not other.is_guarded

@@ -4,7 +4,7 @@ Every run is cut at several moments, and the program is asked what it forecasts 
 right where the forecast step of failure is within a factor of FACTOR of the true one (study_curves.py defines failure).
 The one fitted number that sets the dates, kForecastTimeLeft (src/diagnosis/forecast.h), is fitted anew for each run, to all
 *other* failing runs. The thresholds that decide whether there is a forecast were chosen on all runs of docs/curves but those
-of HELD_OUT, so a false alarm is judged fairly on these alone.
+of HELD_OUT. So a false alarm is judged fairly on these alone.
 
 Standard library only; the curves are by layer (largest over heads), so a layer stands for a head here.
 """

@@ -260,7 +260,7 @@ def controls():
 
 
 def detect():
-    """Healthy and derailing runs with all probes: what speaks first."""
+    """Healthy and drifting runs with all probes: which indicator raises its alarm first?"""
     derailing = [
         ("row_sum_e5m2", "fp32,row_sum=e5m2", (1, 2, 3)),
         ("row_sum_e5m2_stochastic", "fp32,row_sum=e5m2/stochastic", (1, 2)),
@@ -362,7 +362,7 @@ def guard():
 
 
 def rescue():
-    """A derailing run mended late: when is it too late, and what still helps?"""
+    """A drifting run that gets a remedy late: when is it too late, and what still helps?"""
     keep = setting("run.keep_every = 1000") + ["--checkpoint-every", "1000", "--probe-every", "500"]
     found = nano("rescue", "unmended", "bf16_all,row_sum=fp32", 15_500, more=keep)
     for name, clauses, more in RESCUES:

@@ -1,6 +1,6 @@
 """python -m evenkeel isolate MODULE:FUNCTION RUN [--steps N] [--budget N] [--exact]: FUNCTION returns a training and its
-checkpoints, as evenkeel.isolate takes them. python -m evenkeel conform MODULE:FUNCTION [options] judges an attention function.
-Any other command goes to the evenkeel program."""
+checkpoints, as evenkeel.isolate takes them. With `python -m evenkeel conform MODULE:FUNCTION [options]` an attention function is
+judged. Any other command goes to the evenkeel program."""
 import importlib
 import os
 import sys

@@ -189,7 +189,7 @@ def step_of(step, plan, q, function):
 
 def local_tensors(function, *tensors):
     """DTensors by their local parts: (tensors, wrap). Attention of a rank needs no other rank's numbers where batch and heads
-    are what is sharded, alike in q, k and v; wrap makes the output a DTensor of q's kind again. Ordinary tensors: as given."""
+    are sharded, alike in q, k and v. The function `wrap` makes the output a DTensor of q's kind again. Ordinary tensors: as given."""
     q = tensors[0]
     if type(q) in (torch.Tensor, torch.nn.Parameter) or not hasattr(q, "placements"):
         return tensors, lambda o: o
@@ -343,12 +343,12 @@ def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=No
     is_causal: row i sees keys up to i, as in torch's scaled_dot_product_attention.
     plan: a precision plan, "bf16_all,row_sum=fp32"; stabiliser: the remedy, "wide_output", "consistent", "zero_sum", ...
     attn_mask: bool, True where a key is visible, broadcast to (B, H, T, N).
-    step: of the random numbers, for plans that draw some; a number, or one int32 on q's device. None: drawn from PyTorch's
-    generator, so it differs from call to call and repeats after torch.manual_seed.
+    step: of the random numbers, for plans that draw some. A number, or one int32 on q's device. With None it is drawn from
+    PyTorch's generator, so it differs from call to call and repeats after torch.manual_seed.
     layer: for plans with clauses for layers.
-    alibi_slopes: (H); a score falls by slope times the distance of row and key, the last row being at the last key. For BF16
-    and FP16, and on a CPU; not with softcap. They have no gradient.
-    sinks: (H), one more score of every row without a value: it takes its share of the probability, and the log-sum-exp counts
+    alibi_slopes: (H). A score falls by slope times the distance of row and key; the last row is at the last key. For BF16
+    and FP16, and on a CPU. Not with softcap. They have no gradient.
+    sinks: (H). One more score of every row, without a value. It takes its share of the probability, and the log-sum-exp counts
     it. They have a gradient.
     """
     name = "evenkeel.attention"
@@ -367,7 +367,7 @@ def attention(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=No
 
 def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None,
                     softcap=0.0, step=0, layer=0):
-    """Both passes and what can be told of every row: a dict of o, lse, ties, dq, dk, dv, delta, residual (the sum of the
+    """Both passes and the facts of every row: a dict of o, lse, ties, dq, dk, dv, delta, residual (the sum of the
     row of dS / scale, 0 in exact arithmetic) and residual_floor (the standard deviation that rounding dS must give it).
     With is_causal, the last row sees the last key. No autograd; on a GPU the any-plan kernels run."""
     name = "evenkeel.attention_facts"

@@ -64,8 +64,8 @@ def capture(model, run, layer, path, heads=None, plan="flash2", source="", step=
     """One forward and backward pass of the model; layer `layer`'s attention goes to the file `path`, for `evenkeel probe`.
     Returns the loss. The model's gradients are as they were before.
 
-    run: a function that returns the loss of a forward pass; or tokens (B, T), for models of transformers.
-    heads: numbers in ascending order; all by default. plan: what the probes shall compute with.
+    run: a function that returns the loss of a forward pass, or tokens (B, T) for models of transformers.
+    Heads: numbers in ascending order, all by default. Plan: what the probes compute with.
     """
     name = "evenkeel.capture"
     if isinstance(run, torch.Tensor):

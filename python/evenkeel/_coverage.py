@@ -1,7 +1,7 @@
 """evenkeel.coverage(): every attention call of the last step, with the kernel and the plan it ran by, or why not by ours.
 
-A step ends with an optimiser's step (PyTorch 2.1 or newer tells us), Monitor.step() or evenkeel.next_step(); where nobody
-tells, the list goes back to the start. Equal calls are one line with a count. Compiled code is listed when it is compiled.
+A step ends with an optimiser's step (PyTorch 2.1 or newer has a hook), Monitor.step() or evenkeel.next_step(). Without any of
+them the list goes back to the start. Equal calls are one line with a count. Compiled code is listed when it is compiled.
 """
 import importlib
 import threading
@@ -74,8 +74,8 @@ def note(door, shape, dtype, kernel, plan, why):
 
 
 def coverage():
-    """The attention calls of the last step: a list of dicts (door, shape of q, dtype, kernel, plan, why, calls); print it
-    for a table. kernel is "hopper", "ampere", "any_plan" or "cpu", or "pytorch" where PyTorch's own code ran, and `why` says why."""
+    """The attention calls of the last step: a list of dicts (door, shape of q, dtype, kernel, plan, why, calls). Print it
+    for a table. The kernel is "hopper", "ampere", "any_plan" or "cpu". It is "pytorch" where PyTorch's own code ran; `why` says why."""
     names = ("door", "shape", "dtype", "kernel", "plan", "why")
     with _lock:
         return Coverage({**dict(zip(names, key)), "calls": calls} for key, calls in _calls.items())

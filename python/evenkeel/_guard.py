@@ -21,10 +21,11 @@ class Guard(Monitor):
             loss = model(*batch(guard.next_step)); loss.backward(); optimizer.step()
             guard.step(loss)                         # after the backward pass, once a step
 
-    Every `every`-th step is probed and judged by the same rule as `evenkeel train --guard`: a head whose log-sum-exp drifts
-    while its rows of dS miss their zero sum gets zero_sum from the next step on. Where that is too late, load(step) is called
-    with an earlier step that was saved, and next_step is that step again. save(step) is called every `save_every` steps with
-    the step that would come next; a training that saves by itself says so: guard.saved(step). act=False only tells.
+    Every `every` steps a step is probed and judged by the same rule as in `evenkeel train --guard`. A head whose log-sum-exp
+    drifts while its rows of dS miss their zero sum gets zero_sum from the next step on. Where that is too late, load(step) is
+    called with an earlier step that was saved, and next_step is that step again. Every `save_every` steps save(step) is called
+    with the step that would come next. A training that saves by itself says so: guard.saved(step). With act=False the guard only
+    reports.
 
     The remedy reaches scaled_dot_product_attention, varlen_attn, evenkeel.flash_attn, and transformers where the model uses
     attn_implementation="evenkeel"; compiled code too, since the plan is looked up at every call. A CUDA graph has its kernels

@@ -228,12 +228,12 @@ def takes_grad_lse(device, dtype, shape, forms, *options):
 
 
 def all_gradients(run, tensors, grad_output, grad_lse, options, forms, name=NAME, by_row=lambda weight: weight):
-    """dq, dk, dv, dsinks of both outputs; either gradient may be None. run: both passes (forward of q, k, v; backward of
+    """dq, dk, dv, dsinks of both outputs; either gradient may be None. Function `run`: both passes (forward of q, k, v; backward of
     grad_output, `tensors`, which are q, k, v, o, lse, saved, and grad_lse) with the problem's options, which are from `plan` on.
-    by_row: from the axes of lse to those of q, without the last one.
+    Function `by_row`: from the axes of lse to those of q, without the last one.
 
-    Where the kernels do not take the gradient of the log-sum-exp: it adds to dq and dk; sum_j P_ij k_j is attention's output
-    with k in the place of v, and sum_i P_ij (dL_i q_i) is dv for an output gradient of dL_i q_i."""
+    Where the kernels do not take the gradient of the log-sum-exp, it is added to dq and dk here. With k in the place of v,
+    sum_j P_ij k_j is attention's output. With an output gradient of dL_i q_i, sum_i P_ij (dL_i q_i) is dv."""
     forward, backward = run
     q, k, v, o, lse, _ = tensors
     H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1])

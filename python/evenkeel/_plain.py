@@ -34,8 +34,8 @@ def and_masks(first, second):
 
 
 def plain_attention(q, k, v, visible=None, bias=None, scale=None, softcap=0.0, sinks=None, dropout_p=0.0):
-    """o (B, H, T, D of v) and the log-sum-exp (B, H, T), of q (B, H, T, D), k, v (B, G, N, D). visible: bool; bias: numbers
-    added to the scores; sinks (H): a score of each head that takes probability and gives no value. A row that sees no key
+    """o (B, H, T, D of v) and the log-sum-exp (B, H, T), of q (B, H, T, D), k, v (B, G, N, D). Visible: bool. Bias: numbers
+    added to the scores. Sinks (H): a score of each head that takes probability and gives no value. A row that sees no key
     is 0. With gradients of both results."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""One forward and backward pass of a model, recorded: every call of attention, whatever door it takes, with q, k and v as
+"""One forward and backward pass of a model, recorded: every call of attention, whatever door it takes. A call has q, k and v as
 attention reads them, dO, and the projections they came from."""
 import contextlib
 import inspect
@@ -27,8 +27,8 @@ def kept_weights(weights):
 
 
 class Call:
-    """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, after on_host() on the CPU in FP32; with its
-    projections, where they were found: x (B, T, C), weights w_q (H, C, D), w_k, w_v (G, C, D)."""
+    """One call of attention: q (B, H, T, D), k, v (B, G, T, D), d_o as q, after on_host() on the CPU in FP32. Where
+    its projections were found, also x (B, T, C), weights w_q (H, C, D), w_k, w_v (G, C, D)."""
 
     def __init__(self, part, of_output, q, k, v, scale, softcap, causal):
         """part: the piece of a tensor that is kept, (B, heads, T, D). of_output: the output's gradient in q's layout."""
@@ -61,8 +61,8 @@ class Call:
 
 
 def one_sequence(visible):
-    """The longest stretch [a, e) of rows that see just the keys of the stretch: all of them, or those up to the row's own
-    (causal); of a mask (T, T) of bool. Padding on either side, packed sequences and the first rows of a sliding window have
+    """The longest stretch [a, e) of rows that see just the keys of the stretch, in a mask (T, T) of bool. They see all of
+    them, or those up to the row's own (causal). Padding on either side, packed sequences and the first rows of a sliding window have
     one. Returns a, e, is it causal; None where there is none of two rows or more."""
     T = visible.shape[0]
     row, count = torch.arange(T), visible.sum(-1)
@@ -122,8 +122,9 @@ def some_of(matrix, indices, axis):
 
 def find_projections(linears, q, k, v, heads_axis):
     """linears: (name, weight (C, features), input, output) of the linear layers since the last attention. Returns the input,
-    [w_q (H, C, D), w_k, w_v (G, C, D)] and the parts of weights by name; None where none fit. By sizes: three layers of one
-    input with H D, G D and G D features, in this order unless k and v are views that say otherwise; or one layer with all."""
+    [w_q (H, C, D), w_k, w_v (G, C, D)] and the parts of weights by name; None where none fit. They are found by sizes: one
+    layer with all features, or three layers of one input with H D, G D and G D. That is their order unless k and v are views that
+    say otherwise."""
     H, G, D = q.shape[heads_axis], k.shape[heads_axis], q.shape[-1]
     pick = lambda weight, columns: some_of(weight, columns.flatten(), 1).reshape(weight.shape[0], -1, D).transpose(0, 1).clone()
     for name, weight, x, out in reversed(linears):

@@ -92,7 +92,7 @@ def plan_of(dtype, plan):
 
 
 class Facts:
-    """What one recorded step tells of every head: probes (name -> (L, H)), sequences, rows."""
+    """What one recorded step says of every head: probes (name -> (L, H)), sequences, rows."""
 
     def __init__(self, calls, plan, by_head=None):
         """plan: a text, or None for the dtype's own; by_head: a function of layer and number of heads, a plan for each."""
@@ -274,17 +274,17 @@ class Monitor:
             loss = model(...); loss.backward(); optimizer.step()
             monitor.step(loss, lr=lr)                # after the backward pass, once a step
 
-    Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given; with evenkeel's attention, not
-    compiled, mean_lse and largest_lse of every layer and head too. Every `every`-th step the attention of the first
-    forward pass is recorded and probed: log-sum-exp, offset, ties, leak, largest scores, for every layer and head, on the
-    first `sequences` sequences and `rows` rows; spectral norms of all weights every `norms_every`-th such step (by default
-    each, and every tenth on a GPU, from which the weights must be copied). A head that
-    drifts is an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
-    plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
-    loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
-    background: probes are computed by a thread beside the training; by default on a GPU. A line is written when it is whole,
-    so lines wait for the probe before them, and step() does not wait for the GPU: it returns the numbers of the latest step
-    that has arrived.
+    Every step: step, loss, lr, gradient_norm, tokens_per_second, as far as they are given. With evenkeel's attention, not
+    compiled, also mean_lse and largest_lse of every layer and head. Every `every` steps the attention of the first
+    forward pass is recorded and probed on the first `sequences` sequences and `rows` rows. The probes of every layer and head are
+    log-sum-exp, offset, ties, leak and largest scores. Every `norms_every` such steps the spectral norms of all weights join them
+    (by default each time, and every tenth on a GPU, from which the weights must be copied). A head that drifts raises
+    an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
+    Plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
+    Loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
+    Background: a thread beside the training computes the probes; by default on a GPU. A line is written when it is whole,
+    so lines wait for the probe before them. The method step() does not wait for the GPU. It returns the numbers of the latest
+    step that has arrived.
     On several ranks: make one on each. Rank 0 writes. tensor_parallel: the group of ranks over which heads are split.
     A compiled model must be given as torch.compile returned it; recorded steps run without the compiler.
     """

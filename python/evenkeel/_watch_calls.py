@@ -1,4 +1,4 @@
-"""Where attention calls are seen: a recording is told of q, k, v and, in the backward pass, of dO. One at a time."""
+"""Where attention calls are seen: a recording gets q, k, v and, in the backward pass, dO. One at a time."""
 import threading
 
 _recording = None  # has add(...) and add_packed(...): a call with set_gradient(d_o), or None
@@ -21,7 +21,7 @@ def is_recording():
 
 
 def not_recorded(call, why):
-    """call()'s result; a recording is told why it does not have the call."""
+    """call()'s result; a recording gets the reason why it does not have the call."""
     if _recording is not None and not getattr(_inside, "call", False):
         _recording.skip(why)
     return call()
@@ -56,9 +56,8 @@ def _observed(call, add):
 
 
 def seen(call, q, k, v, scale, softcap, causal, visible=None, heads_axis=1, window=(-1, -1)):
-    """q (B, H, T, D), k, v (B, G, N, D); the output has its heads on that axis, 1 or 2, or is brought to (B, T, H, D) by that
-    function. visible: bool or uint8, broadcast to
-    (B, H, T, N); or None."""
+    """q (B, H, T, D), k, v (B, G, N, D). The output has its heads on that axis, 1 or 2, or that function brings it to
+    (B, T, H, D). Visible: bool or uint8, broadcast to (B, H, T, N), or None."""
     return _observed(call, lambda recording: recording.add(q, k, v, scale, softcap, causal, visible, heads_axis, window))
 
 

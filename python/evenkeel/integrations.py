@@ -91,7 +91,7 @@ def LightningCallback(folder, guard=False, **options):
 
 def attach(model, optimizers, folder, guard=False, **options):
     """torchtitan, or any loop: every optimiser step is a step of the run, with the mean of the model's losses since the one
-    before. optimizers: one, a list, or torchtitan's container. The model returns a loss, or its trainer calls
+    before. The optimizers: one, a list, or torchtitan's container. The model returns a loss, or its trainer calls
     monitor.note_loss(loss). Returns the monitor; close() detaches it."""
     one = list(optimizers) if not hasattr(optimizers, "step") or isinstance(optimizers, (list, tuple)) else [optimizers]
     inner = getattr(optimizers, "optimizers", None) or one

@@ -3,8 +3,8 @@
     def test_my_kernel(evenkeel_conform):
         evenkeel_conform(my_attention, device="cuda")
 
-The fixture judges the function as evenkeel.conform does and fails with its report. --evenkeel-quick: a first verdict in
-seconds. --evenkeel-failing FOLDER: the smallest failing form of each test as a file there."""
+The fixture judges the function as evenkeel.conform does and fails with its report. With `--evenkeel-quick` a first verdict
+comes in seconds. With `--evenkeel-failing FOLDER` the smallest failing form of each test is a file there."""
 import pathlib
 
 import pytest

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A nanoGPT-style training with evenkeel's attention, small enough for a CPU: it derails with a coarse plan, and does not
+"""A nanoGPT-style training with evenkeel's attention, small enough for a CPU: it drifts with a coarse plan, and does not
 with the remedy.
 
     train_nano.py --plan fp32,row_sum=e5m2                          the scores drift (offset), then the loss rises
