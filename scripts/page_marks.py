@@ -1,26 +1,36 @@
 """Writes what the pages of README.md and docs take from elsewhere (scripts/study --docs), or checks it (--docs --check).
 
-A page has six kinds of marks, all HTML comments, which a reader does not see:
+A page has eight kinds of marks, all HTML comments, which a reader does not see:
     <!-- study: NAME --> ... <!-- end -->               a table: the function NAME_table of study_docs.py, from docs/curves or a table of docs/experiments.md
     <!-- evenkeel ARGUMENTS --> ... <!-- end -->         what the program prints: commands, options, plans, records
+    <!-- shown: evenkeel ARGUMENTS --> ... <!-- end -->  the command and what it prints, as a terminal shows them
     <!-- include/evenkeel.h --> ... <!-- end -->         the functions of the C interface
+    <!-- src/FILE NAME -->value<!-- -->                 a constant of the code
     <!-- = QUANTITY RUN... -->value<!-- -->             a figure, see Figures.value; RUN may have * for any characters, @NAME is a row of GROUPS
     <!-- experiments.md -->value<!-- -->                a figure that docs/experiments.md has in the same words; no curve is behind it
-    <!-- given -->words<!-- -->                         a setting: chosen, not measured; several lines end with <!-- end -->
-In README.md and docs/study.md every other number must be quoted ("") or in code (``): else --check names it. So no result can be typed by hand.
+    <!-- given -->words<!-- -->                         chosen or defined, not measured: a setting, a formula; several lines end with <!-- end -->
+Every other number must be quoted ("") or in code (``), or be of a kind that NAMES lists: else --check names it. So no result can be typed by hand.
+The pages of NOT_LINTED are left out, each for the reason that stands there.
 docs/experiments.md marks a table that others show in part: <!-- table: NAME --> before its first line.
 """
 
 import re
+import shlex
 import subprocess
 
 from study_docs import NONE, Figures, table
 
-LINTED = ("docs/study.md", "README.md")
+NOT_LINTED = {
+    "docs/experiments.md": "the log: every section has the commands of its figures",
+    "docs/scoreboard.md": "scripts/scoreboard writes all of it",
+    "docs/kernels.md": "budgets are computed where they stand",
+}
 
 BLOCK = re.compile(r"(<!-- study: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 INLINE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- -->)", re.S)
 PRINTED = re.compile(r"(<!-- evenkeel ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
+SHOWN = re.compile(r"(<!-- shown: evenkeel ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
+CONSTANT = re.compile(r"(<!-- (src/\S+ k\w+) -->)(.*?)(<!-- -->)", re.S)
 DECLARED = re.compile(r"(<!-- (include/evenkeel\.h) -->\n)(.*?)(<!-- end -->)", re.S)
 GIVEN = re.compile(r"<!-- given -->.*?<!-- (end )?-->", re.S)
 CITED = re.compile(r"(<!-- experiments\.md -->)(.*?)(<!-- -->)", re.S)
@@ -32,10 +42,21 @@ def line_of(text, place):
 
 def printed(program, arguments):
     """What the program prints, without a blank line at its ends."""
-    done = subprocess.run([program, *arguments.split()], capture_output=True, text=True)
+    done = subprocess.run([program, *shlex.split(arguments)], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"evenkeel {arguments}: exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout.strip("\n") + "\n"
+
+
+def constant(root, words):
+    """The number that a line of the code gives to a name."""
+    file, name = words.split()
+    path = root / file
+    found = re.search(rf"\b{name} = ([\d.'e+-]+)f?[;,]", path.read_text()) if path.exists() else None
+    if not found:
+        raise ValueError(f"expected {name} = NUMBER in {file}, found none")
+    value = float(found[1].replace("'", ""))
+    return f"{value:,.0f}" if value == int(value) else found[1]
 
 
 def declared(header):
@@ -49,7 +70,7 @@ def declared(header):
     return table(["function", "contract"], rows)
 
 
-def page_with_figures(name, text, figures, program):
+def page_with_figures(root, name, text, figures, program):
     """The page as it should be, and what is wrong with it as it is: (line, words)."""
     faults = []
 
@@ -57,6 +78,8 @@ def page_with_figures(name, text, figures, program):
         """What belongs between the marks of a block."""
         if match.re is PRINTED:
             return printed(program, match[2])
+        if match.re is SHOWN:
+            return f"```\n$ evenkeel {match[2]}\n{printed(program, match[2])}```\n"
         if match.re is DECLARED:
             return declared(figures.header)
         wanted = getattr(figures, match[2] + "_table", None)
@@ -73,18 +96,18 @@ def page_with_figures(name, text, figures, program):
 
     def inline(match):
         try:
-            value = figures.value(match[2])
+            value = constant(root, match[2]) if match.re is CONSTANT else figures.value(match[2])
             if value in ("", NONE, "NaN"):
                 raise ValueError("expected a value, found that the curves have none")
             return match[1] + value + match[4]
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
             faults.append((line_of(text, match.start()), f"{match[2]}: {error}"))
             return match[0]
 
     for match in CITED.finditer(text):
         if match[2] not in figures.experiments:
             faults.append((line_of(text, match.start()), f'expected words that docs/experiments.md has, found "{match[2]}"'))
-    kinds = ((BLOCK, block), (PRINTED, block), (DECLARED, block), (INLINE, inline))
+    kinds = ((BLOCK, block), (PRINTED, block), (SHOWN, block), (DECLARED, block), (INLINE, inline), (CONSTANT, inline))
     for pattern, replace in kinds:
         for match in pattern.finditer(text):
             wanted = replace(match)
@@ -99,19 +122,24 @@ def page_with_figures(name, text, figures, program):
     for pattern, replace in kinds:
         wanted = pattern.sub(replace, wanted)
     faults = list(dict.fromkeys(faults))
-    return wanted, faults + (unmarked_numbers(text) if name in LINTED else [])
+    return wanted, faults + (unmarked_numbers(text) if name not in NOT_LINTED else [])
 
 
-# What a number may be outside the marks: names of things, places in a text, formats, seeds and layers.
-NAMES = re.compile(
-    r"GPT-2( 124M)?|Debian \d+|CUDA \d+\.\d|C\+\+20|Python \d\.\d+|FlashAttention-\d|arXiv \d+\.\d+(v\d)?|\bE\dM\d|\b(BF|FP|TF)\d+|H\d00|PyTorch \d\.\d+|layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|sections? \d"
-    r"|Figures? \d+( and \d+)?|W_\w|log2|\b[a-z]\d\b|cuDNN \d\.\d+")
+# What a number may be outside the marks: the kinds that no measurement gives.
+NAMES = re.compile("|".join((
+    r"GPT-2( 124M)?|HiFloat8|FlashAttention-\d|ZeRO-\d|FSDP\d|W_\w|log2|H\d00|C\+\+20|\b[a-z]\d\b",  # names of things
+    r"(Debian|CUDA|Python|PyTorch|cuDNN|transformers|flash_attn|capability) \d+(\.\d+)?( and \d)?",  # versions
+    r"arXiv \d+\.\d+(v\d)?|sections? \d|Figures? \d+( and \d+)?",  # places in a text
+    r"\bE\dM\d|\b(BF|FP|TF)\d+|\d+(,? (and )?\d+)* ((extra|significand|exponent) )?bits?\b|\b2\^\(?-?\w+",  # formats and powers of two
+    r"layers? \d( (or|and) \d)?|[Ss]eeds? \d(, \d)*( and \d)?|[Rr]anks? \d",  # which of several
+    r"^\| \d{1,2} (?=\|)|^\*\*\d+\.",  # numbers of rows and paragraphs
+)), re.M)  # fmt: skip
 
 
 def unmarked_numbers(text):
     """(line, words) of every number that is neither generated, cited, given, quoted nor in code."""
     blank = lambda match: re.sub(r"[^\n]", " ", match[0])
-    for pattern in (BLOCK, PRINTED, DECLARED, GIVEN, INLINE, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
+    for pattern in (BLOCK, PRINTED, SHOWN, DECLARED, GIVEN, INLINE, CONSTANT, CITED, re.compile(r"```.*?```", re.S), re.compile(r"^(    .*|#.*)$", re.M),
                     re.compile(r"`[^`]*`"), re.compile(r'"[^"]*"'), re.compile(r"\]\([^)]*\)"), re.compile(r"<!--.*?-->", re.S), re.compile(r"^\s*\d+\. ", re.M), NAMES):  # fmt: skip
         text = pattern.sub(blank, text)
     return [(line_of(text, m.start()), f"expected a figure from the curves (or a mark that says where it comes from), found {m[0]}")
@@ -131,11 +159,11 @@ def write_docs(root, check, program):
     for name in pages_of(root):
         path = root / name
         text = path.read_text()
-        wanted, faults = page_with_figures(name, text, figures, program)
+        wanted, faults = page_with_figures(root, name, text, figures, program)
         if not check and wanted != text:
             path.write_text(wanted)
             print(f"{name}: written")
-            faults = page_with_figures(name, wanted, figures, program)[1]
+            faults = page_with_figures(root, name, wanted, figures, program)[1]
         for line, words in faults:
             print(f"{name}:{line}: {words}")
         failed = failed or bool(faults)

@@ -319,7 +319,7 @@ class Figures:
         return table(["offset", "steps", *words.values()], rows)
 
     def noise_exponent_table(self):
-        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: of an octave of error for bits, of an octave of rate for the learning rate."""
+        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give. It is per octave of error for bits, per octave of rate for the learning rate."""
         both = ("~square-both-*", "noise-output_stochastic-1")
         pairs = (
             ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1"), both),
@@ -568,6 +568,13 @@ class Figures:
         rows = [[row["B,H,T,D"], both(row["FlashAttention-2"]), both(row["cuDNN"]), both(row["ours, `wide_output` (default)"])]
                 for row in self.logged_table("attention_speed") if row["B,H,T,D"]]  # fmt: skip
         return table(["B,H,T,D", "FlashAttention-2", "cuDNN", "Evenkeel, `wide_output`"], rows)
+
+    def one_head_table(self):
+        """docs/how_it_works.md's: one head, trained, with one number per row kept in two bits, and two remedies."""
+        rows = {row["plan"]: row for row in self.logged_table("one_head")}
+        wanted = (("`fp32`", "nothing is rounded"), ("`fp32,row_sum=e8m2`", "one number per row is rounded"), ("`fp32,row_sum=e8m2,stabiliser=zero_sum`", "the same, the sum restored"),
+                  ("`fp32,row_sum=e8m2,keel=1e-3`", "the same, with a restoring force"))  # fmt: skip
+        return table(["plan", "means", "offset at the end", "loss"], [[plan, words, rows[plan]["offset"], rows[plan]["loss"]] for plan, words in wanted])
 
     def twins_table(self):
         """docs/pytorch.md's: PyTorch's kernels and ours from one checkpoint."""

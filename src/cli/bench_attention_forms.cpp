@@ -1,5 +1,5 @@
 // `evenkeel bench attention --gpu --forms`: what each form of a problem costs on the kernels that are chosen for it, against
-// the same work without it, in one run: facts of scores, plans that differ by head, FP16, windows, soft caps, slopes, sinks.
+// the same work without it. One run has facts of scores, plans that differ by head, FP16, windows, soft caps, slopes, sinks.
 #include <fmt/format.h>
 
 #include <functional>

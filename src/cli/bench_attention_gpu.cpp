@@ -1,5 +1,5 @@
-// `evenkeel bench attention --gpu`: our kernels next to PyTorch's FlashAttention-2 and cuDNN on the same tensors, in
-// one process. python/bench_attention.py holds the stopwatch, through the C interface; here is what is measured, against
+// `evenkeel bench attention --gpu`: our kernels next to PyTorch's FlashAttention-2 and cuDNN on the same tensors, in one
+// process. The stopwatch is python/bench_attention.py, through the C interface. Here is what is measured, against
 // which figures, and the verdict. Without PyTorch our kernels are timed alone, from C++.
 #include <fmt/format.h>
 #include <sys/wait.h>

@@ -1,5 +1,5 @@
-// `evenkeel bench probes`: what probes add to a step of `micro` on one thread, steps with and without in turn; with --gpu,
-// to training `nano` as `evenkeel train` does it, stretches with and without in turn.
+// `evenkeel bench probes`: what probes add to a step of `micro` on one thread, steps with and without in turn. With --gpu,
+// what they add to training `nano` as `evenkeel train` does it, stretches with and without in turn.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -125,8 +125,8 @@ int bench_probes(bool check, bool json) {
                check, json);
 }
 
-// A round is kEvery steps without probes, as many with the cheap set, and as many with both sets as a run has them: the
-// full set at the first, its record in the last.
+// A round has three stretches of kEvery steps: without probes, with the cheap set, and with both sets as a run has them.
+// In the last the full set is at the first step and its record at the last.
 int bench_probes_gpu(bool check, bool json) {
   const CudaDevice device = cuda_device();
   require_data(device.present, "--gpu: no GPU: {}", device.why);

@@ -1,6 +1,6 @@
 // `evenkeel bench round`: the speed of round_array on one thread, every format and mode, as a ratio to memcpy
 // of the same arrays. Each case is timed in turn with a memcpy of its own, round after round, so that
-// whatever else the machine does touches both; the figures are medians over the rounds. Time is the thread's
+// whatever else the machine does touches both. The figures are medians over the rounds. Time is the thread's
 // own CPU time: a thread that has to wait for its turn is not slow.
 #include <fmt/format.h>
 #include <time.h>

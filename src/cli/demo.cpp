@@ -1,5 +1,5 @@
 // `evenkeel demo`: the whole job on this machine, nothing staged. It trains three runs side by side, finds by replays which
-// rounding makes one of them drift, and writes the report. --verbose adds every replay and a recorded step of a GPU's run.
+// rounding makes one of them drift, and writes the report. With --verbose also every replay and a recorded step of a GPU's run.
 #include "cli/demo.h"
 
 #include <fmt/format.h>
@@ -40,7 +40,7 @@ double seconds_since(Clock::time_point start) {
 
 // How much is done. Sizes are such that the drift is well past doubt at the end.
 struct Scale {
-  const char* time = "";     // on two idle cores, in words
+  const char* time = "";     // on two cores, in words
   RunConfig config;          // of all three runs, but for the plan
   bool synthetic = false;    // text, unless another is asked for
   int64_t replay_steps = 0;  // of a replay
@@ -61,7 +61,7 @@ Scale full_scale() {
 // So small a model drifts on some texts only, and later on others: it has one on which it is known to.
 Scale short_scale() {
   Scale scale;
-  scale.time = "about half a minute";
+  scale.time = "less than a minute";
   scale.synthetic = true;
   scale.config.seed = 3;
   scale.config.model = model_preset("micro");
@@ -281,7 +281,7 @@ class Demo {
   void run(const std::string& text) {
     fs::create_directories(out_);
     say("This trains a small GPT-2 three times, finds the rounding that makes one run drift, and writes a "
-        "report.\nIt takes {} on two idle cores and needs no GPU.\n\n",
+        "report.\nIt takes {} on two cores and needs no GPU.\n\n",
         scale_.time);
     say_heading("1. Train: the same weights and batches, three ways to compute attention");
     train(text);
@@ -471,14 +471,14 @@ int run_demo(int argc, char** argv) {
   bool full = false, quick = false, verbose = false, story = false, json = false;
   Options options(
       "demo [--quick | --full] [--verbose] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
-      "The whole job on this machine, without a GPU, in about half a minute on two idle cores. It trains a "
-      "small model\n"
+      "The whole job on this machine, without a GPU, in less than a minute on two cores. It trains a small "
+      "model\n"
       "three times; one run drifts. It finds the layer, heads and rounding that did it by replays, and "
       "writes the "
       "report.\n"
       "--story: the mechanism in the small, from one addition to one head.",
       "demo --out demo");
-  options.flag("--quick", "a small model on synthetic text, well within a minute (the default)", quick);
+  options.flag("--quick", "a small model on synthetic text, less than a minute (the default)", quick);
   options.flag("--full", "a larger model, on the project's own text: a few minutes", full);
   options.flag("--verbose", "also every replay, the bits of an addition, and a recorded step of a GPU's run",
                verbose);

@@ -57,9 +57,9 @@ class ReplayLine {
   int64_t steps_ = 0;
 };
 
-// --- --ask: another trainer makes the replays. One JSON object a line: out go {"tell": words}, {"replay": ...} and last
-// {"result": ...}; after a replay was asked for, its steps come in with the names of metrics.jsonl, then {"done": true} or
-// {"error": words}.
+// --- --ask: another trainer makes the replays. One JSON object a line. Out go {"tell": words}, {"replay": ...} and last
+// {"result": ...}. After a replay was asked for, its steps come in with the names of metrics.jsonl. Then comes
+// {"done": true} or {"error": words}.
 
 void say(const nlohmann::json& line) {
   fmt::print("{}\n", json_with_words(line).dump());

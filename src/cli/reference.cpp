@@ -26,6 +26,21 @@ std::string cell(std::string_view raw) {
   for (const char c : raw) out += c == '|' ? std::string("\\|") : std::string(1, c == '\n' ? ' ' : c);
   return out;
 }
+// A description in Markdown: its indented lines, "  name  words", are a list.
+std::string prose(const std::string& raw) {
+  std::string out;
+  std::istringstream lines(raw);
+  bool in_list = false;
+  for (std::string line; std::getline(lines, line);) {
+    const size_t words = line.find_first_not_of(' ', line.find("  ", 2));
+    const bool is_item = line.starts_with("  ") && words != std::string::npos;
+    if (is_item != in_list && !out.ends_with("\n\n")) out += '\n';
+    in_list = is_item;
+    out += is_item ? fmt::format("- `{}`: {}\n", line.substr(2, line.find(' ', 2) - 2), line.substr(words))
+                   : line + "\n";
+  }
+  return out;
+}
 std::string code(std::string_view raw) { return raw.empty() ? std::string() : "`" + cell(raw) + "`"; }
 
 std::string commands() {
@@ -40,8 +55,8 @@ std::string options() {
   std::string text;
   for (const Command& command : kCommands)
     for (const Page& page : pages_of(command)) {
-      text += fmt::format("\n### {}\n\n```\nevenkeel {}\n```\n\n{}\n", page.name, page.table.usage,
-                          page.table.description);
+      text += fmt::format("\n### {}\n\n```\nevenkeel {}\n```\n\n{}", page.name, page.table.usage,
+                          prose(page.table.description));
       if (!page.table.options.empty()) text += "\n| option | meaning |\n|---|---|\n";
       for (const CommandTable::Option& option : page.table.options)
         text += fmt::format("| {} | {} |\n", code(CommandTable::shown(option)), cell(option.help));

@@ -5,8 +5,8 @@ is a file; a block without a name shows output or a formula. The line <!-- not r
 a test. Commands and options are checked in every block and in every `code` of a paragraph, run or not.
 
 How long commands become short: every page has a folder of its own with a text (`docs`), a run of 8 steps (`RUN`) and a capture (`FILE`).
-The program is replaced by STAND_IN below. It trains two layers for at most 8 steps, reads step 4 wherever a page names another,
-judges 500 rows, stops the live view as soon as it serves, and leaves `demo`, `bench` and `test` to tests of their own.
+The program is replaced by STAND_IN below. It trains two layers for at most 8 steps, reads step 4 wherever a page names another, and judges 500
+rows. It stops the live view as soon as it serves, and leaves `demo`, `bench` and `test` to tests of their own.
 """
 
 import ctypes
@@ -163,6 +163,27 @@ def plan_faults(page, text, library):
             if library.evenkeel_plan_draws(plan.encode(), ctypes.byref(draws)) != 0]  # fmt: skip
 
 
+# Words that the glossary replaces, with what to say instead.
+AVOIDED = {r"derail\w*": "drift or failure", r"common (part|mode)": "offset", r"speaks?": "raises an alarm", r"told|tells": "reports, returns", r"aside": "separately", r"mend(ed|ing)?": "fix",
+           r"that (is|are) none": "not a valid ...", r"go(es)? on with": "continue"}  # fmt: skip
+LONGEST = 30  # words of a sentence
+
+
+def prose_faults(page, text):
+    """Sentences that are too long to be read once, and words that are not the glossary's, outside code, tables and headings."""
+    faults = []
+    text = re.sub(r"^\s*```.*?^\s*```$|<!--.*?-->|^(    |#|\|)[^\n]*$", lambda match: re.sub(r"[^\n]", "", match[0]), text, flags=re.S | re.M)
+    text = re.sub(r"^(\s*)([-*]|\d+\.) ", r"\1\n", text, flags=re.M)
+    for paragraph in re.split(r"\n\s*\n", text):
+        plain = re.sub(r"\([^()]*\)", " x ", re.sub(r"`[^`]*`|\]\([^)]*\)", " x ", paragraph))
+        for sentence in re.split(r"(?<=[.!?;:])\s+(?=[A-Zx*\[])", plain):
+            words = len(re.findall(r"[A-Za-z][\w'-]*", sentence))
+            if words > LONGEST:
+                faults.append(f"{page}: expected at most {LONGEST} words a sentence, found {words}: {' '.join(sentence.split())[:100]}")
+        faults += [f"{page}: expected {better}, found {found[0]}" for pattern, better in AVOIDED.items() for found in re.finditer(rf"\b({pattern})\b", plain, re.I)]
+    return faults
+
+
 def known_options():
     answer = json.loads(subprocess.run([PROGRAM, "help", "--json"], capture_output=True, text=True, check=True).stdout)
     return {row["command"]: {option["name"] for option in row["options"]} for row in answer["commands"]}
@@ -201,6 +222,10 @@ class Pages(unittest.TestCase):
             text = (ROOT / "docs" / target).read_text()
             self.assertIn(words, re.sub(r"\s+", " ", re.sub(r"<!--.*?-->", "", text)), target)
 
+    def test_sentences_are_short_and_words_the_glossarys(self):
+        theirs = {LOG, "docs/study.md", "docs/scoreboard.md", "docs/kernels.md"}  # a log, a paper, lists, budgets
+        self.assertEqual([fault for page in PAGES if page not in theirs for fault in prose_faults(page, self.read(page))], [])
+
     def test_what_looks_like_a_command_is_in_a_block_that_is_run(self):
         faults = []
         for page in PAGES:
@@ -231,6 +256,11 @@ class Faults(unittest.TestCase):
         page = "```plan\nflash2\nflash3\n```\n\n`evenkeel train --plan 'fp32,row_sun=bf16'`\n"
         faults = plan_faults("x", page, the_library())
         self.assertEqual([fault.split(": ")[0] for fault in faults], ["x:3", "x:6"])
+
+    def test_prose(self):
+        words = lambda count: "w " * (count - 1) + "end"
+        page = f"# {words(40)}\n\n| {words(40)} |\n\n```\n{words(40)}\n```\n\n{words(31)}. The run derails. `{words(40)}` {words(29)}\n- {words(20)}\n- {words(20)}\n"
+        self.assertEqual([fault.split("found ")[-1].split(":")[0] for fault in prose_faults("x", page)], ["31", "derails"])
 
     def test_blocks(self):
         found = blocks("<!-- not run: why -->\n```sh\na\n```\n\n```\nb\n```\n")
