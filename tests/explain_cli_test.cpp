@@ -122,24 +122,6 @@ TEST_F(ExplainCommand, ABlockThatSharesAScale) {
   expect_refused("1 2 --to 'int8*row/stochastic'", 2, "do not go with a shared scale");
 }
 
-// Every "    $ evenkeel explain ..." of the page is followed by what the program prints, indented alike.
-TEST_F(ExplainCommand, ThePageShowsWhatTheProgramPrints) {
-  std::ifstream page(std::string(EVENKEEL_SOURCE_DIR) + "/docs/study_a_format.md");
-  const std::string start = "    $ evenkeel explain ";
-  int commands = 0;
-  for (std::string line; std::getline(page, line);) {
-    if (line.compare(0, start.size(), start) != 0) continue;
-    ++commands;
-    std::istringstream printed(run(line.substr(start.size())).out);
-    for (std::string expected; std::getline(printed, expected);) {
-      std::string shown;
-      std::getline(page, shown);
-      ASSERT_EQ(shown, expected.empty() ? "" : "    " + expected) << "after " << line;
-    }
-  }
-  EXPECT_GE(commands, 2);
-}
-
 TEST_F(ExplainCommand, Help) {
   const Output output = run("--help");
   EXPECT_EQ(output.code, 0);
