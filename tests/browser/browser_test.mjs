@@ -131,10 +131,58 @@ test('without JavaScript it is as whole', async () => {
   await page.context().close();
 });
 
-test('nothing is wider than a small window', async () => {
-  const page = await open(report(), {viewport: {width: 390, height: 800}});
-  assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth + 1));
-  assertQuiet(page, 'file:');
+// What a reader cannot see whole: elements beyond the window, letters beyond their drawing or cut by a box that hides what
+// does not fit, and letters of one drawing that lie on each other. What scrolls or is opened by a click is not cut off.
+const cutOff = (page) => page.evaluate(() => {
+  const found = [], words = (element) => element.textContent.trim().replace(/\s+/g, ' ').slice(0, 60);
+  const fault = (what, element) => found.push(`${what}: <${element.localName} class="${element.getAttribute('class') ?? ''}"> ${words(element)}`);
+  const scrolls = (element) => element.closest('pre, .scroll, .unseen, .skip, details:not([open])');
+  if (document.documentElement.scrollWidth > innerWidth + 1) found.push(`the page is ${document.documentElement.scrollWidth} px wide`);
+  for (const element of document.querySelectorAll('body *')) {
+    const box = element.getBoundingClientRect();
+    if (box.width === 0 || box.height === 0 || element.closest('svg') || scrolls(element)) continue;
+    if (box.left < -1 || box.right > innerWidth + 1) fault('beyond the window', element);
+    const hides = ['hidden', 'clip'].includes(getComputedStyle(element).overflowX) && element !== document.body;
+    if (hides && element.scrollWidth > element.clientWidth + 1 && !element.title) fault('cut by its box', element);
+  }
+  for (const svg of document.querySelectorAll('main svg:is(.chart, .heat, .dots)')) {
+    const box = svg.closest('.scroll'), clips = box && getComputedStyle(box).overflowX !== 'visible';
+    const [least, most] = clips ? [box.getBoundingClientRect().left, box.getBoundingClientRect().left + box.scrollWidth] : [0, innerWidth];
+    const texts = [...svg.querySelectorAll('text')].filter((text) => text.textContent.trim() && text.getClientRects().length)
+      .map((text) => ({text, box: text.getBoundingClientRect()}));
+    for (const {text, box} of texts) {
+      if (box.left < least - 1 || box.right > most + 1) fault(`cut off in ${svg.id}`, text);
+      const under = texts.find(({text: other, box: its}) => other !== text && text.compareDocumentPosition(other) & Node.DOCUMENT_POSITION_FOLLOWING &&
+        Math.min(box.right, its.right) - Math.max(box.left, its.left) > 3 && Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top) > 5);
+      if (under) fault(`in ${svg.id}, under "${words(under.text)}"`, text);
+    }
+  }
+  return found;
+});
+const windows = [1400, 400].flatMap((width) => ['light', 'dark'].map((colorScheme) => ({viewport: {width, height: 900}, colorScheme})));
+async function assertWhole(url, ready = async () => {}) {
+  for (const options of windows) {
+    const page = await open(url, options);
+    await ready(page);
+    assert.deepEqual(await cutOff(page), [], JSON.stringify(options));
+    assertQuiet(page, new URL(url).origin === 'null' ? 'file:' : url);
+    await page.context().close();
+  }
+}
+
+test('nothing is cut off at any width, by day and by night', async () => {
+  await assertWhole(report());
+  const page = await open(report(), windows[3]);  // each kind of fault is found
+  for (const [word, html] of [
+    ['beyond the window', '<p style="position: absolute; left: 300px; width: 200px">words</p>'],
+    ['cut by its box', '<p style="width: 40px; overflow: hidden; white-space: nowrap">many words in a narrow box</p>'],
+    ['cut off in planted', '<svg class="chart" id="planted" width="380" height="20"><text x="360" y="10">a long name of a curve</text></svg>'],
+    ['in planted, under "second"', '<svg class="chart" id="planted" width="100" height="20"><text x="5" y="12">first</text><text x="9" y="13">second</text></svg>'],
+  ]) {
+    await page.evaluate((text) => document.querySelector('main').insertAdjacentHTML('beforeend', `<div id="fault">${text}</div>`), html);
+    assert.ok((await cutOff(page)).some((found) => found.startsWith(word)), word);
+    await page.evaluate(() => document.getElementById('fault').remove());
+  }
   await page.context().close();
 });
 
@@ -162,7 +210,7 @@ test('the pointer shows values, and a drag zooms', async () => {
   await page.context().close();
 });
 
-test('keys do the same, and what they find is told', async () => {
+test('keys do the same, and what they find is announced', async () => {
   const page = await open(report());
   const chart = page.locator('#loss-chart'), voice = page.locator('#voice');
   await chart.focus();
@@ -309,6 +357,7 @@ test('the live view follows a run that trains, stops and goes on; and its server
   again.kill('SIGINT');
   assert.equal(await again.ended, 0);
   for (const viewer of [page, second]) assertQuiet(viewer, url);
+  await assertWhole(url, (viewer) => state(viewer, 'live'));
 
   // The server ends in order; viewers say so, and find another one at its place.
   watch.kill('SIGINT');
