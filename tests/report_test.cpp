@@ -335,6 +335,21 @@ TEST_F(ReportTest, a_verdict_fills_the_chain) {
   EXPECT_TRUE(has(html, "a carry leaves the point"));
 }
 
+TEST_F(ReportTest, what_the_guard_did_stands_at_the_top) {
+  const auto event = [](int step, const char* kind) {
+    return fmt::format("{{\"step\":{},\"kind\":\"{}\",\"words\":\"w\"}}\n", step, kind);
+  };
+  const fs::path warned =
+      make("warned", {{"metrics.jsonl", metrics(30)}, {"guard.jsonl", event(3, "warning")}});
+  EXPECT_FALSE(has(page_of({warned}), "guarded\">"));
+  const fs::path guarded =
+      make("guarded", {{"metrics.jsonl", metrics(30)},
+                       {"guard.jsonl", event(3, "remedy") + event(7, "warning") + event(9, "roll_back")}});
+  const std::string html = page_of({warned, guarded});
+  EXPECT_TRUE(has(html, "switched zero_sum on in drifting heads of"));
+  EXPECT_TRUE(has(html, "guarded</span> at steps 3, 9; returns to a checkpoint: 1.</p>"));
+}
+
 TEST_F(ReportTest, what_runs_say_is_text_and_nothing_else) {
   const std::string evil = "</script><script>alert(1)</script>\"'<img src=x>&\x01\xff";
   const auto quoted = [](const std::string& text) {

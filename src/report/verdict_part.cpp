@@ -82,6 +82,30 @@ std::string tiles(const PageData& data) {
   return text + "</dl>\n";
 }
 
+// What the guard did, a paragraph for every run in which it acted.
+std::string guard_words(const PageData& data) {
+  constexpr size_t kMostSteps = 6;
+  std::string text;
+  for (size_t n = 0; n < data.runs.size(); ++n) {
+    std::string steps;
+    size_t acted = 0, roll_backs = 0;
+    for (const RunEvent& event : data.runs[n].events) {
+      const bool is_roll_back = event.kind == RunEvent::Kind::guard_roll_back;
+      if (!is_roll_back && event.kind != RunEvent::Kind::guard_remedy) continue;
+      roll_backs += is_roll_back ? 1 : 0;
+      if (acted++ < kMostSteps) steps += fmt::format("{}{}", steps.empty() ? "" : ", ", event.step);
+    }
+    if (acted == 0) continue;
+    text += fmt::format(
+        "<p class=\"more guarded\">The {} switched zero_sum on in drifting heads of <span "
+        "class=\"{}\">{}</span> at {} {}{}{}.</p>\n",
+        term("guard"), colour_of(data, n), escape(data.runs[n].label), acted == 1 ? "step" : "steps", steps,
+        acted > kMostSteps ? ", ..." : "",
+        roll_backs == 0 ? "" : fmt::format("; returns to a checkpoint: {}", roll_backs));
+  }
+  return text;
+}
+
 // What could not be read belongs where it cannot be overlooked.
 std::string notes_of(const PageData& data) {
   std::string notes;
@@ -109,6 +133,7 @@ std::string verdict_part(const PageData& data) {
   if (!statement.more.empty()) text += fmt::format("<p class=\"more\">{}</p>\n", escape(statement.more));
   if (!statement.sure.empty())
     text += fmt::format("<p class=\"sure\">How sure? {}.</p>\n", escape(capital(statement.sure)));
+  text += guard_words(data);
   if (const RunForecast expected = forecast(run); !expected.of_heads.empty())
     text += fmt::format("<p class=\"more\" id=\"forecast\">Forecast: {}.</p>\n", escape(in_words(expected)));
   if (const std::string next = run.verdict_record().text("next_command"); !next.empty())
