@@ -2,11 +2,12 @@
 #pragma once
 
 #include "attention/cuda/ampere_backward.cuh"
+#include "attention/cuda/row_facts.cuh"
 
 namespace evenkeel::ampere {
 
-// delta = dO . O' (or the exact one), less 2 z L; and the rest of a row's facts. kHead / 8 threads a row, and kRounds rows a
-// thread, so that what is the same for all rows is found once, and more of memory is on its way.
+// kHead / 8 threads a row, and kRounds rows a thread, so that what is the same for all rows is found once, and more of memory is
+// on its way.
 template <class Pairs, int kHead, class Tiles>
 struct RowFacts {
   static constexpr int kThreads = 256, kBlocksAtOnce = 4;
@@ -82,54 +83,21 @@ struct RowFacts {
   };
   // Their part of dO . O'.
   EK_DEVICE static float dot(const Eight& eight) {
-    const uint32_t gs[4] = {eight.grad.x, eight.grad.y, eight.grad.z, eight.grad.w},
-                   os[4] = {eight.o.x, eight.o.y, eight.o.z, eight.o.w},
-                   rs[2] = {eight.residue.x, eight.residue.y};
-    float delta = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int low = static_cast<int8_t>(rs[i / 2] >> (16 * (i % 2))),
-                high = static_cast<int8_t>(rs[i / 2] >> (16 * (i % 2) + 8));
-      delta = fmaf(Pairs::low(gs[i]), Pairs::with_residue(os[i] & 0xffff, low), delta);
-      delta = fmaf(Pairs::high(gs[i]), Pairs::with_residue(os[i] >> 16, high), delta);
-    }
-    return delta;
+    return dot_of_eight<Pairs>(eight.grad, eight.o, eight.residue);
   }
 
   EK_DEVICE static void write(const Problem& p, const HeadRules& rules, const Band& band, int head, int h,
-                              int row, float delta) {
+                              int row, float dot) {
     const int T = p.sequences.T;
     const int64_t at = static_cast<int64_t>(head) * T + row;
-    float shift = kInfinity, inverse = 0;  // P = 0
-    if (row < band.s.rows) {
-      const float lse = p.lse[at];
-      if (rules.exact_delta) delta = p.exact_delta[at];
-      if (lse == -kInfinity) {
-        delta = 0;
-      } else {
-        delta -= 2 * rules.keel * lse;
-        if (p.grad_lse) delta -= p.grad_lse[at];
-        if (!rules.consistent) shift = lse * kLog2E;
-        if (rules.consistent && p.row_sum[at] > 0) {  // else it sees a sink alone
-          shift = p.row_max[at];
-          inverse = 1 / p.row_sum[at];
-        }
-      }
-    } else {
-      delta = 0;
-    }
-    if (p.delta_out && row < T) p.delta_out[at] = delta;
+    const RowFact fact = row < band.s.rows ? row_fact(p, rules, at, dot) : RowFact{};
+    if (p.delta_out && row < T) p.delta_out[at] = fact.delta;
     const int64_t slot = static_cast<int64_t>(head) * p.padded_rows + row;
-    p.shift[slot] = shift;
-    p.delta[slot] = delta;
-    if (p.inverse) p.inverse[slot] = inverse;
-    // Rows of a tile that sees no key: nobody else writes their dQ.
-    const int tile_row = row / Tiles::kRows * Tiles::kRows;
-    if (band.end_key_tile(tile_row, Tiles::kRows, Tiles::kKeys) == 0 &&
-        row < (p.sequences.query_offsets ? band.s.rows : T)) {
-      uint16_t* const dq = p.dq.at(band.s.query_batch, h, band.s.first_row + row);
-      for (int n = 0; n < p.D; n += 8) *reinterpret_cast<uint4*>(dq + n) = uint4{0, 0, 0, 0};
-    }
+    p.shift[slot] = fact.shift;
+    p.delta[slot] = fact.delta;
+    if (p.inverse) p.inverse[slot] = fact.inverse;
+    clear_unseen_row(p, band, row, Tiles::kRows, Tiles::kKeys,
+                     p.dq.at(band.s.query_batch, h, band.s.first_row + row));
   }
 };
 
@@ -280,28 +248,13 @@ struct ExactDelta {
   }
 };
 
-// dsinks: P of the sink times (0 - delta), over all rows of a head. A block a head; one order of sums.
 struct SinkGradient {
   static constexpr int kThreads = 256, kBlocksAtOnce = 1;
   static constexpr size_t kSharedBytes = kThreads / kWarpThreads * sizeof(float);
   EK_DEVICE static void run(const Problem& p) {
-    const int h = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-    float* const sums = reinterpret_cast<float*>(dynamic_shared());
-    float sum = 0;
-    for (int b = 0; b < p.B; ++b) {
-      const int head = b * p.H + h, rows = sequence(p.sequences, b).rows;
-      for (int row = thread; row < rows; row += kThreads) {
-        const float lse = p.lse[static_cast<int64_t>(head) * p.sequences.T + row];
-        sum -= exp2_approx(sink_log2(p, h) - lse * kLog2E) *
-               p.delta[static_cast<int64_t>(head) * p.padded_rows + row];
-      }
-    }
-    sum = warp_sum(sum);
-    if (thread % kWarpThreads == 0) sums[thread / kWarpThreads] = sum;
-    __syncthreads();
-    if (thread != 0) return;
-    for (int n = 1; n < kThreads / kWarpThreads; ++n) sum += sums[n];
-    p.dsinks[h] = sum;
+    add_up_sink_gradient<kThreads>(p, reinterpret_cast<float*>(dynamic_shared()), [&](int64_t head, int row) {
+      return p.delta[head * p.padded_rows + row];
+    });
   }
 };
 

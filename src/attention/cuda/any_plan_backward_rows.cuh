@@ -50,7 +50,7 @@ __device__ __forceinline__ float dot_with_output(const Problem& p, const float* 
 
 // The work of one warp, step by step: 16 rows of a block's kOwnedRows, with the block's other warps at every load.
 template <int kD, Variant kVariant, RowTask kTask>
-struct BackwardRows {
+struct BackwardRows : WarpRows {
   using Shape = BackwardShape<kD, kVariant>;
   static constexpr bool kAny = Shape::kAny;
   static constexpr bool kDeltaOnly = kTask == RowTask::zero_sum_delta,
@@ -58,22 +58,13 @@ struct BackwardRows {
   using Loader = TileLoader<kD, Shape::kThreads, kAny>;
   using Scores = float[kStepFragments][4];  // of the warp's rows and a step's keys
 
-  const Problem& p;
-  const int head, block_row, b, h;
-  const DevicePlan& plan;
   const bool has_facts, tells_facts;
   const int q_parts, k_parts, v_parts, grad_parts;
   const uint8_t* const shared;
   float* const block_delta;  // (kOwnedRows), in shared memory
   const uint32_t q_tile, grad_tile, k_tile, v_tile;
-  const int warp, lane, group, quad, warp_row;
-  const int (&row)[2];  // this thread's, of the fragments
-  const Sight sight;
-  const RowsSight warp_sight;
   const BackwardSites<kVariant> sites;
-  const uint64_t pitch;
   const int64_t head_rows;
-  int begin = 0, end = 0;  // loads of keys that some row sees
   const Loader key_loader, value_loader;
 
   RowValues values[2];
@@ -89,12 +80,7 @@ struct BackwardRows {
 
   EK_DEVICE BackwardRows(const Problem& problem, int head_, int block_row_, const DevicePlan& plan_,
                          const int (&row_)[2], const uint8_t* shared_, float* block_delta_)
-      : p(problem),
-        head(head_),
-        block_row(block_row_),
-        b(head / p.H),
-        h(head % p.H),
-        plan(plan_),
+      : WarpRows(problem, head_, block_row_, plan_, row_, kOwnedRows, Shape::kLoad),
         has_facts(b < p.fact_sequences),
         tells_facts(kFacts && has_facts),
         q_parts(kAny ? plan.parts_q : 1),
@@ -107,27 +93,13 @@ struct BackwardRows {
         grad_tile(q_tile + Shape::kOwnedBytes * (kAny ? p.most_q : 1)),
         k_tile(grad_tile + Shape::kOwnedBytes * (kAny ? p.most_grad : 1)),
         v_tile(k_tile + Shape::kLoadBytes * (kAny ? p.most_k : Shape::kStages)),
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32),
-        group(lane / 4),
-        quad(lane % 4),
-        warp_row(block_row + warp * kWarpRows),
-        row(row_),
-        sight(p, b),
-        warp_sight(sight, warp_row, kWarpRows),
         sites(plan),
-        pitch(row_pitch(p)),
         head_rows(static_cast<int64_t>(head) * p.T),
         key_loader(p.k, p.D, b, h, sight.keys, k_parts),
         value_loader(p.v, p.D, b, h, sight.keys, v_parts),
         wants_floor(p.residual_floor != nullptr),
         wants_error(p.delta_error != nullptr || plan.keel != 0),
-        dscores_parts(kAny ? plan.parts_dscores : 1) {
-    if (const int bottom = min(block_row + kOwnedRows, sight.rows) - 1; bottom >= block_row) {
-      begin = sight.first(block_row) / Shape::kLoad;
-      end = (max(sight.last(bottom), 0) + Shape::kLoad - 1) / Shape::kLoad;
-    }
-  }
+        dscores_parts(kAny ? plan.parts_dscores : 1) {}
 
   EK_DEVICE void run() {
     load_rows();

@@ -78,6 +78,42 @@ static __device__ __noinline__ float score_of_mean_key(const Problem& p, const D
   return static_cast<float>(p.scale * dot);
 }
 
+// A warp of a block that owns rows of one head: its 16 rows, and the keys that they see.
+struct WarpRows {
+  const Problem& p;
+  const int head, block_row, b, h;
+  const DevicePlan& plan;
+  const int warp, lane, group, quad, warp_row;
+  const int (&row)[2];  // this thread's, of the fragments
+  const Sight sight;
+  const RowsSight warp_sight;
+  const uint64_t pitch;
+  int begin = 0, end = 0;  // tiles of keys that some row of the block sees
+
+  EK_DEVICE WarpRows(const Problem& problem, int head_, int block_row_, const DevicePlan& plan_,
+                     const int (&row_)[2], int block_rows, int tile_keys)
+      : p(problem),
+        head(head_),
+        block_row(block_row_),
+        b(head / p.H),
+        h(head % p.H),
+        plan(plan_),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        group(lane / 4),
+        quad(lane % 4),
+        warp_row(block_row + warp * kWarpRows),
+        row(row_),
+        sight(p, b),
+        warp_sight(sight, warp_row, kWarpRows),
+        pitch(row_pitch(p)) {
+    if (const int bottom = min(block_row + block_rows, sight.rows) - 1; bottom >= block_row) {
+      begin = sight.first(block_row) / tile_keys;
+      end = (max(sight.last(bottom), 0) + tile_keys - 1) / tile_keys;
+    }
+  }
+};
+
 template <int kD, Variant kVariant>
 struct ForwardShape {
   static constexpr bool kAny = kVariant == Variant::any, kQuick = kVariant == Variant::quick;
@@ -98,16 +134,13 @@ struct ForwardShape {
 // The work of one warp, step by step: 16 rows of a block's kRows, with the block's other warps at every tile.
 // kTies: counts are asked for, of some sequences.
 template <int kD, Variant kVariant, bool kTies>
-struct ForwardRows {
+struct ForwardRows : WarpRows {
   using Shape = ForwardShape<kD, kVariant>;
   static constexpr bool kAny = Shape::kAny, kQuick = Shape::kQuick;
   static constexpr int kFragments = kTileKeys / 8;
   using Loader = TileLoader<kD, Shape::kThreads, kAny>;
   using Scores = float[kFragments][4];  // of the warp's rows and a tile's keys
 
-  const Problem& p;
-  const int head, block_row, b, h;
-  const DevicePlan& plan;
   const int q_parts, k_parts, v_parts, probs_parts;
   const uint32_t q_tile, k_tile, v_tile;
   // What the loops ask of the plan.
@@ -116,13 +149,7 @@ struct ForwardRows {
   const float tie_tolerance;
   const bool tells_ties;
 
-  const int warp, lane, group, quad, warp_row;
-  const int (&row)[2];  // this thread's, of the fragments
-  const Sight sight;
-  const RowsSight warp_sight;
-  const uint64_t pitch;
-  const int key_tiles;     // that are rounded after
-  int begin = 0, end = 0;  // tiles of keys that some row sees
+  const int key_tiles;  // that are rounded after
   const Loader key_loader, value_loader;
   const StreamKey scores_key, shifted_key, probs_key, sum_key, pv_key;
 
@@ -140,12 +167,7 @@ struct ForwardRows {
 
   EK_DEVICE ForwardRows(const Problem& problem, int head_, int block_row_, const DevicePlan& plan_,
                         const int (&row_)[2], uint32_t shared)
-      : p(problem),
-        head(head_),
-        block_row(block_row_),
-        b(head / p.H),
-        h(head % p.H),
-        plan(plan_),
+      : WarpRows(problem, head_, block_row_, plan_, row_, Shape::kRows, kTileKeys),
         q_parts(kAny ? plan.parts_q : 1),
         k_parts(kAny ? plan.parts_k : 1),
         v_parts(kAny ? plan.parts_v : 1),
@@ -166,15 +188,6 @@ struct ForwardRows {
         max_first(!kQuick && (plan.max_first || p.one_tile)),
         tie_tolerance(plan.shift.tie_tolerance),
         tells_ties(kTies && b < p.fact_sequences),
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32),
-        group(lane / 4),
-        quad(lane % 4),
-        warp_row(block_row + warp * kWarpRows),
-        row(row_),
-        sight(p, b),
-        warp_sight(sight, warp_row, kWarpRows),
-        pitch(row_pitch(p)),
         key_tiles(p.one_tile ? 1 : (p.N + kTileKeys - 1) / kTileKeys),
         key_loader(p.k, p.D, b, h, sight.keys, k_parts),
         value_loader(p.v, p.D, b, h, sight.keys, v_parts),
@@ -182,12 +195,7 @@ struct ForwardRows {
         shifted_key(stream_key(p, plan, Site::shifted)),
         probs_key(stream_key(p, plan, Site::probs)),
         sum_key(stream_key(p, plan, Site::row_sum)),
-        pv_key(stream_key(p, plan, Site::pv)) {
-    if (const int bottom = min(block_row + Shape::kRows, sight.rows) - 1; bottom >= block_row) {
-      begin = sight.first(block_row) / kTileKeys;
-      end = (max(sight.last(bottom), 0) + kTileKeys - 1) / kTileKeys;
-    }
-  }
+        pv_key(stream_key(p, plan, Site::pv)) {}
 
   EK_DEVICE void run() {
     load_queries();

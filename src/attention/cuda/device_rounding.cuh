@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <limits>
 
+#include "attention/cuda/device_random.cuh"
 #include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/mma.cuh"
-#include "numerics/random.h"
 #include "numerics/rounding.h"
 
 namespace evenkeel::any_plan {
@@ -54,22 +54,7 @@ struct StreamKey {
 };
 
 __device__ inline uint32_t device_random_bits(const StreamKey& key, uint64_t element) {
-  const uint64_t counter = element / kRandomGroup * kRandomLanes + element % kRandomLanes;
-  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = key.tensor,
-           c3 = key.step, key0 = key.seed_low, key1 = key.seed_high;
-#pragma unroll
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint32_t high0 = __umulhi(kPhiloxMultiplier0, c0), low0 = kPhiloxMultiplier0 * c0;
-    const uint32_t high1 = __umulhi(kPhiloxMultiplier1, c2), low1 = kPhiloxMultiplier1 * c2;
-    c0 = high1 ^ c1 ^ key0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ key1;
-    c3 = low0;
-    key0 += kPhiloxWeyl0;
-    key1 += kPhiloxWeyl1;
-  }
-  const uint32_t word = static_cast<uint32_t>(element % kRandomGroup / kRandomLanes);
-  return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
+  return philox_bits<kPhiloxRounds>(key.seed_low, key.seed_high, key.step, key.tensor, element);
 }
 
 __device__ inline float device_random_unit(const StreamKey& key, uint64_t element) {

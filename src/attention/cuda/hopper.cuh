@@ -8,6 +8,7 @@
 #include "attention/cuda/hopper_host.h"
 #include "attention/cuda/pairs.cuh"
 #include "attention/cuda/score_forms.cuh"
+#include "attention/cuda/warpgroup.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/launch.h"
@@ -19,6 +20,19 @@
 namespace evenkeel::hopper {
 
 using namespace gpu;
+
+// sums = A B^T over kFeatures features, both in shared memory, their boxes of 64 features kBoxA and kBoxB bytes apart.
+template <int kFeatures, int kBoxA, int kBoxB, bool kFp16, int kSums>
+EK_DEVICE void begin_product(float (&sums)[kSums], uint64_t a, uint64_t b) {
+  constexpr int kNext16 = 32;  // bytes
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < kFeatures / 16; ++step)
+    Wgmma<2 * kSums, kFp16>::template ss<false, false>(
+        sums, advance(a, step / 4 * kBoxA + step % 4 * kNext16),
+        advance(b, step / 4 * kBoxB + step % 4 * kNext16), step > 0);
+  products_commit();
+}
 
 // The heads of every sequence that a launch computes: kernel arguments carry them.
 struct HeadList {

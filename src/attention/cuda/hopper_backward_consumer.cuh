@@ -92,7 +92,7 @@ struct Consumer {
   static constexpr bool kEarlyDv =
       D > 64;  // with 64 scores a thread there are no registers for P's copy beside dP
   static constexpr uint32_t kRowBox = kRows * kRowBytes, kKeyBox = kTileKeys * kRowBytes;
-  static constexpr uint32_t kNext16Features = 32, kNext16Rows = 16 * kRowBytes;
+  static constexpr uint32_t kNext16Rows = 16 * kRowBytes;
   // Named barriers. From kDqDone on, one a warpgroup: it has finished its dQ, the other one may overwrite dS.
   static constexpr int kScoresShared = 1, kRowsCleared = 2, kDqDone = 3;
   using Scores = float[kScores];               // 64 keys x kRows queries
@@ -244,25 +244,11 @@ struct Consumer {
 
   // ----------------------------------------------------------------------------------------------------- score
   EK_DEVICE void begin_scores(Scores& scores) {
-    const uint64_t q = operand(sm.q[rows.stage][0]);
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-      Wgmma<kRows, kFp16>::template ss<false, false>(
-          scores, advance(k_rows, i / 4 * kKeyBox + i % 4 * kNext16Features),
-          advance(q, i / 4 * kRowBox + i % 4 * kNext16Features), i > 0);
-    products_commit();
+    begin_product<D, kKeyBox, kRowBox, kFp16>(scores, k_rows, operand(sm.q[rows.stage][0]));
   }
   EK_DEVICE void begin_dprobs(int stage, Scores& dprobs) {
     barrier_wait(&sm.grad_output_full[stage], rows.parity);
-    const uint64_t grad_output = operand(sm.grad_output[stage][0]);
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-      Wgmma<kRows, kFp16>::template ss<false, false>(
-          dprobs, advance(v_rows, i / 4 * kKeyBox + i % 4 * kNext16Features),
-          advance(grad_output, i / 4 * kRowBox + i % 4 * kNext16Features), i > 0);
-    products_commit();
+    begin_product<D, kKeyBox, kRowBox, kFp16>(dprobs, v_rows, operand(sm.grad_output[stage][0]));
   }
   EK_DEVICE int head_of(const volatile Item& item, int step) const {
     return item.g * group + (group == 1 ? 0 : step / (item.row_tiles - item.first_row_tile));
@@ -403,23 +389,20 @@ struct Consumer {
   }
 
   // ------------------------------------------------------------------------------------------------ accumulate
-  EK_DEVICE void add_to_dv(int stage, const ScoreOperand& probs, Gradient& dv) {
-    const uint64_t grad_rows = operand(sm.grad_output[stage][0], kRowBox);
+  // sums += P^T or dS^T (keys x query rows) times the query rows of a tile.
+  EK_DEVICE static void add_product(const ScoreOperand& left, uint64_t query_rows, Gradient& sums) {
     products_begin();
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<D, kFp16>::template rs<true>(dv, probs[4 * i], probs[4 * i + 1], probs[4 * i + 2],
-                                         probs[4 * i + 3], advance(grad_rows, i * kNext16Rows), true);
+      Wgmma<D, kFp16>::template rs<true>(sums, left[4 * i], left[4 * i + 1], left[4 * i + 2], left[4 * i + 3],
+                                         advance(query_rows, i * kNext16Rows), true);
     products_commit();
   }
+  EK_DEVICE void add_to_dv(int stage, const ScoreOperand& probs, Gradient& dv) {
+    add_product(probs, operand(sm.grad_output[stage][0], kRowBox), dv);
+  }
   EK_DEVICE void add_to_dk(int stage, const ScoreOperand& dscores, Gradient& dk) {
-    const uint64_t q_rows = operand(sm.q[stage][0], kRowBox);
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i)
-      Wgmma<D, kFp16>::template rs<true>(dk, dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
-                                         dscores[4 * i + 3], advance(q_rows, i * kNext16Rows), true);
-    products_commit();
+    add_product(dscores, operand(sm.q[stage][0], kRowBox), dk);
   }
   EK_DEVICE void begin_dq(float (&dq)[32]) {
     const uint64_t dq_scores = operand(sm.dscores[D == 64 ? consumer : 0]);

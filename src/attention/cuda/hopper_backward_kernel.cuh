@@ -39,18 +39,17 @@ EK_DEVICE void produce(SharedMemory<D>& sm, const Backward& p, const CUtensorMap
     if (item.key_tile < 0) return;
     if (item.steps == 0) continue;
 
-    barrier_wait(&sm.k_empty, parity ^ 1);
-    barrier_expect_bytes(&sm.k_full, sizeof(sm.k));
+    const auto load_keys = [&](typename SharedMemory<D>::KeyTile& tile, const CUtensorMap& map,
+                               uint64_t* full, uint64_t* empty) {
+      barrier_wait(empty, parity ^ 1);
+      barrier_expect_bytes(full, sizeof(tile));
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      load_box(sm.k[box], k_map, &sm.k_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
-               item.g, item.key_batch);
-    barrier_wait(&sm.v_empty, parity ^ 1);
-    barrier_expect_bytes(&sm.v_full, sizeof(sm.v));
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      load_box(sm.v[box], v_map, &sm.v_full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys,
-               item.g, item.key_batch);
+      for (int box = 0; box < kBoxes; ++box)
+        load_box(tile[box], map, full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys, item.g,
+                 item.key_batch);
+    };
+    load_keys(sm.k, k_map, &sm.k_full, &sm.k_empty);
+    load_keys(sm.v, v_map, &sm.v_full, &sm.v_empty);
     parity ^= 1;
 
     for (int h = item.g * group; h < (item.g + 1) * group; ++h)

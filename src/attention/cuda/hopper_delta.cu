@@ -64,19 +64,6 @@ EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUten
   }
 }
 
-// scores = rows times keys, both tiles in shared memory.
-template <int kHeadSize, bool kFp16>
-EK_DEVICE void begin_product(float (&scores)[Tiles<kHeadSize>::kKeys / 2], uint64_t rows, uint64_t keys) {
-  using T = Tiles<kHeadSize>;
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < kHeadSize / 16; ++step)
-    Wgmma<T::kKeys, kFp16>::template ss<false, false>(
-        scores, advance(rows, step / 4 * T::kQueryBox + step % 4 * 32),
-        advance(keys, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
-  products_commit();
-}
-
 // Of a thread's two rows and their keys from `key` on: soft caps (the scores are then tanh) and slopes.
 template <int n>
 EK_DEVICE void shape_scores(const DeltaArguments& a, const Band& band, int h, int row, int key,
@@ -125,13 +112,8 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
   }
   __syncthreads();
 
-  // The order of the forward pass: sections of heads whose keys fit the cache, in each the longest tiles
-  // first.
-  const int index = blockIdx.x, section = index / (a.section_heads * a.tiles_per_head);
-  const int in_section = index - section * a.section_heads * a.tiles_per_head;
-  const int section_heads = min(a.section_heads, a.heads - section * a.section_heads);
-  const int tile_row = (a.tiles_per_head - 1 - in_section / section_heads) * T::kRows;
-  const int listed = section * a.section_heads + in_section % section_heads;
+  const TilePlace place(blockIdx.x, a.tiles_per_head, a.heads, a.section_heads);
+  const int tile_row = place.tile * T::kRows, listed = place.head;
   const int b = listed / a.list.count, h = a.list.head_at(listed - b * a.list.count), head = b * a.H + h;
   const Band band(a, b);
   const Sequence& s = band.s;
@@ -170,8 +152,8 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     float scores[T::kKeys / 2], dprobs[T::kKeys / 2];
     barrier_wait(&shared.full[ring.stage], ring.parity);
     const uint64_t key = operand(shared.k[ring.stage][0]), value = operand(shared.v[ring.stage][0]);
-    begin_product<kHeadSize, kFp16>(scores, query, key);
-    begin_product<kHeadSize, kFp16>(dprobs, grad, value);
+    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(scores, query, key);
+    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(dprobs, grad, value);
     products_wait<1>();
     settle(scores);
     if constexpr (kForms) shape_scores(a, band, h, row, j * T::kKeys + lane_column, scores);

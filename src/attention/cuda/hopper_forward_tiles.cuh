@@ -28,8 +28,7 @@ struct ForwardArguments : ScoreForms {
   float below_all;  // -1, for hold: the assembler must not know
   HeadList list;
   float *largest_score, *largest_row_mean;  // (H), raised, or null
-  // Query tiles of all heads of the list and all sequences: sections of heads whose keys fit the cache; in each, last tiles
-  // (the longest) first.
+  // Query tiles of all heads of the list and all sequences, in the order of TilePlace.
   int tiles_per_head, heads, section_heads;
   uint32_t* next_tile;  // counter of those beyond the blocks' first, zero at the start; null: there are none
 };
@@ -105,14 +104,10 @@ EK_DEVICE void copy_tiles(S& shared, const CUtensorMap& q_map, const CUtensorMap
   };
   for (int index = blockIdx.x, following; index < total; index = following) {
     following = a.next_tile ? gridDim.x + atomicAdd(a.next_tile, 1u) : total;
-    const int section = index / (a.section_heads * a.tiles_per_head);
-    const int in_section = index - section * a.section_heads * a.tiles_per_head;
-    const int section_heads = min(a.section_heads, a.heads - section * a.section_heads);
-    const int tile = a.tiles_per_head - 1 - in_section / section_heads;
-    const int listed = section * a.section_heads + in_section % section_heads;
-    const int b = listed / a.list.count, h = a.list.head_at(listed - b * a.list.count);
+    const TilePlace place(index, a.tiles_per_head, a.heads, a.section_heads);
+    const int b = place.head / a.list.count, h = a.list.head_at(place.head - b * a.list.count);
     const Sequence s = sequence(a.sequences, b);
-    const int row = tile * T::kRows;
+    const int row = place.tile * T::kRows;
     Item item{row, s.rows, s.keys, 0, b * a.H + h, h, s.first_row, s.query_batch, 0};
     if (row < s.rows) {
       const int limit = key_limit(a.right, min(row + T::kRows, s.rows) - 1, s.rows, s.keys);

@@ -16,7 +16,7 @@ EK_DEVICE void hold(float x, float below_all) {
 
 // kForms: with windows, soft caps, slopes, masks and sinks. kFacts: finds the largest score and row mean too.
 template <class Pairs, int kHeadSize, Shift kShift, bool kForms, bool kFacts>
-struct Worker {
+struct Worker : WarpgroupThread {
   static_assert(!(kForms && kFacts), "what softmax sees are no longer the scores");
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   using T = Tiles<kHeadSize>;
@@ -33,10 +33,6 @@ struct Worker {
   Shared& shared;
   const ForwardArguments& a;
   const CUtensorMap& o_map;
-  const int group;   // which warpgroup of the working ones
-  const int thread;  // in it
-  const int lane_row,
-      lane_column;  // of the accumulator's first element, in the warpgroup's 64 rows and a tile's keys
 
   int count = 0;  // of query tiles so far: names Q's stage and the item
   Ring<T::kStages> k, v;
@@ -52,17 +48,8 @@ struct Worker {
       largest[2];  // kFacts: of the two rows, this thread's part of the sum of their scores; the largest
 
   EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, const CUtensorMap& o_map_, int group_)
-      : shared(shared_),
-        a(a_),
-        o_map(o_map_),
-        group(group_),
-        thread(threadIdx.x % kWarpgroup),
-        lane_row(thread / 32 * 16 + thread % 32 / 4),
-        lane_column(thread % 4 * 2) {}
+      : WarpgroupThread(group_), shared(shared_), a(a_), o_map(o_map_) {}
 
-  EK_DEVICE void release(uint64_t* empty) {
-    if (thread % 32 == 0) barrier_arrive(empty);
-  }
   EK_DEVICE void wait_turn() {
     if (kTurns) named_sync(kNextBarrier + group, 2 * kWarpgroup);
   }
@@ -140,13 +127,7 @@ struct Worker {
     const uint64_t query =
         operand(shared.q[count % T::kQueryStages][0] + block_of(count) * kWarpgroupRows * kRowBytes);
     const uint64_t key = operand(shared.k[k.stage][0]);
-    products_begin();
-#pragma unroll
-    for (int step = 0; step < kHeadSize / 16; ++step)
-      Wgmma<T::kKeys, kFp16>::template ss<false, false>(
-          s, advance(query, step / 4 * T::kQueryBox + step % 4 * 32),
-          advance(key, step / 4 * T::kKeyBox + step % 4 * 32), step > 0);
-    products_commit();
+    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(s, query, key);
   }
   EK_DEVICE void release_keys() {
     settle(s);

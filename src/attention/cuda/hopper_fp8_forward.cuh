@@ -13,6 +13,7 @@
 
 #include "attention/cuda/hopper_fp8_tile.h"
 #include "attention/cuda/sequences.cuh"
+#include "attention/cuda/warpgroup.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/warp.cuh"
@@ -31,7 +32,7 @@ struct ForwardArguments {
   int H, heads_per_group, D, row_tiles, key_tiles;
   bool causal;
   float scale_log2;  // a log2(e)
-  // Items of all heads: sections of heads whose keys fit the cache; in each, last items (the longest) first.
+  // Items of all heads, in the order of hopper::TilePlace.
   int items_per_head, heads, section_heads;
   uint32_t* next_item;  // counter of those beyond the blocks' first, zero at the start
 };
@@ -122,14 +123,11 @@ struct Forward {
       pending = nullptr;
     }
     EK_DEVICE Item item_at(int index) const {
-      const int section = index / (a.section_heads * a.items_per_head);
-      const int in_section = index - section * a.section_heads * a.items_per_head;
-      const int section_heads = min(a.section_heads, a.heads - section * a.section_heads);
-      const int number = a.items_per_head - 1 - in_section / section_heads;
-      const int head = section * a.section_heads + in_section % section_heads;
-      const int b = head / a.H;
+      const hopper::TilePlace place(index, a.items_per_head, a.heads, a.section_heads);
+      const int b = place.head / a.H;
       const Sequence s = sequence(a.sequences, b);
-      Item item{number * kRows, s.rows, s.keys, 0, head, head - b * a.H, s.first_row, s.query_batch};
+      Item item{place.tile * kRows,   s.rows,      s.keys,       0, place.head,
+                place.head - b * a.H, s.first_row, s.query_batch};
       if (item.row < s.rows) {
         const int limit = key_limit(a.causal, min(item.row + kRows, s.rows) - 1, s.rows, s.keys);
         item.tiles = (limit + kTileRows - 1) / kTileRows;
@@ -174,12 +172,9 @@ struct Forward {
   };
 
   // --- A warpgroup and its 64 rows.
-  struct Worker {
+  struct Worker : hopper::WarpgroupThread {
     Shared& shared;
     const ForwardArguments& a;
-    const int group;                  // which warpgroup of the working ones
-    const int thread;                 // in it
-    const int lane_row, lane_column;  // of the accumulator's first element, in the 64 rows and a tile's keys
 
     int count = 0;  // of items so far
     Ring<kStages> k, v;
@@ -195,16 +190,8 @@ struct Forward {
         [4];  // l: consistent: of rounded probabilities, whole, twice a row; else this thread's part of it in 0 and 2
 
     EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, int group_)
-        : shared(shared_),
-          a(a_),
-          group(group_),
-          thread(threadIdx.x % kWarpgroup),
-          lane_row(thread / 32 * 16 + thread % 32 / 4),
-          lane_column(thread % 4 * 2) {}
+        : WarpgroupThread(group_), shared(shared_), a(a_) {}
 
-    EK_DEVICE void release(uint64_t* empty) {
-      if (thread % 32 == 0) barrier_arrive(empty);
-    }
     EK_DEVICE const Item& item() const { return shared.items[count % kItems]; }
     EK_DEVICE const Tile& query() const { return shared.q[count % kQueryStages][group]; }
 

@@ -2,8 +2,8 @@
 // kernels. Internal to src/attention.
 #pragma once
 
+#include "attention/cuda/device_random.cuh"
 #include "gpu/cuda/device_function.cuh"
-#include "numerics/random.h"
 
 namespace evenkeel {
 
@@ -38,22 +38,8 @@ EK_DEVICE uint32_t row_noise(const RandomKey& key, uint32_t row) {
 
 // random_unit of numerics/random.h, on the device.
 EK_DEVICE float row_random_unit(const RandomKey& key, uint64_t element) {
-  const uint64_t counter = element / kRandomGroup * kRandomLanes + element % kRandomLanes;
-  uint32_t x0 = static_cast<uint32_t>(counter), x1 = static_cast<uint32_t>(counter >> 32), x2 = key.tensor,
-           x3 = key.step;
-  uint32_t key0 = static_cast<uint32_t>(key.seed), key1 = static_cast<uint32_t>(key.seed >> 32);
-#pragma unroll 1
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * x0, product1 = uint64_t{kPhiloxMultiplier1} * x2;
-    x0 = static_cast<uint32_t>(product1 >> 32) ^ x1 ^ key0;
-    x1 = static_cast<uint32_t>(product1);
-    x2 = static_cast<uint32_t>(product0 >> 32) ^ x3 ^ key1;
-    x3 = static_cast<uint32_t>(product0);
-    key0 += kPhiloxWeyl0;
-    key1 += kPhiloxWeyl1;
-  }
-  const int word = static_cast<int>(element % kRandomGroup / kRandomLanes);
-  const uint32_t bits = word == 0 ? x0 : word == 1 ? x1 : word == 2 ? x2 : x3;
+  const uint32_t bits = philox_bits<1>(static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32),
+                                       key.step, key.tensor, element);
   return (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f;
 }
 

@@ -6,7 +6,9 @@
 namespace evenkeel::gpu {
 
 using Bf16 = __nv_bfloat16;
-inline constexpr int kWarp = 32;
+inline constexpr int kWarp = 32;           // threads
+inline constexpr int kWarpgroup = 128;     // threads, of Hopper's products
+inline constexpr int kWarpgroupRows = 64;  // of the accumulator of such a product
 
 EK_DEVICE float to_float(float x) { return x; }
 EK_DEVICE float to_float(Bf16 x) { return __bfloat162float(x); }

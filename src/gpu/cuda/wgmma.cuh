@@ -6,11 +6,9 @@
 
 #include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/device_function.cuh"
+#include "gpu/cuda/warp.cuh"
 
 namespace evenkeel::gpu {
-
-inline constexpr int kWarpgroup = 128;     // threads
-inline constexpr int kWarpgroupRows = 64;  // of a product's accumulator
 
 template <int kRegisters>
 EK_DEVICE void give_registers() {

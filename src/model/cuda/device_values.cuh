@@ -111,6 +111,19 @@ inline unsigned piece_blocks(int64_t count) {
   return grid(divide_up(count / kPiece + count % kPiece, kThreads));
 }
 
+// y = x f(z), value by value.
+template <class X, class Z, class Y, class F>
+EK_DEVICE void multiply_pieces(const X* x, const Z* z, int64_t count, Y* y, F f) {
+  for_each_piece(count, [&]<int kCount>(int64_t n) {
+    float v[kCount], factor[kCount];
+    load_some(x + n, v);
+    load_some(z + n, factor);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] *= f(factor[i]);
+    store_some(y + n, v);
+  });
+}
+
 EK_DEVICE float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
 
 }  // namespace evenkeel::device

@@ -8,14 +8,7 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     gate_forward_kernel(const T* x, const T* gate, int64_t count, T* y) {
-  for_each_piece(count, [&]<int kCount>(int64_t n) {
-    float v[kCount], g[kCount];
-    load_some(x + n, v);
-    load_some(gate + n, g);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] *= sigmoid(g[i]);
-    store_some(y + n, v);
-  });
+  multiply_pieces(x, gate, count, y, [](float g) { return sigmoid(g); });
 }
 
 template <class T>

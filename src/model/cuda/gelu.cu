@@ -29,14 +29,7 @@ __global__ void __launch_bounds__(kThreads) gelu_forward_kernel(const T* x, int6
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     gelu_backward_kernel(const float* dy, const T* x, int64_t count, T* dx) {
-  for_each_piece(count, [&]<int kCount>(int64_t n) {
-    float v[kCount], d[kCount];
-    load_some(x + n, v);
-    load_some(dy + n, d);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) d[i] *= gelu_slope(v[i]);
-    store_some(dx + n, d);
-  });
+  multiply_pieces(dy, x, count, dx, [](float v) { return gelu_slope(v); });
 }
 
 }  // namespace

@@ -7,13 +7,11 @@
 #include <array>
 #include <vector>
 
-#include "gpu/cuda/device_function.cuh"
+#include "gpu/cuda/warp.cuh"
 #include "numerics/format.h"
 #include "numerics/tensor_core.h"
 
 namespace evenkeel::gpu {
-
-inline constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
 template <int kRegisters>
 void give_registers() {}
