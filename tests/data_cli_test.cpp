@@ -1,5 +1,6 @@
 // `evenkeel data` as a user meets it: files, output, messages and exit codes.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,7 +12,9 @@
 #include <sstream>
 
 #include "base/json_text.h"
+#include "base/threads.h"
 #include "run_program.h"
+#include "training/prepare.h"
 #include "training/synth.h"
 #include "training/token_file.h"
 #include "training/tokenizer.h"
@@ -248,6 +251,37 @@ TEST_F(DataCommand, AFullDiskLeavesTheOldFiles) {
   EXPECT_EQ(output.code, 3) << output.out;
   EXPECT_NE(output.err.find("train.bin"), std::string::npos) << output.err;
   EXPECT_EQ(read("out/train.bin"), before);
+}
+
+// A child that may take less memory than the text has bytes. (A file that is mapped to be read is no memory taken.) One
+// thread: each has pieces of text at hand.
+TEST_F(DataCommand, MemoryDoesNotGrowWithTheText) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers take memory of their own";
+#endif
+  constexpr int64_t kMegabyte = 1'000'000, kText = 64 * kMegabyte, kMemory = 40 * kMegabyte;
+  const std::string block = synthetic_text(1, kMegabyte);
+  {
+    std::ofstream text(at("large.txt"), std::ios::binary);
+    for (int64_t size = 0; size < kText; size += kMegabyte) text << block;
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    set_thread_count(1);
+    const rlimit limit{kMemory, kMemory};
+    if (setrlimit(RLIMIT_DATA, &limit) != 0) _exit(2);
+    try {
+      const Prepared done = prepare_tokens({{at("large.txt")}, "bpe:512", at("out")});
+      _exit(done.train.bytes + done.validation.bytes == kText && done.vocabulary == 512 ? 0 : 3);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      _exit(1);
+    }
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -23,171 +24,217 @@ double element(const Tensor<float>& t, int64_t b, int64_t h, int64_t i, int64_t 
 }
 
 // One head by the definitions of probes.h, nothing shared with them: rows, then sums over them.
-HeadProbe slow_probe(const Capture& c, int64_t h) {
-  const int64_t B = c.q.shape()[0], H = c.q.shape()[1], G = c.k.shape()[1], T = c.q.shape()[2],
-                D = c.q.shape()[3], C = c.x.shape()[3], g = h / (H / G);
-  const double a = c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)));
-  AttentionBuffers ran(c.inputs(), true);
-  attention_forward(c.attention_problem(), c.inputs(), ran.forward());
-  attention_backward(c.attention_problem(), c.inputs(), c.d_o.view(), ran.forward(), ran.backward());
+class SlowHead {
+ public:
+  SlowHead(const Capture& capture, int64_t head)
+      : c(capture),
+        h(head),
+        B(c.q.shape()[0]),
+        T(c.q.shape()[2]),
+        D(c.q.shape()[3]),
+        C(c.x.shape()[3]),
+        g(h / (c.q.shape()[1] / c.k.shape()[1])),
+        a(c.scale != 0 ? c.scale : static_cast<float>(1 / std::sqrt(static_cast<double>(D)))),
+        ran(c.inputs(), true),
+        gradient(at(D * C)),
+        error(at(D * C)) {
+    attention_forward(c.attention_problem(), c.inputs(), ran.forward());
+    attention_backward(c.attention_problem(), c.inputs(), c.d_o.view(), ran.forward(), ran.backward());
+  }
 
-  std::map<std::string, Doubles> rows;
-  std::vector<Doubles> matrices;  // M_t, (D C) each
-  Doubles errors, gradient(at(D * C)), error(at(D * C));
-  double largest = -1e300, largest_mean = 0, largest_spread = 0, largest_lse = 0;
-  for (int64_t b = 0; b < B; ++b)
-    for (int64_t i = 0; i < T; ++i) {
-      const int64_t keys = c.causal ? i + 1 : T;
-      Doubles s, slope;
-      for (int64_t j = 0; j < keys; ++j) {
-        double score = 0;
-        for (int64_t d = 0; d < D; ++d) score += element(c.q, b, h, i, d) * element(c.k, b, g, j, d);
-        score *= a;
-        const double bent = c.softcap > 0 ? std::tanh(score / c.softcap) : 0;
-        if (!c.slopes.empty()) score -= c.slopes[at(h)] * std::fabs(static_cast<double>(i - j));
-        s.push_back(c.softcap > 0 ? c.softcap * bent : score);
-        slope.push_back(1 - bent * bent);
-        largest = std::max(largest, s.back());
-      }
-      double mean = 0, variance = 0, top = -1e300;
-      for (double x : s) mean += x, top = std::max(top, x);
-      mean /= static_cast<double>(keys);
-      for (double x : s) {
-        variance += (x - mean) * (x - mean);
-        largest_spread = std::max(largest_spread, std::fabs(x - mean));
-      }
-      rows["row_mean"].push_back(mean);
-      rows["row_spread"].push_back(std::sqrt(variance / static_cast<double>(keys)));
-      largest_mean = std::max(largest_mean, std::fabs(mean));
-      double l = 0;
-      for (double x : s) l += std::exp(x - top);
-      if (!c.sinks.empty()) l += std::exp(c.sinks[at(h)] - top);
-      const double L = top + std::log(l);
-      largest_lse = std::max(largest_lse, std::fabs(L));
-      rows["mean_lse"].push_back(L);
-      double entropy = 0, heaviest = 0, delta = 0;
-      Doubles P, pk(at(D)), dP, dq(at(D));
-      for (int64_t j = 0; j < keys; ++j) {
-        P.push_back(std::exp(s[at(j)] - L));
-        if (P.back() > 0) entropy -= P.back() * std::log(P.back());
-        heaviest = std::max(heaviest, P.back());
-        dP.push_back(0);
-        for (int64_t d = 0; d < D; ++d) {
-          dP.back() += element(c.d_o, b, h, i, d) * element(c.v, b, g, j, d);
-          pk[at(d)] += P.back() * element(c.k, b, g, j, d);
-        }
-        delta += P.back() * dP.back();
-      }
-      rows["entropy"].push_back(entropy);
-      rows["sink_mass"].push_back(P[0]);
-      rows["heaviest_mass"].push_back(heaviest);
-      const double z = c.plans[at(h)].keel;
-      for (int64_t j = 0; j < keys; ++j)
-        for (int64_t d = 0; d < D; ++d)
-          dq[at(d)] +=
-              a * slope[at(j)] * P[at(j)] * (dP[at(j)] - delta + 2 * z * L) * element(c.k, b, g, j, d);
-      errors.push_back(*ran.delta.view().at(b, h, i) + 2 * z * *ran.lse.view().at(b, h, i) - delta);
-      rows["tied_rows"].push_back(*ran.ties.view().at(b, h, i) > 1);
-      rows["residual"].push_back(*ran.residual.view().at(b, h, i));
-      rows["delta"].push_back(delta + errors.back());
-      matrices.emplace_back();
-      for (int64_t d = 0; d < D; ++d)
-        for (int64_t f = 0; f < C; ++f) {
-          matrices.back().push_back(pk[at(d)] * element(c.x, b, 0, i, f));
-          gradient[at(d * C + f)] += dq[at(d)] * element(c.x, b, 0, i, f);
-          error[at(d * C + f)] += (*ran.dq.view().at(b, h, i, d) - dq[at(d)]) * element(c.x, b, 0, i, f);
-        }
-    }
-  const auto mean = [](const Doubles& x) {
+  HeadProbe probe() {
+    p.largest_score = -1e300, p.largest_row_mean = p.largest_row_spread = p.largest_lse = 0;
+    for (int64_t b = 0; b < B; ++b)
+      for (int64_t i = 0; i < T; ++i) add_row(b, i);
+    p.row_mean = mean(rows["row_mean"]), p.row_spread = mean(rows["row_spread"]);
+    p.mean_lse = mean(rows["mean_lse"]);
+    p.entropy = mean(rows["entropy"]), p.sink_mass = mean(rows["sink_mass"]);
+    p.heaviest_mass = mean(rows["heaviest_mass"]), p.tied_rows = mean(rows["tied_rows"]);
+    p.residual_mean = mean(rows["residual"]), p.residual_rms = rms(rows["residual"]);
+    p.delta_rms = rms(rows["delta"]);
+    double spread = 0;
+    for (double r : rows["residual"]) spread += (r - p.residual_mean) * (r - p.residual_mean);
+    const auto n = static_cast<double>(errors.size());
+    p.residual_error = std::sqrt(spread / n / std::max(1.0, n - 1));
+    p.delta_error_sum = mean(errors) * n;
+    p.gradient_norm = norm(gradient), p.gradient_error = norm(error);
+    find_leak();
+    find_means();
+    std::vector<float> error_matrix(error.begin(), error.end());
+    for (float& e : error_matrix) e = static_cast<float>(e * 1e6);
+    const double first = singular_values(Matrix::rows_of(error_matrix.data(), C), D, C)[0] * 1e-6;
+    p.gradient_rank_1 = first * first / (p.gradient_error * p.gradient_error);
+    p.norm_q = singular_values(Matrix::rows_of(c.w_q.view().at(0, h, 0), D), C, D)[0];
+    p.norm_k = singular_values(Matrix::rows_of(c.w_k.view().at(0, g, 0), D), C, D)[0];
+    p.norm_v = singular_values(Matrix::rows_of(c.w_v.view().at(0, g, 0), D), C, D)[0];
+    find_signs();
+    return p;
+  }
+
+ private:
+  static double mean(const Doubles& x) {
     double sum = 0;
     for (double v : x) sum += v;
     return sum / static_cast<double>(x.size());
-  };
-  const auto rms = [](const Doubles& x) {
+  }
+  static double rms(const Doubles& x) {
     double sum = 0;
     for (double v : x) sum += v * v;
     return std::sqrt(sum / static_cast<double>(x.size()));
-  };
-  const auto norm = [&](const Doubles& x) { return rms(x) * std::sqrt(static_cast<double>(x.size())); };
-  HeadProbe p;
-  p.largest_score = largest, p.largest_row_mean = largest_mean, p.largest_row_spread = largest_spread;
-  p.largest_lse = largest_lse;
-  p.row_mean = mean(rows["row_mean"]), p.row_spread = mean(rows["row_spread"]),
-  p.mean_lse = mean(rows["mean_lse"]);
-  p.entropy = mean(rows["entropy"]), p.sink_mass = mean(rows["sink_mass"]);
-  p.heaviest_mass = mean(rows["heaviest_mass"]), p.tied_rows = mean(rows["tied_rows"]);
-  p.residual_mean = mean(rows["residual"]), p.residual_rms = rms(rows["residual"]),
-  p.delta_rms = rms(rows["delta"]);
-  double spread = 0;
-  for (double r : rows["residual"]) spread += (r - p.residual_mean) * (r - p.residual_mean);
-  const auto n = static_cast<double>(errors.size());
-  p.residual_error = std::sqrt(spread / n / std::max(1.0, n - 1));
-  p.delta_error_sum = mean(errors) * n;
-  p.gradient_norm = norm(gradient), p.gradient_error = norm(error);
-  double cosines = 0;
-  Doubles sum(at(D * C));
-  double sizes = 0;
-  for (size_t s = 0; s < matrices.size(); ++s) {
-    for (size_t t = 0; t < matrices.size(); ++t) {
-      double product = 0;
-      for (size_t m = 0; m < matrices[s].size(); ++m) product += matrices[s][m] * matrices[t][m];
-      if (s != t) cosines += product / (norm(matrices[s]) * norm(matrices[t]));
-    }
-    const double rho = rows["residual"][s];
-    for (size_t m = 0; m < sum.size(); ++m) sum[m] += rho * matrices[s][m];
-    sizes += std::fabs(rho) * norm(matrices[s]);
   }
-  p.similarity = n > 1 ? cosines / (n * (n - 1)) : kNotKnown;
-  p.coherence = sizes == 0 ? 0 : norm(sum) / sizes;
-  p.leak_share = sizes == 0 ? 0 : a * norm(sum) / p.gradient_norm;
-  Doubles q_mean(at(D)), k_mean(at(D)), x_mean(at(C));
-  for (int64_t b = 0; b < B; ++b)
-    for (int64_t t = 0; t < T; ++t) {
+  static double norm(const Doubles& x) { return rms(x) * std::sqrt(static_cast<double>(x.size())); }
+
+  // S of the row, and the slope of each score's soft cap.
+  void find_scores(int64_t b, int64_t i, Doubles& s, Doubles& slope) {
+    const int64_t keys = c.causal ? i + 1 : T;
+    for (int64_t j = 0; j < keys; ++j) {
+      double score = 0;
+      for (int64_t d = 0; d < D; ++d) score += element(c.q, b, h, i, d) * element(c.k, b, g, j, d);
+      score *= a;
+      const double bent = c.softcap > 0 ? std::tanh(score / c.softcap) : 0;
+      if (!c.slopes.empty()) score -= c.slopes[at(h)] * std::fabs(static_cast<double>(i - j));
+      s.push_back(c.softcap > 0 ? c.softcap * bent : score);
+      slope.push_back(1 - bent * bent);
+      p.largest_score = std::max(p.largest_score, s.back());
+    }
+    const double middle = mean(s);
+    double variance = 0;
+    for (double x : s) {
+      variance += (x - middle) * (x - middle);
+      p.largest_row_spread = std::max(p.largest_row_spread, std::fabs(x - middle));
+    }
+    rows["row_mean"].push_back(middle);
+    rows["row_spread"].push_back(std::sqrt(variance / static_cast<double>(keys)));
+    p.largest_row_mean = std::max(p.largest_row_mean, std::fabs(middle));
+  }
+
+  double log_sum(const Doubles& s) {
+    const double top = *std::max_element(s.begin(), s.end());
+    double l = 0;
+    for (double x : s) l += std::exp(x - top);
+    if (!c.sinks.empty()) l += std::exp(c.sinks[at(h)] - top);
+    const double L = top + std::log(l);
+    p.largest_lse = std::max(p.largest_lse, std::fabs(L));
+    rows["mean_lse"].push_back(L);
+    return L;
+  }
+
+  void add_row(int64_t b, int64_t i) {
+    Doubles s, slope;
+    find_scores(b, i, s, slope);
+    const double L = log_sum(s);
+    double entropy = 0, heaviest = 0, delta = 0;
+    Doubles P, pk(at(D)), dP, dq(at(D));
+    for (size_t n = 0; n < s.size(); ++n) {
+      const auto j = static_cast<int64_t>(n);
+      P.push_back(std::exp(s[n] - L));
+      if (P.back() > 0) entropy -= P.back() * std::log(P.back());
+      heaviest = std::max(heaviest, P.back());
+      dP.push_back(0);
+      for (int64_t d = 0; d < D; ++d) {
+        dP.back() += element(c.d_o, b, h, i, d) * element(c.v, b, g, j, d);
+        pk[at(d)] += P.back() * element(c.k, b, g, j, d);
+      }
+      delta += P.back() * dP.back();
+    }
+    rows["entropy"].push_back(entropy);
+    rows["sink_mass"].push_back(P[0]);
+    rows["heaviest_mass"].push_back(heaviest);
+    const double z = c.plans[at(h)].keel;
+    for (size_t n = 0; n < s.size(); ++n)
       for (int64_t d = 0; d < D; ++d)
-        q_mean[at(d)] += element(c.q, b, h, t, d) / n, k_mean[at(d)] += element(c.k, b, g, t, d) / n;
-      for (int64_t f = 0; f < C; ++f) x_mean[at(f)] += element(c.x, b, 0, t, f) / n;
+        dq[at(d)] += a * slope[n] * P[n] * (dP[n] - delta + 2 * z * L) *
+                     element(c.k, b, g, static_cast<int64_t>(n), d);
+    errors.push_back(*ran.delta.view().at(b, h, i) + 2 * z * *ran.lse.view().at(b, h, i) - delta);
+    rows["tied_rows"].push_back(*ran.ties.view().at(b, h, i) > 1);
+    rows["residual"].push_back(*ran.residual.view().at(b, h, i));
+    rows["delta"].push_back(delta + errors.back());
+    matrices.emplace_back();
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t f = 0; f < C; ++f) {
+        matrices.back().push_back(pk[at(d)] * element(c.x, b, 0, i, f));
+        gradient[at(d * C + f)] += dq[at(d)] * element(c.x, b, 0, i, f);
+        error[at(d * C + f)] += (*ran.dq.view().at(b, h, i, d) - dq[at(d)]) * element(c.x, b, 0, i, f);
+      }
+  }
+
+  // The leak: its matrices, whether they are alike and add up.
+  void find_leak() {
+    const auto n = static_cast<double>(errors.size());
+    double cosines = 0, sizes = 0;
+    leak.resize(at(D * C));
+    for (size_t s = 0; s < matrices.size(); ++s) {
+      for (size_t t = 0; t < matrices.size(); ++t) {
+        double product = 0;
+        for (size_t m = 0; m < matrices[s].size(); ++m) product += matrices[s][m] * matrices[t][m];
+        if (s != t) cosines += product / (norm(matrices[s]) * norm(matrices[t]));
+      }
+      const double rho = rows["residual"][s];
+      for (size_t m = 0; m < leak.size(); ++m) leak[m] += rho * matrices[s][m];
+      sizes += std::fabs(rho) * norm(matrices[s]);
     }
-  p.mean_q = norm(q_mean), p.mean_k = norm(k_mean), p.mean_x = norm(x_mean);
-  Doubles products;
-  for (int64_t d = 0; d < D; ++d) products.push_back(q_mean[at(d)] * k_mean[at(d)]);
-  p.mean_score = a * mean(products) * static_cast<double>(D);
-  p.effective_size = std::pow(mean(products) * static_cast<double>(D) / norm(products), 2);
-  p.leak_along = p.gradient_along = 0;
-  for (int64_t d = 0; d < D; ++d)
-    for (int64_t f = 0; f < C; ++f) {
-      const double weight = k_mean[at(d)] / p.mean_k * x_mean[at(f)] / p.mean_x;
-      p.leak_along += a * weight * sum[at(d * C + f)];
-      p.gradient_along += std::pow(weight * (gradient[at(d * C + f)] + error[at(d * C + f)]), 2);
-    }
-  p.gradient_along = std::sqrt(p.gradient_along);
-  std::vector<float> error_matrix(error.begin(), error.end());
-  for (float& e : error_matrix) e = static_cast<float>(e * 1e6);
-  const double first = singular_values(Matrix::rows_of(error_matrix.data(), C), D, C)[0] * 1e-6;
-  p.gradient_rank_1 = first * first / (p.gradient_error * p.gradient_error);
-  p.norm_q = singular_values(Matrix::rows_of(c.w_q.view().at(0, h, 0), D), C, D)[0];
-  p.norm_k = singular_values(Matrix::rows_of(c.w_k.view().at(0, g, 0), D), C, D)[0];
-  p.norm_v = singular_values(Matrix::rows_of(c.w_v.view().at(0, g, 0), D), C, D)[0];
-  Doubles shares, purities;
-  for (int64_t d = 0; d < D; ++d) {
-    double total = 0, size = 0, up = 0;
+    p.similarity = n > 1 ? cosines / (n * (n - 1)) : kNotKnown;
+    p.coherence = sizes == 0 ? 0 : norm(leak) / sizes;
+    p.leak_share = sizes == 0 ? 0 : a * norm(leak) / p.gradient_norm;
+  }
+
+  // Means of q, k and x, and what lies along them.
+  void find_means() {
+    const auto n = static_cast<double>(errors.size());
+    Doubles q_mean(at(D)), k_mean(at(D)), x_mean(at(C));
     for (int64_t b = 0; b < B; ++b)
       for (int64_t t = 0; t < T; ++t) {
-        const double v = element(c.v, b, g, t, d);
-        total += v, size += std::fabs(v), up += v > 0;
+        for (int64_t d = 0; d < D; ++d)
+          q_mean[at(d)] += element(c.q, b, h, t, d) / n, k_mean[at(d)] += element(c.k, b, g, t, d) / n;
+        for (int64_t f = 0; f < C; ++f) x_mean[at(f)] += element(c.x, b, 0, t, f) / n;
       }
-    shares.push_back(std::fabs(total) / size);
-    purities.push_back(std::max(up, static_cast<double>(B * T) - up) / static_cast<double>(B * T));
+    p.mean_q = norm(q_mean), p.mean_k = norm(k_mean), p.mean_x = norm(x_mean);
+    Doubles products;
+    for (int64_t d = 0; d < D; ++d) products.push_back(q_mean[at(d)] * k_mean[at(d)]);
+    p.mean_score = a * mean(products) * static_cast<double>(D);
+    p.effective_size = std::pow(mean(products) * static_cast<double>(D) / norm(products), 2);
+    p.leak_along = p.gradient_along = 0;
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t f = 0; f < C; ++f) {
+        const double weight = k_mean[at(d)] / p.mean_k * x_mean[at(f)] / p.mean_x;
+        p.leak_along += a * weight * leak[at(d * C + f)];
+        p.gradient_along += std::pow(weight * (gradient[at(d * C + f)] + error[at(d * C + f)]), 2);
+      }
+    p.gradient_along = std::sqrt(p.gradient_along);
   }
-  p.one_signed = mean(shares), p.largest_one_signed = *std::max_element(shares.begin(), shares.end());
-  p.sign_purity = mean(purities);
-  return p;
-}
+
+  // Of V's features.
+  void find_signs() {
+    Doubles shares, purities;
+    for (int64_t d = 0; d < D; ++d) {
+      double total = 0, size = 0, up = 0;
+      for (int64_t b = 0; b < B; ++b)
+        for (int64_t t = 0; t < T; ++t) {
+          const double v = element(c.v, b, g, t, d);
+          total += v, size += std::fabs(v), up += v > 0;
+        }
+      shares.push_back(std::fabs(total) / size);
+      purities.push_back(std::max(up, static_cast<double>(B * T) - up) / static_cast<double>(B * T));
+    }
+    p.one_signed = mean(shares), p.largest_one_signed = *std::max_element(shares.begin(), shares.end());
+    p.sign_purity = mean(purities);
+  }
+
+  const Capture& c;
+  const int64_t h, B, T, D, C, g;
+  const double a;
+  AttentionBuffers ran;
+  std::map<std::string, Doubles> rows;
+  std::vector<Doubles> matrices;  // M_t, (D C) each
+  Doubles errors, gradient, error, leak;
+  HeadProbe p;
+};
 
 void expect_alike(const Capture& c, const std::string& what) {
   const std::vector<HeadProbe> found = probe(c);
   ASSERT_EQ(found.size(), c.heads.size());
   for (size_t h = 0; h < found.size(); ++h) {
-    const HeadProbe expected = slow_probe(c, static_cast<int64_t>(h));
+    const HeadProbe expected = SlowHead(c, static_cast<int64_t>(h)).probe();
     for (const ProbeField& field : kProbeFields) {
       const double want = expected.*field.value, got = found[h].*field.value;
       if (field.name == "nonfinite") {

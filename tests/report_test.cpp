@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/json_text.h"
 #include "base/whole_file.h"
+#include "html_check.h"
 #include "records/run_records.h"
 #include "report/chart.h"
 #include "report/html.h"
@@ -37,114 +38,7 @@ size_t times(const std::string& text, const std::string& part) {
   return count;
 }
 
-// --- A small check of a document
-
-struct Document {
-  std::vector<std::string> faults;
-  std::set<std::string> ids;
-  std::string text;  // between tags
-};
-
-bool is_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == ':'; }
-
-// Elements close in order, attributes are quoted and come once, ids come once, references lead somewhere; '<' and '&' in text
-// are escaped. Stricter than HTML, so that a browser has nothing to guess.
-Document check(const std::string& html) {
-  static const std::set<std::string> kVoid = {"meta", "br", "link", "img", "hr", "input"};
-  Document doc;
-  std::vector<std::string> open;
-  std::vector<std::string> references;
-  const auto fault = [&](const std::string& what, size_t at) {
-    if (doc.faults.size() < 10) doc.faults.push_back(fmt::format("{} near '{}'", what, html.substr(at, 60)));
-  };
-  const auto check_text = [&](std::string_view text, size_t at) {
-    for (size_t n = 0; n < text.size(); ++n)
-      if (text[n] == '&') {
-        const size_t end = text.find(';', n);
-        if (end == std::string_view::npos || end - n > 8) fault("a bare &", at + n);
-      }
-  };
-  for (size_t at = 0; at < html.size();) {
-    if (html[at] != '<') {
-      const size_t end = std::min(html.find('<', at), html.size());
-      check_text(std::string_view(html).substr(at, end - at), at);
-      doc.text += html.substr(at, end - at);
-      at = end;
-      continue;
-    }
-    if (html.compare(at, 2, "<!") == 0) {
-      at = html.find('>', at) + 1;
-      continue;
-    }
-    const bool closes = html.compare(at, 2, "</") == 0;
-    size_t n = at + (closes ? 2 : 1);
-    std::string name;
-    while (n < html.size() && is_name(html[n])) name += html[n++];
-    if (name.empty()) {
-      fault("a bare <", at);
-      ++at;
-      continue;
-    }
-    std::set<std::string> seen;
-    bool self = false;
-    while (n < html.size() && html[n] != '>') {
-      if (std::isspace(static_cast<unsigned char>(html[n]))) {
-        ++n;
-      } else if (html[n] == '/') {
-        self = true, ++n;
-      } else {
-        std::string key, value;
-        while (n < html.size() && is_name(html[n])) key += html[n++];
-        if (key.empty()) {
-          fault("no attribute", n);
-          ++n;
-          continue;
-        }
-        if (n < html.size() && html[n] == '=') {
-          if (html[n + 1] != '"') fault("an attribute without quotes", at);
-          const size_t end = html.find('"', n + 2);
-          if (end == std::string::npos) {
-            fault("no end of an attribute", at);
-            return doc;
-          }
-          value = html.substr(n + 2, end - n - 2);
-          if (has(value, "<")) fault("< in an attribute", at);
-          check_text(value, n);
-          n = end + 1;
-        }
-        if (!seen.insert(key).second) fault("an attribute twice", at);
-        if (key == "id" && !doc.ids.insert(value).second) fault("the id " + value + " twice", at);
-        if (key.starts_with("on")) fault("a handler in an attribute", at);
-        if (key == "src" || (key == "href" && !value.starts_with('#') && value != "data:,"))
-          fault("something from elsewhere", at);
-        if (key == "href" && value.starts_with('#')) references.push_back(value.substr(1));
-        if (key == "aria-labelledby" || key == "aria-describedby") {
-          std::istringstream words(value);
-          for (std::string word; words >> word;) references.push_back(word);
-        }
-      }
-    }
-    ++n;
-    if (closes) {
-      if (open.empty() || open.back() != name)
-        fault(fmt::format("</{}> where </{}> was due", name, open.empty() ? "nothing" : open.back()), at);
-      else
-        open.pop_back();
-    } else if (!self && !kVoid.contains(name)) {
-      open.push_back(name);
-      if (name == "script" || name == "style") {
-        const size_t end = html.find("</" + name + ">", n);
-        if (end == std::string::npos) fault("no end of " + name, at);
-        n = end;
-      }
-    }
-    at = n;
-  }
-  for (const std::string& name : open) doc.faults.push_back("not closed: " + name);
-  for (const std::string& id : references)
-    if (!doc.ids.contains(id)) doc.faults.push_back("no such id: " + id);
-  return doc;
-}
+// --- The check of a document
 
 void expect_sound(const std::string& html) {
   const Document doc = check(html);

@@ -168,6 +168,8 @@ if(EVENKEEL_GPU_TESTS AND EVENKEEL_HAS_CUDA)
 endif()
 
 if(NOT EVENKEEL_SANITIZE)
+  add_test(NAME nvcc_checked_test COMMAND ${CMAKE_SOURCE_DIR}/tests/nvcc_checked_test.sh
+           ${CMAKE_SOURCE_DIR}/scripts/nvcc_checked)
   add_test(NAME wrapper_test COMMAND ${CMAKE_SOURCE_DIR}/tests/wrapper_test.sh ${CMAKE_SOURCE_DIR}/evenkeel)
   add_test(NAME install_test COMMAND ${CMAKE_SOURCE_DIR}/tests/install_test.sh ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
   evenkeel_label(install_test)
@@ -179,7 +181,7 @@ if(NOT EVENKEEL_SANITIZE)
   add_test(NAME browser_test COMMAND ${CMAKE_SOURCE_DIR}/tests/browser/browser_test.sh $<TARGET_FILE:evenkeel>
            ${CMAKE_BINARY_DIR}/browser)
   set_tests_properties(browser_test PROPERTIES SKIP_RETURN_CODE 77 PROCESSORS 2)
-  evenkeel_label(wrapper_test clang_format_test spelling_test browser_test)
+  evenkeel_label(nvcc_checked_test wrapper_test clang_format_test spelling_test browser_test)
   foreach(target ${cpu_targets})
     if(NOT target STREQUAL baseline)
       add_test(NAME kernel_symbols_test_${target} COMMAND ${CMAKE_SOURCE_DIR}/tests/kernel_symbols_test.sh

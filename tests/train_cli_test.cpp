@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "base/json_text.h"
+#include "base/safetensors.h"
 #include "base/whole_file.h"
+#include "records/metrics.h"
 #include "run_folder.h"
 #include "run_program.h"
 #include "training/replay.h"
@@ -255,6 +258,68 @@ TEST_F(TrainCliTest, the_outcome_as_json) {
   const Output refused = train("--lr x --out other --json");
   EXPECT_EQ(refused.code, 2);
   EXPECT_EQ(parse_json(refused.out)["error"]["kind"], "usage");
+}
+
+// --- Files of the first version
+
+// tests/old_run: a run of 6 steps, its capture, and its weights after the last step, as the first version wrote them.
+class OldRunTest : public TrainCliTest {
+ protected:
+  void SetUp() override {
+    TrainCliTest::SetUp();
+    fs::copy(kKept, folder, fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+  }
+  static inline const fs::path kKept = fs::path(EVENKEEL_SOURCE_DIR) / "tests/old_run";
+};
+
+// (step, loss) of the records, the last of each step.
+std::map<int64_t, double> losses(const fs::path& run) {
+  const Metrics metrics = read_metrics(run);
+  std::map<int64_t, double> found;
+  for (size_t n = 0; n < metrics.loss.steps.size(); ++n)
+    found[metrics.loss.steps[n]] = metrics.loss.values[n];
+  return found;
+}
+
+TEST_F(OldRunTest, is_resumed_to_the_same_bits) {
+  const std::map<int64_t, double> recorded = losses(kKept / "run");
+  ASSERT_EQ(recorded.size(), 6u);
+  const Output resumed = run("train --resume run");
+  ASSERT_EQ(resumed.code, 0) << resumed.out;
+  EXPECT_TRUE(has(resumed.out, "step 4/6")) << resumed.out;  // not from the beginning
+  EXPECT_FALSE(has(resumed.out, "step 3/6")) << resumed.out;
+  EXPECT_EQ(losses(folder / "run"), recorded);
+  const Safetensors expected(kKept / "after_step_6.safetensors"),
+      found(folder / "run/checkpoints/step-00000006/model.safetensors");
+  ASSERT_FALSE(expected.tensors().empty());
+  for (const StoredTensor& tensor : expected.tensors()) {
+    const StoredTensor* const same = found.find(tensor.name);
+    ASSERT_TRUE(same) << tensor.name;
+    EXPECT_TRUE(std::ranges::equal(same->bytes, tensor.bytes)) << tensor.name;
+  }
+}
+
+TEST_F(OldRunTest, is_replayed_reported_and_its_capture_probed) {
+  // Replayed: losses that are not the recorded ones would be an error.
+  for (const char* what : {"probe run@3 --json", "probe capture.safetensors --json"}) {
+    const Output probed = run(what);
+    EXPECT_LE(probed.code, 1) << probed.out;
+    EXPECT_TRUE(has(probed.out, "\"heads\"")) << probed.out;
+  }
+  const Output judged = run("verdict run");
+  EXPECT_EQ(judged.code, 0) << judged.out;
+  const Output reported = run("report run -o page.html");
+  EXPECT_EQ(reported.code, 0) << reported.out;
+  const std::string page = read_whole_file(folder / "page.html", 1 << 24);
+  EXPECT_TRUE(has(page, "id=\"offset"));  // recorded under its old name
+  // A capture made now from the old checkpoint has the numbers of the old capture.
+  const Output captured = run("capture run@3 --layer 0 -o again.safetensors");
+  ASSERT_EQ(captured.code, 0) << captured.out;
+  const Safetensors expected(folder / "capture.safetensors"), found(folder / "again.safetensors");
+  for (const char* name : {"q", "k", "v", "d_o"}) {
+    ASSERT_TRUE(expected.find(name) && found.find(name)) << name;
+    EXPECT_TRUE(std::ranges::equal(found.find(name)->bytes, expected.find(name)->bytes)) << name;
+  }
 }
 
 }  // namespace

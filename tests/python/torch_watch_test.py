@@ -73,6 +73,24 @@ class Captures(TorchCase):
             self.assertIn(told.returncode, (0, 1), told.stderr)
             json.loads(told.stdout)
 
+    def test_a_capture_leaves_the_gradients_as_they_were(self):
+        path, x = self.folder() / "c.safetensors", tokens()
+        gradients = lambda: [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+        def fails():
+            self.model(x, x).backward()
+            raise RuntimeError("in the middle of a pass")
+
+        with evenkeel.patched():
+            for _ in range(2):  # without gradients, then with some
+                before = gradients()
+                evenkeel.capture(self.model, lambda: self.model(x, x), 0, path)
+                with self.assertRaises(RuntimeError):
+                    evenkeel.capture(self.model, fails, 0, path)
+                for found, expected in zip(gradients(), before, strict=True):
+                    self.assertTrue(found is None if expected is None else torch.equal(found, expected))
+                self.model(x, x).backward()
+
     def test_some_heads_and_bad_requests(self):
         path, x = self.folder() / "c.safetensors", tokens()
         with evenkeel.patched():
@@ -312,6 +330,15 @@ class Conform(TorchCase):
         for fn in signatures:
             report = evenkeel.conform(fn, dtype=torch.float32, rows=64, families=["random", "odd_rows"])
             self.assertTrue(report.passes, str(report))
+
+    def test_columns_never_touch(self):
+        wide = {"family": "a" * 17, "rows": 12345678, "passes": False, "verdict": "FAIL", "what_to_fix": "x",
+                **{key: -1.23456e-123 for key in ("residual_mean", "residual_allowed", "residual_rms", "residual_bound")},
+                **{key: -98765432.1 for key in ("residual_z", "o_bias", "o_z", "dq_bias", "dq_z")}}
+        report = type(evenkeel.conform(lambda q, k, v, causal: q, rows=64, families=["random"]))("b" * 40, [wide])
+        cells = next(line for line in str(report).splitlines() if "a" * 17 in line).split()
+        self.assertEqual(len(cells), 12, cells)  # seven, two biases with their z, the verdict
+        self.assertEqual(report.summary().split()[:2], ["b" * 40, "FAIL"])
 
     def test_an_interrupt_is_an_interrupt_and_progress_is_told(self):
         def interrupted(q, k, v, causal):
