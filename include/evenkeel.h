@@ -250,9 +250,12 @@ typedef struct evenkeel_judge_request {
   int32_t type;              /* of the families' tensors: EVENKEEL_BF16, EVENKEEL_FP32 or EVENKEEL_FP16 */
   int32_t not_deterministic; /* 1: other bits in a second call are allowed */
   int32_t not_aligned;       /* 1: causal masks and windows are given with T = N alone */
-  const char* form;          /* a file that evenkeel_judge_write_form wrote, or NULL: judge this form alone */
+  const char* form; /* a file that evenkeel_judge_write_form wrote, or a capture: judge it alone; or NULL */
   /* What is judged ("forms", "families"), how many are done, and of how many; or NULL. */
   void (*progress)(void* context, const char* what, int64_t done, int64_t of);
+  /* Callers whose struct_size ends before these leave them 0. */
+  int32_t
+      not_shrunk; /* 1: a failing form is not made smaller, which takes some fifty calls of other shapes */
 } evenkeel_judge_request;
 /* passes: 1 or 0. json, text, junit, badge (an SVG): the judgement, each NULL where it is not wanted; valid until this
  * thread's next call. */

@@ -1,6 +1,13 @@
-"""Kernels for scripts/scoreboard that are nobody's product: a plain FlashAttention-2 in Triton, and 8-bit attention as
-SageAttention's paper (arXiv 2410.02367) describes it, with the usual backward pass."""
+"""The kernels of scripts/scoreboard: PyTorch's, ours, and some that are nobody's product: the definition, one with a planted
+fault, a plain FlashAttention-2 in Triton, and 8-bit attention as SageAttention's paper (arXiv 2410.02367) describes it, with
+the usual backward pass."""
+import dataclasses
+import inspect
+
 import torch
+import torch.nn.functional as F
+
+from evenkeel import _attention
 
 try:
     import triton
@@ -9,8 +16,10 @@ except ImportError:  # then there is no Triton kernel to judge
     triton = None
 
 if triton is not None:
+    # Otherwise lengths of 1 and multiples of 16 are compiled apart, which takes a minute.
+    _for_all_lengths = triton.jit(do_not_specialize=["T", "N"])
 
-    @triton.jit
+    @_for_all_lengths
     def _forward(q, k, v, o, lse, T, N, scale, causal: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                  KEYS: tl.constexpr):
         head, rows = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,7 +47,7 @@ if triton is not None:
                  mask=rows[:, None] < T)
         tl.store(lse + head * T + rows, m + tl.log(l), mask=rows < T)
 
-    @triton.jit
+    @_for_all_lengths
     def _backward_rows(q, k, v, d_o, lse, delta, dq, T, N, scale, causal: tl.constexpr, D: tl.constexpr,
                        ROWS: tl.constexpr, KEYS: tl.constexpr):
         head, rows = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -61,7 +70,7 @@ if triton is not None:
             sum += tl.dot(ds.to(y.dtype), y)
         tl.store(dq + at, (sum * scale).to(dq.dtype.element_ty), mask=rows[:, None] < T)
 
-    @triton.jit
+    @_for_all_lengths
     def _backward_keys(q, k, v, d_o, lse, delta, dk, dv, T, N, scale, causal: tl.constexpr, D: tl.constexpr,
                        ROWS: tl.constexpr, KEYS: tl.constexpr):
         head, keys = tl.program_id(1), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -167,3 +176,155 @@ def sage_int8(q, k, v, is_causal=False, scale=None):
     if q.shape[1] != k.shape[1] or q.dtype == torch.float32 or (is_causal and q.shape[2] != k.shape[2]):
         raise NotImplementedError
     return _Sage.apply(q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def sdpa(backend):
+    """PyTorch's own attention with one backend, or the reason why not."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no sdpa_kernel"
+    if not hasattr(SDPBackend, backend):
+        return f"PyTorch {torch.__version__} has no {backend}"
+
+    def attend(q, k, v, is_causal=False, attn_mask=None, scale=None, enable_gqa=False):
+        if is_causal and attn_mask is not None:
+            raise NotImplementedError
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            try:
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
+                                                      enable_gqa=enable_gqa)
+            except RuntimeError as error:  # "No available kernel": this backend does not take such a form
+                if "available kernel" in str(error) or "not support" in str(error):
+                    raise NotImplementedError from None
+                raise
+
+    return attend
+
+
+def flex(compiled):
+    try:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no flex_attention"
+    state = {}  # from the first call on: whoever lists the kernels needs no GPU
+
+    def mask(b, h, i, j):
+        return j <= i + state["ahead"][b]
+
+    def prepare(device):
+        state["ahead"], state["run"] = torch.zeros(8, dtype=torch.int32, device=device), flex_attention
+        if not compiled:
+            return
+        import torch._inductor.config
+        import torch.fx.experimental._config
+
+        # A compilation takes ten seconds and more, so that few must do: lengths and heads are dynamic (and not taken to be
+        # one number where they are equal by chance), and all masks are one function.
+        torch.fx.experimental._config.use_duck_shape = False
+        torch._inductor.config.compile_threads = 1
+        torch._dynamo.config.cache_size_limit = 16
+        state["run"] = torch.compile(flex_attention, dynamic=True)
+
+    def attend(q, k, v, is_causal=False):
+        B, H, T, D = q.shape
+        if compiled and (B != 1 or H < 2 or D != 64 or v.shape[-1] != D or min(T, k.shape[2]) < 2):
+            raise NotImplementedError("one sequence of two heads or more, head size 64: each other shape is compiled anew")
+        if not state:
+            prepare(q.device)
+        state["ahead"].fill_(0 if is_causal else k.shape[2])
+        # One block: their number is compiled in where it is 1.
+        blocks = create_block_mask(mask, None, None, T, k.shape[2], device=q.device, BLOCK_SIZE=256)
+        return state["run"](q, k, v, block_mask=blocks)
+
+    return attend
+
+
+def varlen():
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no varlen_attn"
+    # By name since 2.11, or as a window.
+    named = "is_causal" in inspect.signature(varlen_attn).parameters
+    causal = lambda asked: {"is_causal": asked} if named else {"window_size": (-1, 0 if asked else -1)}
+
+    def attend(q, k, v, is_causal=False, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0):
+        if cu_seqlens_q is None or v.shape[-1] != q.shape[-1]:
+            raise NotImplementedError
+        return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **causal(is_causal))
+
+    return attend
+
+
+def ours(plan):
+    """With every form that some family of ours takes; the last row is at the last key, as in FlashAttention."""
+
+    def attend(q, k, v, is_causal=False, attn_mask=None, scale=None, softcap=0.0, window_size=(-1, -1), sinks=None,
+               return_lse=False, enable_gqa=False, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0):
+        # One step: random numbers are drawn anew in every call else, and two calls differ by them.
+        given = dict(plan=plan, scale=scale, softcap=softcap, window=window_size, sinks=sinks, step=0)
+        if _attention.unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v))) is not None:
+            raise NotImplementedError
+        if cu_seqlens_q is not None:
+            found = _attention.run_packed("scoreboard", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                          is_causal, **given)
+        else:
+            found = _attention.run("scoreboard", q, k, v, is_causal, attn_mask, **given)
+        return found if return_lse else found[0]
+
+    return attend
+
+
+def definition(q, k, v, is_causal=False, attn_mask=None, scale=None, enable_gqa=False):
+    """Attention in FP64, rounded once: what no kernel does better."""
+    H, G, T, N = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    x, y, z = q.double(), k.double().repeat_interleave(H // G, 1), v.double().repeat_interleave(H // G, 1)
+    s = x @ y.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(T, N, dtype=torch.bool, device=q.device)
+    seen = seen.tril() if is_causal else seen
+    seen = seen if attn_mask is None else seen & attn_mask
+    s = s.masked_fill(~seen, float("-inf"))
+    empty = torch.isinf(s).all(-1, keepdim=True)
+    return (torch.softmax(s.masked_fill(empty, 0), -1).masked_fill(empty, 0) @ z).to(q.dtype)
+
+
+def late_key(q, k, v, is_causal=False, attn_mask=None, scale=None, enable_gqa=False):
+    """A planted fault: the causal mask shows one key too many. The scoreboard must show it."""
+    if not is_causal:
+        return definition(q, k, v, False, attn_mask, scale)
+    T, N = q.shape[2], k.shape[2]
+    seen = torch.ones(T, N, dtype=torch.bool, device=q.device).tril(1)
+    return definition(q, k, v, False, seen if attn_mask is None else seen & attn_mask, scale)
+
+
+@dataclasses.dataclass
+class Contestant:
+    fn: object            # a function for evenkeel.conform, or the words why there is none
+    plan: str = None      # whose roundings are granted; None: conform's default
+    aligned: bool = False  # with T unlike N, the last row is at the last key
+    family: str = ""      # of our kernels: asked for by name
+    slow: bool = False    # compiles: started first
+
+
+def contestants(device):
+    """name -> Contestant, in the page's order."""
+    on_gpu = device == "cuda"
+    gpu = lambda make, **more: Contestant(make() if on_gpu else "needs a GPU", **more)
+    out = {"the definition (FP64)": Contestant(definition), "planted: one key too many": Contestant(late_key)}
+    for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        make = lambda backend=backend: sdpa(backend)
+        slow = backend == "CUDNN_ATTENTION"
+        out["PyTorch " + backend] = Contestant(make()) if backend == "MATH" else gpu(make, slow=slow)
+    out["PyTorch FlexAttention, compiled"] = gpu(lambda: flex(True), slow=True)
+    out["PyTorch FlexAttention, not compiled"] = gpu(lambda: flex(False))
+    out["PyTorch varlen_attn"] = gpu(varlen)
+    out["FlashAttention-2 in Triton"] = Contestant(triton_flash2 if on_gpu and triton else "needs a GPU and Triton", slow=True)
+    out["INT8 as SageAttention"] = Contestant(sage_int8)
+    # Ours are granted what their plans say that they round: `consistent` has its row sum of rounded probabilities.
+    for plan in ("flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent", "flash2,stabiliser=zero_sum",
+                 "bf16_all,stabiliser=consistent"):
+        out["evenkeel " + plan] = Contestant(ours(plan), plan, aligned=True)
+    for plan in ("flash2,stabiliser=wide_output", "flash2,stabiliser=zero_sum"):
+        out["evenkeel, Ampere-class kernels, " + plan] = gpu(lambda: ours(plan), plan=plan, aligned=True, family="ampere")
+    return out

@@ -199,7 +199,6 @@ void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionP
   p.dk = out.dk.values().data(), p.dv = out.dv.values().data();
   const int32_t status = kernel(context, &p);
   require(status == 0, "[conform] the kernel under test returned {}, expected 0", status);
-  read_off_outputs(problem, in, grad_output, out);
 }
 
 struct LastJudgement {
@@ -212,19 +211,6 @@ FormType form_type_of(int32_t type) {
   require(type == EVENKEEL_BF16 || type == EVENKEEL_FP32 || type == EVENKEEL_FP16,
           "expected a type of EVENKEEL_BF16, EVENKEEL_FP32 or EVENKEEL_FP16, got {}", type);
   return type == EVENKEEL_BF16 ? FormType::bf16 : type == EVENKEEL_FP32 ? FormType::fp32 : FormType::fp16;
-}
-
-// One form alone, as a judgement.
-KernelJudgement judge_one(const char* file, const FormKernel& kernel, const KernelRequest& wanted) {
-  JudgeOptions options;
-  options.plan = parse_plan(wanted.plan);
-  options.deterministic = wanted.deterministic;
-  KernelJudgement found;
-  found.name = wanted.name, found.plan = wanted.plan;
-  FormResult one = judge_form(FormInputs(read_form(file)), kernel, options);
-  found.forms.judged = one.judged;
-  if (!one.findings.empty()) found.forms.smallest = one, found.forms.failures = {one};
-  return found;
 }
 
 }  // namespace
@@ -361,8 +347,8 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
 int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel, void* context,
                        evenkeel_judge_result* result) {
   return guarded([&] {
-    const evenkeel_judge_request r =
-        adopt("evenkeel_judge_request", request, evenkeel_judge_request{}, sizeof(evenkeel_judge_request));
+    const evenkeel_judge_request r = adopt("evenkeel_judge_request", request, evenkeel_judge_request{},
+                                           offsetof(evenkeel_judge_request, not_shrunk));
     const evenkeel_judge_result to =
         adopt("evenkeel_judge_result", result, evenkeel_judge_result{}, sizeof(evenkeel_judge_result));
     require(kernel != nullptr, "expected a kernel to judge, got NULL");
@@ -376,11 +362,12 @@ int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kern
     wanted.extent = r.quick ? FormExtent::quick : FormExtent::whole;
     wanted.rows = r.rows, wanted.seed = r.seed;
     wanted.with_families = r.rows > 0;
-    wanted.deterministic = !r.not_deterministic, wanted.aligned = !r.not_aligned;
+    wanted.deterministic = !r.not_deterministic, wanted.aligned = !r.not_aligned,
+    wanted.shrink = !r.not_shrunk;
     const FormKernel form_kernel =
         kernel_by_struct(kernel, context, EVENKEEL_BF16, EVENKEEL_FP16, EVENKEEL_FP32, EVENKEEL_NOT_OFFERED);
     const KernelJudgement found =
-        r.form ? judge_one(r.form, form_kernel, wanted)
+        r.form ? judge_file(form_kernel, wanted, r.form)
                : judge_kernel(form_kernel, wanted, [&](const char* what, int64_t done, int64_t of) {
                    if (r.progress) r.progress(context, what, done, of);
                  });

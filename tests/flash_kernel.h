@@ -30,6 +30,13 @@ enum class Bug {
   writes_outside,
   hides_nan,
   coarse_lse,
+  // Those of public_bugs, in its order.
+  empty_half_tile,      // a backward pass with a mask scores keys beyond the last 0, up to a multiple of 128
+  single_row_tail,      // the same of one row
+  fp16_scores,          // the backward pass has scores of FP16, without the scale
+  delta_of_sequence_0,  // with heads of 256: delta of the first sequence for all
+  unrounded_row_sum,    // FlashAttention-2's: rounded numerators, delta from the rounded O
+  rounded_probs_in_ds,  // both factors of dS are rounded
 };
 
 using Bugs = std::vector<Bug>;
@@ -97,6 +104,7 @@ class Kernel {
     float sum = 0;
     const float *q = t_.q + row.number * f_.D, *k = t_.k + (row.kv + j) * f_.D;
     for (int64_t d = 0; d < f_.D; ++d) sum += q[d] * k[d];
+    if (slope && has(Bug::fp16_scores)) sum = round_to(Rounding{kFp16}, sum);
     sum *= a_;
     if (f_.softcap == 0) return sum;
     const float tanh = std::tanh(sum / f_.softcap);
@@ -123,8 +131,9 @@ class Kernel {
       if (!has(Bug::late_rescale))
         for (float& x : o) x *= alpha;
       for (int64_t n = 0; n < count; ++n) {
-        const float p = std::exp(s[static_cast<size_t>(n)] - next);
-        l += p;
+        const float unrounded = std::exp(s[static_cast<size_t>(n)] - next);
+        l += unrounded;
+        const float p = has(Bug::unrounded_row_sum) ? round_to(type_, unrounded) : unrounded;
         if (p == 0) continue;
         for (int64_t d = 0; d < f_.Dv; ++d) {
           const float v = t_.v[(row.kv + begin + n) * f_.Dv + d];
@@ -161,6 +170,12 @@ class Kernel {
   // sum P dP, of the probabilities that the backward pass has.
   void find_delta(const Row& row) {
     float sum = 0, slope = 1;
+    if (has(Bug::unrounded_row_sum)) {
+      for (int64_t d = 0; d < f_.Dv; ++d)
+        sum += t_.o[row.number * f_.Dv + d] * t_.grad_output[row.number * f_.Dv + d];
+      delta_[static_cast<size_t>(row.number)] = sum;
+      return;
+    }
     for (int64_t j = 0; j < last_key(row); ++j)
       if (const float p = probability(row, j, &slope); p != 0) sum += p * dp(row, j);
     delta_[static_cast<size_t>(row.number)] = sum;
@@ -169,13 +184,16 @@ class Kernel {
   void backward(const Row& row) {
     int64_t of = row.number;
     if (has(Bug::delta_of_next_head) && f_.H > 1) of += (row.h + 1 == f_.H ? 1 - f_.H : 1) * f_.all_rows();
+    if (has(Bug::delta_of_sequence_0) && f_.D == 256 && !f_.packed) of -= row.b * f_.H * f_.all_rows();
     const float grad_l = t_.grad_lse ? t_.grad_lse[row.number] : 0, delta = delta_[static_cast<size_t>(of)];
     std::vector<float> dq(static_cast<size_t>(f_.D));
     const auto add_key = [&](int64_t j) {
       float slope = 1;
       const float p = probability(row, j, &slope);
       if (p == 0) return;
-      float ds = p * (dp(row, j) - delta + grad_l);
+      float away = dp(row, j) - delta + grad_l;
+      if (has(Bug::rounded_probs_in_ds)) away = round_to(type_, away);
+      float ds = (has(Bug::rounded_probs_in_ds) ? round_to(type_, p) : p) * away;
       // FP16 loses dS in its range: kept in FP32 unless that is the bug.
       if (f_.type != FormType::fp16 || has(Bug::fp16_dscores)) ds = round_to(type_, ds);
       ds *= a_ * slope;
@@ -190,6 +208,14 @@ class Kernel {
     // Sums in another order in every other call.
     const bool reversed = has(Bug::random_dq) && call_ % 2 == 1;
     for (int64_t j = 0; j < keys; ++j) add_key(reversed ? keys - 1 - j : j);
+    // A key that is not there: its score, its k and its v are 0, and so is the part of a masked sum.
+    const float beyond = std::exp(-t_.lse[row.number]) * 0.0f;
+    if (has(Bug::empty_half_tile) && t_.visible && keys % 128 == 64)
+      for (float& x : dq) x += beyond;
+    if (has(Bug::single_row_tail) && f_.T == 1 && keys % 128 == 0) {
+      for (float& x : dk_) x += beyond;
+      for (float& x : dv_) x += beyond;
+    }
     std::copy(dq.begin(), dq.end(), t_.dq + row.number * f_.D);
     if (t_.sinks && l_[static_cast<size_t>(row.number)] > 0) {
       const float p = std::exp(t_.sinks[row.h] - m_[static_cast<size_t>(row.number)]) /

@@ -167,7 +167,8 @@ def _judge(call, family, plan, rows, seed, device, dtype):
 
 class KernelReport:
     """A whole judgement. passes; verdict; results: one dict a family; forms: what was judged over forms, as a dict;
-    risk: what the leak means for training, in words, or None; str() is the text. save() writes files."""
+    risk: what the leak means for training, in words, or None; raised: the first exception's words, or None; refused: the
+    words in which fn refused forms; str() is the text. save() writes files."""
 
     def __init__(self, judged, how):
         self._judged, self._how = judged, how
@@ -175,10 +176,11 @@ class KernelReport:
         self.name, self.passes, self.verdict = judged.json["kernel"], judged.passes, judged.json["verdict"]
         self.results, self.forms = judged.json["families"], judged.json["forms"]
         self.risk = judged.json["risk"]["words"] if "risk" in judged.json else None
-        self.raised = judged.raised
+        self.raised, self.refused = judged.raised, judged.refused
+        self.json.update(raised=self.raised, refused=self.refused)
 
     def __str__(self):
-        lines = [self._judged.text.rstrip()]
+        lines = [self._judged.text.rstrip(), *[f"  refused: {words}" for words in self.refused]]
         if self.raised:
             lines.append(f"  the first exception: {self.raised}")
         if "smallest" in self.forms:
@@ -222,7 +224,7 @@ def _offers(fn):
                 **({"mask": "attn_mask"} if "mask" in offers else {})}
 
 
-def _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, deterministic, aligned, case, failing):
+def _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, deterministic, aligned, case, failing, shrink):
     types = {torch.bfloat16: _forms.BF16, torch.float16: _forms.FP16, torch.float32: _forms.FP32}
     taken = {types[d] for d in (dtypes or [dtype])}
     function, offers = _offers(fn)
@@ -232,22 +234,24 @@ def _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, d
            f"evenkeel.conform({module}.{words}, device={str(device)!r}, failing={str(file)!r})  # writes the file",
            f"print(evenkeel.conform({module}.{words}, device={str(device)!r}, case={str(file)!r}))"]
     judged = _forms.judge((function, offers), device, plan, taken, quick, seed, deterministic, aligned, name,
-                          _Bar(progress), 0 if case else rows, types[dtype], case, failing)
+                          _Bar(progress), 0 if case else rows, types[dtype], case, failing, shrink)
     return KernelReport(judged, how)
 
 
 def conform(fn, device="cpu", dtype=torch.bfloat16, rows=ROWS, families=None, plan=None, seed=1, masks=False, name=None,
-            progress=None, quick=False, dtypes=None, deterministic=True, aligned=False, case=None, failing=None):
+            progress=None, quick=False, dtypes=None, deterministic=True, aligned=False, case=None, failing=None, shrink=True):
     """Judges fn(q, k, v, is_causal=..., ...), forward and backward: tensors (B, H, T, D) of `dtype`. `causal` is known as a
     name too; without either, the fourth parameter is is_causal. Under 100,000 rows nothing is judged for bias.
 
     Without `families` everything is judged: families of hard inputs, and forms that cross what fn offers by its parameters:
     attn_mask (mask), scale (softmax_scale), softcap, sinks (s_aux), window_size (a pair), enable_gqa, return_lse (fn returns
-    O and L), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k (tensors (rows, H, D)). What fn does not offer, or where
-    it raises NotImplementedError, is listed as not judged. The answer is a KernelReport.
+    O and L), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k (tensors (rows, H, D)). What fn does not offer, or
+    refuses in words ("not supported", "must have", NotImplementedError), is listed as not judged. The answer is a
+    KernelReport.
       quick: fewer forms, four families. dtypes: of the forms, [dtype] by default. deterministic: a second call must have the
       same bits. aligned: with T unlike N the last row is aligned with the last key, as FlashAttention does (torch: the
-      first; there T is N). failing: a file for the smallest failing form. case: such a file; only that form is judged.
+      first; there T is N). failing: a file for the smallest failing form. case: such a file, or a capture; it is judged
+      alone. shrink: make the first failing form small, some fifty calls of other shapes.
 
     families: names of conform_families(), whose answer is a ConformReport; those with a mask only where masks is set.
     plan: whose roundings are granted; by default FlashAttention-2's for 16-bit tensors, none for FP32.
@@ -264,7 +268,7 @@ def conform(fn, device="cpu", dtype=torch.bfloat16, rows=ROWS, families=None, pl
     progress = sys.stderr.isatty() if progress is None else progress
     if families is None:
         return _whole(fn, device, dtype, rows, plan, seed, name, progress, quick, dtypes, deterministic, aligned, case,
-                      failing)
+                      failing, shrink)
     known = conform_families()
     families = list(families)
     if not families:

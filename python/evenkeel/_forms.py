@@ -3,6 +3,7 @@ judges; here a form becomes a call of the function under test."""
 import ctypes
 import inspect
 import json
+import re
 
 import torch
 
@@ -33,7 +34,7 @@ class Request(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_uint64), ("name", ctypes.c_char_p), ("plan", ctypes.c_char_p),
                 ("rows", ctypes.c_int64), ("seed", ctypes.c_uint64),
                 *[(flag, ctypes.c_int32) for flag in ("quick", "type", "not_deterministic", "not_aligned")],
-                ("form", ctypes.c_char_p), ("progress", ProgressCall)]
+                ("form", ctypes.c_char_p), ("progress", ProgressCall), ("not_shrunk", ctypes.c_int32)]
 
 
 class Result(ctypes.Structure):
@@ -42,7 +43,22 @@ class Result(ctypes.Structure):
 
 
 class NotOffered(Exception):
-    """The function under test has no way to be asked for this form."""
+    """The function under test has no way to be asked for this form, or refuses it in words."""
+
+
+# Words by which kernels refuse what they do not take. A refused form counts as not judged, never as passed.
+_REFUSAL = re.compile(r"not[ _]support|unsupported|n't support|only supports?\b|not (yet )?implemented|no available kernel"
+                      r"|\bmust (be|have|equal|match)\b", re.IGNORECASE)
+
+
+def _words(error):
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def is_refusal(error):
+    """Whether an exception of the function under test says that it does not take such a form."""
+    return isinstance(error, NotImplementedError) or (isinstance(error, (RuntimeError, TypeError, ValueError))
+                                                      and _REFUSAL.search(str(error)) is not None)
 
 
 # What a function is asked for, by the names that the field uses. The first that it has is taken.
@@ -153,7 +169,7 @@ class _Call:
                    for a, h, r, d in ((f.q, f.H, rows, f.D), (f.k, f.G, keys, f.D), (f.v, f.G, keys, f.Dv)))
         expected = (rows, f.H, f.Dv) if self.packed else (f.B, f.H, f.T, f.Dv)
         with torch.enable_grad():
-            answer = self.fn(q, k, v, **options)
+            answer = self.asked(lambda: self.fn(q, k, v, **options))
             o, lse = (answer[0], answer[1]) if isinstance(answer, tuple) else (answer, None)
             if not isinstance(o, torch.Tensor) or tuple(o.shape) != expected:
                 raise TypeError(f"expected a tensor of shape {expected}, found "
@@ -163,8 +179,8 @@ class _Call:
                 outputs.append(lse)
                 gradients.append(_numbers(f.grad_lse, (f.H, rows) if self.packed else (f.B, f.H, rows)).to(
                     self.device, dtype=lse.dtype))
-            found = torch.autograd.grad(outputs, [q, k, v] + ([sinks] if sinks is not None else []), gradients,
-                                        allow_unused=True)
+            inputs = [q, k, v] + ([sinks] if sinks is not None else [])
+            found = self.asked(lambda: torch.autograd.grad(outputs, inputs, gradients, allow_unused=True))
         self.write(f.o, o, f.H, rows, f.Dv)
         for address, x, heads, r, width in ((f.dq, found[0], f.H, rows, f.D), (f.dk, found[1], f.G, keys, f.D),
                                             (f.dv, found[2], f.G, keys, f.Dv)):
@@ -177,6 +193,16 @@ class _Call:
         for memory, before in self.guards:
             if not torch.equal(torch.nan_to_num(memory), torch.nan_to_num(before)):
                 raise RuntimeError("the function wrote into its inputs, or around them")
+
+    @staticmethod
+    def asked(call):
+        """What the function under test answers; NotOffered where it refuses."""
+        try:
+            return call()
+        except Exception as error:
+            if is_refusal(error):
+                raise NotOffered(_words(error) if str(error) else "") from None
+            raise
 
     def write(self, address, x, heads, rows, width):
         x = x.detach()
@@ -197,11 +223,11 @@ class FormsJudgement:
 
 
 def judge(fn, device, plan, types, quick, seed, deterministic, aligned, name, progress, rows=0, family_type=BF16,
-          case=None, failing=None):
+          case=None, failing=None, shrink=True):
     """fn over forms, and over families where rows is not 0. failing: where the smallest failing form goes."""
     offers = dict(offers_of(fn)) if not isinstance(fn, tuple) else fn[1]
     function = fn if not isinstance(fn, tuple) else fn[0]
-    raised, interrupted = [], []
+    raised, refused, interrupted = [], [], []
 
     def kernel(_, form):
         if interrupted:
@@ -211,10 +237,12 @@ def judge(fn, device, plan, types, quick, seed, deterministic, aligned, name, pr
                 return NOT_OFFERED
             _Call(function, offers, torch.device(device), form.contents).run()
             return 0
-        except (NotOffered, NotImplementedError):
+        except NotOffered as refusal:
+            if ":" in str(refusal) and str(refusal) not in refused:  # the function's own words
+                refused.append(str(refusal))
             return NOT_OFFERED
         except Exception as error:  # a finding, with the library's words; the first is kept for the report
-            raised.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+            raised.append(_words(error))
             return 1
         except BaseException as error:  # Ctrl-C must not pass through the library
             interrupted.append(error)
@@ -226,14 +254,14 @@ def judge(fn, device, plan, types, quick, seed, deterministic, aligned, name, pr
 
     calls = FormKernel(kernel), ProgressCall(advance)  # kept while the library calls them
     request = Request(ctypes.sizeof(Request), name.encode(), plan.encode(), rows, seed, quick, family_type,
-                      not deterministic, not aligned, str(case).encode() if case else None, calls[1])
+                      not deterministic, not aligned, str(case).encode() if case else None, calls[1], not shrink)
     result = Result(struct_size=ctypes.sizeof(Result))
     status = library().evenkeel_judge(ctypes.byref(request), calls[0], None, ctypes.byref(result))
     if interrupted:
         raise interrupted[0]
     check(status, "evenkeel.conform")
     found = FormsJudgement(result)
-    found.raised = raised[0] if raised else None
+    found.raised, found.refused = raised[0] if raised else None, refused
     if failing and "smallest" in found.json["forms"]:
         check(library().evenkeel_judge_write_form(str(failing).encode()), "evenkeel.conform")
     return found

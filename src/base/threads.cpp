@@ -1,6 +1,7 @@
 #include "base/threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -134,11 +135,17 @@ void handle_forks() {
   });
 }
 
+// Cores that this process may use: fewer than the machine's under taskset and in some containers.
+int usable_cores() {
+  cpu_set_t set;
+  const int allowed = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
+  return std::max(1, allowed > 0 ? allowed : static_cast<int>(std::thread::hardware_concurrency()));
+}
+
 std::shared_ptr<Pool> current_pool() {
   handle_forks();
   std::lock_guard lock(pool_mutex);
-  if (wanted_threads == 0)
-    wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  if (wanted_threads == 0) wanted_threads = usable_cores();
   if (!pool || pool->size() != wanted_threads) {
     pool.reset();
     pool = std::make_shared<Pool>(wanted_threads);
@@ -150,8 +157,7 @@ std::shared_ptr<Pool> current_pool() {
 
 int thread_count() {
   std::lock_guard lock(pool_mutex);
-  if (wanted_threads == 0)
-    wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  if (wanted_threads == 0) wanted_threads = usable_cores();
   return wanted_threads;
 }
 

@@ -273,8 +273,8 @@ Options declare(ConformOptions& o) {
                 "evenkeel_form_kernel",
                 o.library);
   options.value("--symbol", "NAME", "the function in --library", o.symbol);
-  options.value("--replay", "FILE", "with --library: only the form of this file, as --failing writes it",
-                o.replay);
+  options.value("--replay", "FILE",
+                "with --library: only the form of this file, as --failing writes it, or a capture", o.replay);
   options.value("--failing", "FILE",
                 "write the smallest failing form there: tensors and exact results, safetensors",
                 o.files.failing);
@@ -297,20 +297,15 @@ int judge_library(const ConformOptions& o) {
   request.extent = o.quick ? FormExtent::quick : FormExtent::whole;
   request.rows = o.rows, request.seed = static_cast<uint64_t>(o.seed);
   KernelJudgement found;
-  if (o.replay.empty()) {
+  if (!o.replay.empty()) {
+    found = judge_file(kernel, request, o.replay);
+  } else {
     std::unique_ptr<Progress> progress;
     const char* shown = nullptr;
     found = judge_kernel(kernel, request, [&](const char* what, int64_t, int64_t of) {
       if (what != shown) progress.reset(), progress = std::make_unique<Progress>(shown = what, of);
       progress->advance();
     });
-  } else {
-    JudgeOptions options;
-    options.plan = parse_plan(request.plan);
-    found.name = request.name, found.plan = request.plan;
-    const FormResult one = judge_form(FormInputs(read_form(o.replay)), kernel, options);
-    found.forms.judged = one.judged;
-    if (!one.findings.empty()) found.forms.smallest = one, found.forms.failures = {one};
   }
   o.files.write({found});
   fmt::print("{}", o.json ? judgement_json(found).dump(2) + "\n" : judgement_text(found));

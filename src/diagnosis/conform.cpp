@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <span>
 
 #include "base/error.h"
@@ -214,16 +215,25 @@ void check_outputs(const AttentionProblem& config, const ConformInputs& inputs, 
   const AttentionProblem shape = problem_of(config, inputs.inputs());
   // `exact` has no keel, which changes dQ and dK.
   const bool has_keel = config.plans[0].keel != 0;
-  for (int64_t h = 0; h < shape.H; ++h) {
+  struct Over {
+    double o = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+  };
+  std::vector<Over> of_heads(static_cast<size_t>(shape.H));
+  parallel_for(shape.H, [&](int64_t h, int) {
     const OutputBounds bounds = output_bounds(shape, scales, h);
-    const auto raise = [](double& to, double over) { to = std::max(to, over); };
-    raise(result.over_o, largest_over(found.o, exact.o, scales.o, bounds.o, h));
-    raise(result.over_o, largest_outside(found.o, exact, scales, bounds.hull, h));
-    raise(result.over_dv, largest_over(found.dv, exact.dv, scales.dv, bounds.dv, h));
-    if (has_lse) raise(result.over_lse, largest_over_of_lse(found.lse, exact.lse, bounds.lse, h));
-    if (has_keel) continue;
-    raise(result.over_dq, largest_over(found.dq, exact.dq, scales.dq, bounds.dq, h));
-    raise(result.over_dk, largest_over(found.dk, exact.dk, scales.dk, bounds.dk, h));
+    Over& over = of_heads[static_cast<size_t>(h)];
+    over.o = std::max(largest_over(found.o, exact.o, scales.o, bounds.o, h),
+                      largest_outside(found.o, exact, scales, bounds.hull, h));
+    over.dv = largest_over(found.dv, exact.dv, scales.dv, bounds.dv, h);
+    if (has_lse) over.lse = largest_over_of_lse(found.lse, exact.lse, bounds.lse, h);
+    if (has_keel) return;
+    over.dq = largest_over(found.dq, exact.dq, scales.dq, bounds.dq, h);
+    over.dk = largest_over(found.dk, exact.dk, scales.dk, bounds.dk, h);
+  });
+  const auto raise = [](double& to, double over) { to = std::max(to, over); };
+  for (const Over& over : of_heads) {
+    raise(result.over_o, over.o), raise(result.over_lse, over.lse), raise(result.over_dq, over.dq);
+    raise(result.over_dk, over.dk), raise(result.over_dv, over.dv);
   }
 }
 
@@ -309,40 +319,84 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 
 namespace {
 
+// What rounding dS must leave in each row's sum, by the CPU, which rounds nothing else here.
+Tensor<double> forced_by_cpu(const AttentionProblem& given, const AttentionInputs& in,
+                             View<const float> grad_output) {
+  AttentionProblem config = given;
+  PrecisionPlan plan;
+  plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
+  plan.stabiliser = Stabiliser::zero_sum;
+  config.plans = {plan};
+  AttentionBuffers cpu(in, /*with_facts=*/true);
+  conform_cpu_kernel(config, in, grad_output, cpu);
+  return cpu.residual_floor;
+}
+
 // One chunk of a case: the same inputs for every plan.
 struct Chunk {
-  Chunk(const ConformCase& c, int64_t heads, uint64_t chunk_seed, uint32_t step, bool constant_feature)
+  Chunk(const ConformCase& c, int64_t heads, uint64_t chunk_seed, uint32_t step, bool with_constant_feature)
       : seed(chunk_seed),
-        inputs(c, heads, chunk_seed, constant_feature),
+        constant_feature(with_constant_feature),
+        inputs(c, heads, chunk_seed, with_constant_feature),
         found(inputs.inputs(), /*with_facts=*/true) {
     config.plans = {PrecisionPlan{}};
     config.mask = inputs.mask();
     config.tile_keys = c.tile_keys;
     config.step = step;
-    find_truth();
   }
 
-  void find_truth() { exact = attention_truth(config, inputs.inputs(), inputs.grad_output()); }
+  // Of the inputs as they are, and of the format of dS where what it leaves is asked for.
+  void find_truth(const Rounding& dscores) {
+    TruthOptions options;
+    if (constant_feature) options.dscores = dscores;
+    exact = attention_truth(config, inputs.inputs(), inputs.grad_output(), options);
+    known = options.dscores;
+  }
 
   void judge(const PrecisionPlan& plan, const ConformKernel& kernel, Totals& totals, ConformResult& result) {
+    const Rounding& dscores = plan.at(Site::dscores);
     config.plans = {plan};
+    if (!known || (constant_feature && *known != dscores)) find_truth(dscores);
     run_kernel(kernel, config, inputs, found);
     // A loss of numbers that are not finite has no gradient; judged as it is.
     const auto is_finite = [](float x) { return std::isfinite(x); };
     if (inputs.which->feedback && std::all_of(found.o.values().begin(), found.o.values().end(), is_finite)) {
       inputs.set_feedback(found.o, exact.o, seed);
-      find_truth();
+      find_truth(dscores);
       run_kernel(kernel, config, inputs, found);
     }
+    if (constant_feature) read_off();
     add_residuals(inputs, exact, found, totals, result);
     add_errors(exact, found, result);
     check_outputs(config, inputs, exact, found, result);
   }
 
+  // The leak, off dQ at the keys' constant feature; what rounding dS must leave of it; and delta as they imply it.
+  void read_off() {
+    const PrecisionPlan& plan = config.plans[0];
+    const AttentionProblem shape = problem_of(config, inputs.inputs());
+    found.residual_floor = plan.at(Site::dscores).shared == SharedScale{}
+                               ? exact.forced
+                               : forced_by_cpu(config, inputs.inputs(), inputs.grad_output());
+    for (int64_t h = 0; h < shape.H; ++h)
+      for (int64_t i = 0; i < shape.T; ++i) {
+        const double L = plan.keel == 0 ? 0 : *found.lse.view().at(0, h, i);
+        const double keel = std::isfinite(L) ? 2 * double{plan.keel} * L : 0;
+        const double residual =
+            *found.dq.view().at(0, h, i, shape.D - 1) / (double{kKeyConstant} * shape.scale) - keel;
+        *found.residual.view().at(0, h, i) = residual;
+        // sum P (dP - delta) = residual + keel's part, with sum P = 1.
+        *found.delta.view().at(0, h, i) =
+            static_cast<float>(*exact.delta.view().at(0, h, i) - residual - keel);
+      }
+  }
+
   const uint64_t seed;
+  const bool constant_feature;
   ConformInputs inputs;
   AttentionProblem config;
   AttentionTruth exact;
+  std::optional<Rounding> known;  // what `exact` was asked for
   AttentionBuffers found;
 };
 
@@ -371,40 +425,6 @@ void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& ca
     }
     for (size_t p = 0; p < plans.size(); ++p) finish(totals[p], plans[p].results.back());
   }
-}
-
-void read_off_outputs(const AttentionProblem& given, const AttentionInputs& in, View<const float> grad_output,
-                      AttentionBuffers& out) {
-  const AttentionProblem shape = problem_of(given, in);
-  for (int64_t b = 0; b < shape.B; ++b)
-    for (int64_t g = 0; g < shape.G; ++g)
-      for (int64_t j = 0; j < shape.N; ++j)
-        require(*in.k.at(b, g, j, shape.D - 1) == kKeyConstant,
-                "[conform] expected keys whose last feature is {}, got {}", kKeyConstant,
-                *in.k.at(b, g, j, shape.D - 1));
-  // delta as exact arithmetic has it, and what rounding dS must leave: from the CPU, which rounds nothing else here.
-  AttentionProblem config = given;
-  PrecisionPlan plan;
-  plan.at(Site::dscores) = given.plans[0].at(Site::dscores);
-  plan.stabiliser = Stabiliser::zero_sum;
-  config.plans = {plan};
-  AttentionBuffers cpu(in, /*with_facts=*/true);
-  attention_forward(config, in, cpu.forward());
-  attention_backward(config, in, grad_output, cpu.forward(), cpu.backward());
-  out.delta = cpu.delta;
-  out.residual_floor = cpu.residual_floor;
-  for (int64_t b = 0; b < shape.B; ++b)
-    for (int64_t h = 0; h < shape.H; ++h)
-      for (int64_t i = 0; i < shape.T; ++i) {
-        const double z = given.plans[0].keel, L = z == 0 ? 0 : *out.lse.view().at(b, h, i);
-        const double keel = std::isfinite(L) ? 2 * z * L : 0;
-        const double residual =
-            *out.dq.view().at(b, h, i, shape.D - 1) / (static_cast<double>(kKeyConstant) * shape.scale) -
-            keel;
-        *out.residual.view().at(b, h, i) = residual;
-        // sum P (dP - delta) = residual + keel's part, with sum P = 1.
-        *out.delta.view().at(b, h, i) -= static_cast<float>(residual + keel);
-      }
 }
 
 void conform_cpu_kernel(const AttentionProblem& config, const AttentionInputs& in,

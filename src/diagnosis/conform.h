@@ -48,8 +48,8 @@ struct ConformInputs {
 
 inline constexpr float kKeyConstant = 0.5f;
 
-// A kernel under test: writes out.{o, ...} and dq, dk, dv, delta, residual, residual_floor for the config, every element
-// of them in every call; lse or nothing of it.
+// A kernel under test: writes out.{o, dq, dk, dv} for the config, every element of them in every call; lse or nothing of it
+// (with a keel: lse too); and delta, residual, residual_floor unless they are read off dQ (conform's constant_feature).
 using ConformKernel = std::function<void(const AttentionProblem&, const AttentionInputs&,
                                          View<const float> grad_output, AttentionBuffers&)>;
 
@@ -100,7 +100,7 @@ std::vector<std::string> default_conform_plans();
 
 // Runs every plan on every case with at least `rows` rows (fewer in structural cases). `advance` is called after
 // every (plan, chunk of rows) pair, `conform_work` times in all. Throws std::invalid_argument where there is no plan, no
-// case or no row to judge.
+// case or no row to judge. constant_feature: the inputs have it, and the leak is read off dQ there.
 void conform(std::vector<ConformPlan>& plans, const std::vector<ConformCase>& cases, int64_t rows,
              uint64_t seed, const ConformKernel& kernel, const std::function<void()>& advance,
              bool constant_feature = false);
@@ -109,12 +109,6 @@ int64_t conform_work(size_t plans, const std::vector<ConformCase>& cases, int64_
 // What the outputs hold before each call: a NaN that no arithmetic makes, and one of BF16 too.
 inline constexpr uint32_t kUnwritten = 0x7fe50000;
 inline bool is_unwritten(float x) { return std::bit_cast<uint32_t>(x) == kUnwritten; }
-
-// For a kernel that has written o, dq, dk and dv alone (and lse, where the plan has a keel). Fills in the leak, read off dQ
-// at the keys' constant feature, what rounding dS to the plan's format must leave of it, and delta as they imply it.
-// REQUIRES: one plan; inputs with the constant feature.
-void read_off_outputs(const AttentionProblem& config, const AttentionInputs& in,
-                      View<const float> grad_output, AttentionBuffers& out);
 
 // attention_forward and attention_backward of the CPU.
 void conform_cpu_kernel(const AttentionProblem& config, const AttentionInputs& in,

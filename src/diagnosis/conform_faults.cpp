@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "base/error.h"
 #include "diagnosis/attention_truth.h"
@@ -452,6 +453,33 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
          static_cast<int64_t>(evidence.size())});
   }
   return named;
+}
+
+namespace {
+std::optional<PublicBug> public_bug_of(const ConformForm& form) {
+  for (const PublicBug& bug : public_bugs(form.type, form.seed))
+    if (bug.form == form) return bug;
+  return {};
+}
+}  // namespace
+
+std::string public_bug_words(const ConformForm& form) {
+  const std::optional<PublicBug> bug = public_bug_of(form);
+  return bug ? fmt::format("the conditions of {} ({})", bug->report, bug->condition) : "";
+}
+
+std::vector<std::string> public_bugs_met(const FormsReport& report) {
+  std::vector<std::string> out;
+  for (const FormResult& failure : report.failures) {
+    const std::optional<PublicBug> bug = public_bug_of(failure.form);
+    const auto as_reported = [&](const FormFinding& x) {
+      return bug->leaks ? x.fault == Fault::noisy : x.fault == Fault::not_finite || x.fault == Fault::wrong;
+    };
+    if (!bug || std::ranges::none_of(failure.findings, as_reported)) continue;
+    const std::string words = public_bug_words(failure.form);
+    if (std::ranges::find(out, words) == out.end()) out.push_back(words);
+  }
+  return out;
 }
 
 }  // namespace evenkeel

@@ -110,7 +110,15 @@ std::vector<FormFactor> form_factors(FormExtent extent);
 // `aligned` the kernel takes causal masks and windows with T unlike N; otherwise T is N there.
 ConformForm settled_form(const std::vector<FormFactor>& factors, const std::vector<int>& levels, bool aligned,
                          FormExtent extent, uint64_t seed);
-// Forms for one question each: do forward and backward have the same probabilities, is a NaN seen, what public bugs need.
+// Conditions under which public kernels have failed, rebuilt as inputs.
+struct PublicBug {
+  std::string_view report;     // where it was reported: "pytorch 196678, trl 7181"
+  std::string_view condition;  // what it takes
+  bool leaks;                  // seen in the sums of dS; otherwise in NaN or wrong numbers
+  ConformForm form;
+};
+std::vector<PublicBug> public_bugs(FormType type, uint64_t seed);
+// Forms for one question each: those of public_bugs, do forward and backward have the same probabilities, is a NaN seen.
 std::vector<ConformForm> single_forms(FormType type, uint64_t seed);
 
 }  // namespace evenkeel

@@ -132,8 +132,6 @@ void GpuConform::run(const AttentionProblem& config, const AttentionInputs& in, 
   transfer.down(dk, out.dk);
   transfer.down(dv, out.dv);
   memory_.download(out.lse.values().data(), rows, transfer.offset(lse));
-
-  read_off_outputs(config, in, grad_output, out);
 }
 
 }  // namespace evenkeel

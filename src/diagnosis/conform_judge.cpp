@@ -520,14 +520,12 @@ void keep_offered(std::vector<FormFactor>& factors, const FormKernel& kernel, co
 
 }  // namespace
 
-FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
-                        const std::function<void(int64_t, int64_t)>& progress) {
-  FormsReport report;
-  std::vector<FormFactor> factors = form_factors(options.extent);
-  keep_offered(factors, kernel, options, report);
+namespace {
+
+// Single forms of every type that is left, and the covering rows.
+std::vector<ConformForm> forms_of(const std::vector<FormFactor>& factors, const JudgeOptions& options) {
   std::vector<ConformForm> forms;
-  const auto type_factor = std::ranges::find(factors, "type", &FormFactor::name);
-  for (const FormLevel& level : type_factor->levels) {
+  for (const FormLevel& level : std::ranges::find(factors, "type", &FormFactor::name)->levels) {
     ConformForm of_type;
     level.apply(of_type);
     for (const ConformForm& form : single_forms(of_type.type, options.seed)) forms.push_back(form);
@@ -538,18 +536,29 @@ FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
   for (const std::vector<int>& row : covering_rows(counts, options.seed))
     forms.push_back(
         settled_form(factors, row, options.aligned, options.extent, options.seed * 1000 + number++));
+  return forms;
+}
 
+}  // namespace
+
+FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
+                        const std::function<void(int64_t, int64_t)>& progress) {
+  FormsReport report;
+  std::vector<FormFactor> factors = form_factors(options.extent);
+  keep_offered(factors, kernel, options, report);
+  const std::vector<ConformForm> forms = forms_of(factors, options);
   int64_t done = 0, crossed = 0;
   for (const ConformForm& form : forms) {
-    const FormInputs inputs(form);
-    FormResult result = judge_form(inputs, kernel, options);
+    FormResult result = judge_form(FormInputs(form), kernel, options);
     if (result.judged) {
       ++report.judged;
       for (double over : {result.over_o, result.over_lse, result.over_dq, result.over_dk, result.over_dv})
         report.largest_over = std::max(report.largest_over, over);
       if (!result.passes()) report.failures.push_back(std::move(result));
-    } else {
+    } else if (const std::string bug = public_bug_words(form); bug.empty()) {
       ++crossed;
+    } else if (std::ranges::find(report.not_judged, bug) == report.not_judged.end()) {
+      report.not_judged.push_back(bug);
     }
     if (progress) progress(++done, static_cast<int64_t>(forms.size()));
   }
@@ -557,8 +566,10 @@ FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
     report.not_judged.push_back(
         fmt::format("{} of {} forms, which cross what is offered alone", crossed, forms.size()));
   if (!report.failures.empty()) {
-    report.smallest = smallest_failure(report.failures.front(), kernel, options);
+    report.smallest =
+        options.shrink ? smallest_failure(report.failures.front(), kernel, options) : report.failures.front();
     report.named = name_faults(report, kernel, options);
+    report.public_bugs = public_bugs_met(report);
   }
   return report;
 }

@@ -74,6 +74,7 @@ struct JudgeOptions {
   bool deterministic = true;  // judge determinism
   bool aligned = true;        // the last row is aligned with the last key; false: T is N where that matters
   bool judge_noise = true;    // false: the leak is judged elsewhere alone
+  bool shrink = true;         // look for the smallest failing form: some fifty calls, each of another shape
 };
 
 // The tensors of a call with guards around each, and its outputs.
@@ -96,9 +97,11 @@ struct FormsReport {
       not_judged;  // levels that the kernel does not offer, and forms that cross offered ones
   int64_t judged = 0;
   std::vector<FormResult> failures;
-  std::optional<FormResult> smallest;  // the first failure, made as small as it stays one
+  std::optional<FormResult> smallest;  // the first failure; with `shrink` made as small as it stays one
   std::vector<NamedFault> named;       // the most telling first
-  double largest_over = 0;             // of all outputs of all forms
+  std::vector<std::string>
+      public_bugs;          // those under whose conditions the kernel fails as they did (public_bugs)
+  double largest_over = 0;  // of all outputs of all forms
   bool passes() const { return judged > 0 && failures.empty(); }
 };
 // progress(done, of): before the covering list is known, `of` is 0.

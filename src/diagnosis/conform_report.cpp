@@ -8,6 +8,7 @@
 #include "base/json_text.h"
 #include "base/markup.h"
 #include "base/safetensors.h"
+#include "diagnosis/capture.h"
 
 namespace evenkeel {
 
@@ -26,6 +27,7 @@ std::string KernelJudgement::verdict() const {
   if (families)
     for (const ConformResult& r : families->results)
       if (!r.passes()) return fmt::format("FAIL: {} on {}", r.verdict(), r.case_name);
+  if (!families_raised.empty()) return "FAIL: the kernel raised on " + families_raised.front();
   return "FAIL: nothing was judged";
 }
 
@@ -49,7 +51,6 @@ ConformKernel family_kernel(const FormKernel& kernel, FormType type) {
     t.o = out.o.values().data(), t.lse = out.lse.values().data();
     t.dq = out.dq.values().data(), t.dk = out.dk.values().data(), t.dv = out.dv.values().data();
     require(kernel(form, t) == FormAnswer::done, "[conform] not offered: {}", form.text());
-    read_off_outputs(problem, in, grad_output, out);
   };
 }
 
@@ -91,37 +92,73 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
   options.plan = parse_plan(request.plan);
   options.extent = request.extent, options.seed = request.seed;
   options.deterministic = request.deterministic, options.aligned = request.aligned;
+  options.shrink = request.shrink;
   out.forms = judge_forms(kernel, options, [&](int64_t done, int64_t of) {
     if (progress) progress("forms", done, of);
   });
   if (!request.with_families) return out;
+  const auto raised = [&](const ConformCase& c, const std::exception& error) {
+    out.families_raised.push_back(fmt::format("{}: {}", c.name, error.what()));
+  };
   std::vector<ConformCase> families;
-  for (const ConformCase& c : families_of(request)) {
-    bool offered = true;
-    try {
-      offered = offers(kernel, c, request.type);
+  for (const ConformCase& c : families_of(request)) try {
+      if (offers(kernel, c, request.type))
+        families.push_back(c);
+      else
+        out.families_not_judged.push_back(fmt::format("{}: not offered", c.name));
     } catch (const std::exception& error) {
-      out.families_not_judged.push_back(fmt::format("{}: the kernel raised: {}", c.name, error.what()));
-      continue;
+      raised(c, error);
     }
-    if (offered)
-      families.push_back(c);
-    else
-      out.families_not_judged.push_back(fmt::format("{}: not offered", c.name));
-  }
-  if (families.empty()) return out;
-  std::vector<ConformPlan> plans = {{request.plan, plan_for(options.plan, request.type), {}}};
+  ConformPlan judged{request.plan, plan_for(options.plan, request.type), {}};
   const int64_t work = conform_work(1, families, request.rows);
   int64_t done = 0;
-  conform(
-      plans, families, request.rows, request.seed, family_kernel(kernel, request.type),
-      [&] {
-        if (progress) progress("families", ++done, work);
-      },
-      /*constant_feature=*/true);
-  out.families = std::move(plans[0]);
-  for (const ConformResult& r : out.families->results)
+  for (const ConformCase& c : families) try {
+      std::vector<ConformPlan> plans = {{judged.name, judged.plan, {}}};
+      conform(
+          plans, {c}, request.rows, request.seed, family_kernel(kernel, request.type),
+          [&] {
+            if (progress) progress("families", ++done, work);
+          },
+          /*constant_feature=*/true);
+      judged.results.push_back(plans[0].results.at(0));
+    } catch (const std::exception& error) {
+      raised(c, error);
+    }
+  for (const ConformResult& r : judged.results)
     if (r.case_name == "loss_feedback") out.risk = risk_of(r);
+  if (!judged.results.empty()) out.families = std::move(judged);
+  return out;
+}
+
+namespace {
+
+FormInputs captured_inputs(const Capture& capture, FormType type) {
+  require(capture.slopes.empty(), "[conform] expected a capture without slopes: forms have none");
+  ConformForm form;
+  form.causal = capture.causal, form.scale = capture.scale, form.softcap = capture.softcap;
+  form.type = type, form.sinks = !capture.sinks.empty();
+  FormInputs inputs(form, capture.inputs(), capture.d_o.view());
+  inputs.sinks = capture.sinks;
+  return inputs;
+}
+
+}  // namespace
+
+KernelJudgement judge_file(const FormKernel& kernel, const KernelRequest& request,
+                           const std::filesystem::path& file) {
+  KernelJudgement out;
+  out.name = request.name, out.plan = request.plan;
+  JudgeOptions options;
+  options.plan = parse_plan(request.plan), options.deterministic = request.deterministic;
+  const bool captured = Safetensors(file).metadata().contains("evenkeel_capture");
+  const FormInputs inputs =
+      captured ? captured_inputs(read_capture(file), request.type) : FormInputs(read_form(file));
+  const FormResult one = judge_form(inputs, kernel, options);
+  out.forms.judged = one.judged;
+  if (!one.judged) out.forms.not_judged.push_back(one.form.text());
+  if (one.findings.empty()) return out;
+  out.forms.failures = {one};
+  if (!captured) out.forms.smallest = one;  // which can be written again from its few numbers
   return out;
 }
 
@@ -165,9 +202,11 @@ OrderedJson judgement_json(const KernelJudgement& j) {
                        {"not_judged", j.forms.not_judged},
                        {"largest_error_over_bound", j.forms.largest_over},
                        {"named", named},
+                       {"public_bugs", j.forms.public_bugs},
                        {"failures", failures}}},
                      {"families", families},
-                     {"families_not_judged", j.families_not_judged}};
+                     {"families_not_judged", j.families_not_judged},
+                     {"families_raised", j.families_raised}};
   if (j.forms.smallest) out["forms"]["smallest"] = result_json(*j.forms.smallest);
   if (j.risk)
     out["risk"] = {{"words", in_words(*j.risk)},
@@ -187,6 +226,7 @@ std::string judgement_text(const KernelJudgement& j) {
       fmt::format("{}: {}\n  forms: {} judged, {} failed; largest error {:.2g} of what roundings allow\n",
                   j.name, j.verdict(), j.forms.judged, j.forms.failures.size(), j.forms.largest_over);
   for (const std::string& what : j.forms.not_judged) out += fmt::format("  not judged: {}\n", what);
+  for (const std::string& what : j.forms.public_bugs) out += fmt::format("  fails under {}\n", what);
   for (const NamedFault& x : j.forms.named)
     out += x.tried > 0 ? fmt::format("  fault: {} ({} of {} failing forms)\n", x.words, x.forms, x.tried)
                        : fmt::format("  fault: {}\n", x.words);
@@ -206,6 +246,7 @@ std::string judgement_text(const KernelJudgement& j) {
                         r.verdict(), r.residual.mean(), r.residual.z(), r.residual.rms() / r.noise_bound());
   }
   for (const std::string& what : j.families_not_judged) out += fmt::format("  family not judged: {}\n", what);
+  for (const std::string& what : j.families_raised) out += fmt::format("  the kernel raised on {}\n", what);
   if (j.risk) out += fmt::format("  in training: {}\n", in_words(*j.risk));
   return out;
 }
@@ -245,6 +286,7 @@ std::string judgement_junit(const KernelJudgement& j) {
           r.passes() ? "" : fmt::format("{}: {}", r.verdict(), r.what_to_fix()), false);
   for (const std::string& what : j.families_not_judged)
     add("families", what, "not offered by the kernel", true);
+  for (const std::string& what : j.families_raised) add("families", what, "the kernel raised", false);
   return fmt::format(
       "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuite name=\"evenkeel conform {}\" tests=\"{}\" "
       "failures=\"{}\" "
@@ -309,7 +351,8 @@ ConformForm read_form(const std::filesystem::path& file) {
   const Safetensors stored(file);
   const auto found = stored.metadata().find("form");
   require_data(found != stored.metadata().end(),
-               "{}: expected a failing form of conform (metadata \"form\"), found none", file.string());
+               "{}: expected a failing form of conform (metadata \"form\") or a capture, found neither",
+               file.string());
   const OrderedJson json = try_parse_json(found->second);
   require_data(!json.is_discarded(), "{}: the form in its metadata is not JSON", file.string());
   return form_from_json(json);

@@ -22,6 +22,7 @@ struct KernelRequest {
   uint64_t seed = 1;
   bool deterministic = true, aligned = true;
   bool with_families = true;
+  bool shrink = true;  // look for the smallest failing form
 };
 // The families that tell most: --quick.
 std::vector<std::string> quick_families();
@@ -31,14 +32,21 @@ struct KernelJudgement {
   FormsReport forms;
   std::optional<ConformPlan> families;
   std::vector<std::string> families_not_judged;
-  std::optional<Risk> risk;  // of loss_feedback, where that was judged
-  bool passes() const { return forms.passes() && (!families || families->passes()); }
+  std::vector<std::string> families_raised;  // "sink: out of memory": the kernel threw
+  std::optional<Risk> risk;                  // of loss_feedback, where that was judged
+  bool passes() const {
+    return forms.passes() && (!families || families->passes()) && families_raised.empty();
+  }
   std::string verdict() const;  // "pass", "FAIL: dS overflows FP16"
 };
 // progress(what, done, of).
 KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& request,
                              const std::function<void(const char*, int64_t, int64_t)>& progress = {});
-// The kernel on families' inputs: one batch, no groups; the leak is read off dQ.
+// The kernel on the inputs of one file: a form that write_failing_form wrote, or a capture of a run, rounded to
+// request.type. DataError where the file is neither.
+KernelJudgement judge_file(const FormKernel& kernel, const KernelRequest& request,
+                           const std::filesystem::path& file);
+// The kernel on families' inputs, for conform with its constant feature: one batch, no groups.
 ConformKernel family_kernel(const FormKernel& kernel, FormType type);
 
 nlohmann::ordered_json result_json(const FormResult& result);

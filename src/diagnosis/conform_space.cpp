@@ -124,6 +124,36 @@ ConformForm settled_form(const std::vector<FormFactor>& factors, const std::vect
   return form;
 }
 
+std::vector<PublicBug> public_bugs(FormType type, uint64_t seed) {
+  ConformForm base;
+  base.type = type, base.seed = seed;
+  std::vector<PublicBug> out;
+  const auto add = [&](const char* report, const char* condition, bool leaks, auto change) {
+    out.push_back({report, condition, leaks, base});
+    change(out.back().form);
+  };
+  // The backward pass scored the empty half of the last tile of 128 keys 0, and exp(0 - L) is infinite.
+  add("pytorch 196678, trl 7181", "a mask, keys 64 beyond a multiple of 128, log-sum-exp below -88.7", false,
+      [](ConformForm& form) { form.mask = FormMask::keys, form.offset = -120; });
+  add("cudnn-frontend 1072", "one row, 128 keys, log-sum-exp below -88.7", false,
+      [](ConformForm& form) { form.T = 1, form.N = 128, form.offset = -128; });
+  // The backward pass rounded scores to FP16.
+  add("cudnn-frontend 744", "scores near -400", false, [](ConformForm& form) { form.offset = -400; });
+  add("TransformerEngine 3216",
+      "head size 256, two sequences, grouped queries, causal, one key with nearly all of a row", false,
+      [](ConformForm& form) {
+        form.B = 2, form.H = 4, form.D = form.Dv = 256, form.T = form.N = 65;
+        form.causal = true, form.values = FormValues::sink;
+      });
+  // Numerators are rounded and their sum is not: O errs with the sign of V.
+  add("flash-attention 2721", "values of one sign", true,
+      [](ConformForm& form) { form.T = form.N = 128, form.values = FormValues::one_signed; });
+  // The backward pass multiplied rounded probabilities into dS.
+  add("flash-attention 2893", "keys in equal pairs, gradients of one sign", true,
+      [](ConformForm& form) { form.T = form.N = 96, form.values = FormValues::ties; });
+  return out;
+}
+
 std::vector<ConformForm> single_forms(FormType type, uint64_t seed) {
   ConformForm base;
   base.type = type, base.seed = seed;
@@ -133,10 +163,11 @@ std::vector<ConformForm> single_forms(FormType type, uint64_t seed) {
     change(form);
     out.push_back(form);
   };
+  for (const PublicBug& bug : public_bugs(type, seed)) out.push_back(bug.form);
   for (double offset : {0.0, -300.0, 3000.0})
     add([&](ConformForm& form) { form.values = FormValues::identity, form.offset = offset; });
   add([](ConformForm& form) { form.values = FormValues::nan; });
-  // Public bugs: L below -88.7 with a causal mask; a second tile that is not full, with a hidden row; many heads a group.
+  // L below -88.7 with a causal mask; a second tile that is not full, with a hidden row.
   add([](ConformForm& form) { form.offset = -120, form.causal = true, form.T = form.N = 96; });
   add([](ConformForm& form) { form.mask = FormMask::rows, form.T = 33, form.N = 130; });
   // Errors of one sign need many heads.

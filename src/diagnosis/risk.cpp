@@ -43,8 +43,9 @@ std::string in_words(const Risk& risk) {
       "GPT-2 124M at lr 1e-3 is expected to drift to an offset of {:.0f} near step {:.0f} ({:.0f} to "
       "{:.0f}): the mean leak "
       "under loss feedback is {:.1e}, {:.2g} times that of FlashAttention-2's arithmetic, which took 4000 "
-      "steps; the loss "
-      "suffers later, or not at all",
+      "and "
+      "7900 steps in "
+      "two runs; the loss suffers later (at step 18200 in the second), or not at all",
       kRiskOffset, rounded(risk.steps), rounded(risk.earliest), rounded(std::min(risk.latest, 1e9)),
       risk.bias, risk.bias / kRiskReferenceBias);
 }

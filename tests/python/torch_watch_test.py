@@ -321,6 +321,60 @@ class Conform(TorchCase):
         self.assertIn("WRONG", str(report))
         self.assertIn("times as far from FP64", "\n".join(report.what_to_fix()))
 
+    def test_kernels_that_compute_nothing_fail_over_forms(self):
+        judged = lambda fn: evenkeel.conform(fn, quick=True, rows=0, shrink=False)
+        nulls = {"raises": lambda q, k, v, is_causal: 1 / 0,
+                 "NaN": lambda q, k, v, is_causal: q * float("nan") + 0 * (k.sum() + v.sum()),
+                 "a view of its input": lambda q, k, v, is_causal: v[:, :, :q.shape[2]],
+                 "its input": lambda q, k, v, is_causal: q,
+                 "None": lambda q, k, v, is_causal: None,
+                 "without a gradient": lambda q, k, v, is_causal: q.detach(),
+                 "takes nothing": lambda is_causal: None,
+                 "takes q alone": lambda q, is_causal: q}
+        for name, null in nulls.items():
+            report = judged(null)
+            self.assertFalse(report.passes, name)
+            self.assertIn("FAIL", report.verdict, name)
+        # A kernel that refuses everything is not judged, and that is no pass.
+        for words in ("head size must be 96", "this type is not supported", ""):
+            def refuses(q, k, v, is_causal=False):
+                raise NotImplementedError if not words else ValueError(words)
+            report = judged(refuses)
+            self.assertFalse(report.passes)
+            self.assertEqual(report.forms["judged"], 0)
+            self.assertEqual(report.refused, [f"ValueError: {words}"] if words else [])
+            self.assertEqual(report.verdict, "nothing was judged")
+
+    def test_what_a_kernel_refuses_in_words_is_not_offered(self):
+        def attend(q, k, v, is_causal=False):
+            if v.shape[-1] != q.shape[-1]:
+                raise RuntimeError(f"v must have shape {tuple(k.shape)}")
+            return evenkeel.attention(q, k, v, is_causal, plan="flash2,stabiliser=zero_sum")
+
+        report = evenkeel.conform(attend, quick=True, rows=0)
+        self.assertTrue(report.passes, str(report))
+        self.assertIn("value head size: another", report.forms["not_judged"])
+        self.assertIn("RuntimeError: v must have shape", str(report))
+
+        def breaks(q, k, v, is_causal=False):
+            if v.shape[-1] != q.shape[-1]:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return attend(q, k, v, is_causal)
+        report = evenkeel.conform(breaks, quick=True, rows=0, shrink=False)
+        self.assertFalse(report.passes)
+        self.assertIn("illegal memory access", report.raised)
+
+    def test_files_to_judge(self):
+        attend = lambda q, k, v, is_causal=False, scale=None: evenkeel.attention(
+            q, k, v, is_causal, plan="flash2,stabiliser=zero_sum", scale=scale)
+        capture = ROOT / "tests" / "captures" / "ties.safetensors"
+        self.assertTrue(evenkeel.conform(attend, case=capture).passes)
+        self.assertFalse(evenkeel.conform(lambda q, k, v, is_causal=False, scale=None: v, case=capture).passes)
+        empty = self.folder() / "empty.safetensors"
+        empty.write_bytes(b"")
+        with self.assertRaisesRegex(Exception, "empty.safetensors"):
+            evenkeel.conform(attend, case=empty)
+
     def test_the_documented_signatures_work(self):
         plain = lambda q, k, v, is_causal: exact(q, k, v, lower(q.shape[2], k.shape[2]) if is_causal else None)
         signatures = [lambda q, k, v, causal: plain(q, k, v, causal), lambda q, k, v, is_causal: plain(q, k, v, is_causal),
@@ -353,21 +407,55 @@ class Conform(TorchCase):
 
 
 class Scoreboard(TorchCase):
+    def board(self, folder, *arguments):
+        return subprocess.run([sys.executable, ROOT / "scripts" / "scoreboard", *arguments, "--out", folder / "page.md", "--json",
+                               folder / "found.json"], capture_output=True, text=True)
+
     def test_a_kernel_that_crashes_does_not_end_the_others(self):
         folder = self.folder()
         (folder / "kernels.py").write_text("import os\n"
                                            "def crash(q, k, v, is_causal=False): os.abort()\n"
                                            "def no_mask(q, k, v): return q\n"
                                            "KERNELS = {'mine: crash': crash, 'mine: no mask': no_mask, 'mine: absent': 'not here'}\n")
-        done = subprocess.run([sys.executable, ROOT / "scripts" / "scoreboard", "--device", "cpu", "--with", folder / "kernels.py",
-                               "--only", "mine", "--jobs", "2", "--out", folder / "page.md", "--json", folder / "found.json"],
-                              capture_output=True, text=True)
+        done = self.board(folder, "--device", "cpu", "--with", folder / "kernels.py", "--only", "mine", "--jobs", "2")
         self.assertEqual(done.returncode, 0, done.stderr)
-        found = json.loads((folder / "found.json").read_text())
+        found = json.loads((folder / "found.json").read_text())["kernels"]
         self.assertIn("code -6", found["mine: crash"]["why_not"])
         self.assertIn("is_causal (or causal)", found["mine: no mask"]["why_not"])
         self.assertEqual(found["mine: absent"]["why_not"], "not here")
         self.assertIn("| mine: crash | not judged: its process ended", (folder / "page.md").read_text())
+
+    def test_records_are_merged(self):
+        judged = lambda verdict: {"verdict": verdict, "forms": {"judged": 3, "failed": 0}, "seconds": 1, "date": "2026-01-01"}
+        record = lambda machine, **kernels: json.dumps({"machine": {"device": machine}, "kernels": kernels})
+        folder = self.folder()
+        (folder / "found.json").write_text(record("a", old=judged("first"), kept=judged("kept"), late={"why_not": "slow"}))
+        (folder / "new.json").write_text(record("a", old=judged("second"), kept={"why_not": "no time"}, late=judged("done")))
+        done = self.board(folder, "--merge", folder / "new.json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = json.loads((folder / "found.json").read_text())["kernels"]
+        self.assertEqual({name: entry.get("verdict") for name, entry in found.items()},
+                         {"old": "second", "kept": "kept", "late": "done"})
+        page = (folder / "page.md").read_text()
+        self.assertIn("| old | second | 3 / 0 |", page)
+        self.assertIn("2026-01-01", page)
+        self.assertEqual(self.board(folder, "--merge", folder / "nothing.json").returncode, 2)
+
+    def test_each_kernel_is_granted_its_own_plan(self):
+        import scoreboard_kernels
+
+        kernels = scoreboard_kernels.contestants("cpu")
+        for name, contestant in kernels.items():
+            if name.startswith("evenkeel"):
+                self.assertTrue(name.endswith(contestant.plan) and contestant.aligned, name)
+            else:
+                self.assertIsNone(contestant.plan, name)
+        # The row sum of `consistent` is that of rounded probabilities: within its plan's bound, beyond flash2's.
+        consistent = kernels["evenkeel flash2,stabiliser=consistent"]
+        judged = lambda plan: evenkeel.conform(consistent.fn, quick=True, rows=0, plan=plan, aligned=True, shrink=False)
+        report = judged(consistent.plan)
+        self.assertTrue(report.passes, str(report))
+        self.assertFalse(judged(None).passes)
 
 
 class FieldStory(TorchCase):
