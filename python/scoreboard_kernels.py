@@ -2,6 +2,7 @@
 fault, a plain FlashAttention-2 in Triton, and 8-bit attention as SageAttention's paper (arXiv 2410.02367) describes it, with
 the usual backward pass."""
 import dataclasses
+import functools
 import inspect
 
 import torch
@@ -209,32 +210,37 @@ def flex(compiled):
         return f"PyTorch {torch.__version__} has no flex_attention"
     state = {}  # from the first call on: whoever lists the kernels needs no GPU
 
-    def mask(b, h, i, j):
-        return j <= i + state["ahead"][b]
+    def mask_with(ahead):
+        return lambda b, h, i, j: j <= i + ahead[b]
 
     def prepare(device):
-        state["ahead"], state["run"] = torch.zeros(8, dtype=torch.int32, device=device), flex_attention
+        state["ahead"] = torch.zeros(8, dtype=torch.int32, device=device)
+        state["mask"], state["run"] = mask_with(state["ahead"]), flex_attention
         if not compiled:
             return
         import torch._inductor.config
         import torch.fx.experimental._config
 
-        # A compilation takes ten seconds and more, so that few must do: lengths and heads are dynamic (and not taken to be
-        # one number where they are equal by chance), and all masks are one function.
-        torch.fx.experimental._config.use_duck_shape = False
+        # A compilation takes ten seconds and more, so that few must do. Lengths are dynamic, and not taken to be one number
+        # where they are equal by chance; all masks are one function.
+        if hasattr(torch.fx.experimental._config, "use_duck_shape"):
+            torch.fx.experimental._config.use_duck_shape = False
         torch._inductor.config.compile_threads = 1
         torch._dynamo.config.cache_size_limit = 16
-        state["run"] = torch.compile(flex_attention, dynamic=True)
+        # Short rows would have a kernel of their own, made for decoding.
+        state["run"] = functools.partial(torch.compile(flex_attention, dynamic=True),
+                                         kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
 
     def attend(q, k, v, is_causal=False):
         B, H, T, D = q.shape
-        if compiled and (B != 1 or H < 2 or D != 64 or v.shape[-1] != D or min(T, k.shape[2]) < 2):
-            raise NotImplementedError("one sequence of two heads or more, head size 64: each other shape is compiled anew")
+        # Batches, heads and head sizes are compiled in. 100 heads: the families.
+        if compiled and (B != 1 or H not in (2, 100) or D != 64 or v.shape[-1] != D or min(T, k.shape[2]) < 2):
+            raise NotImplementedError("one sequence, head size 64, two heads and 100: each other shape is compiled anew")
         if not state:
             prepare(q.device)
         state["ahead"].fill_(0 if is_causal else k.shape[2])
         # One block: their number is compiled in where it is 1.
-        blocks = create_block_mask(mask, None, None, T, k.shape[2], device=q.device, BLOCK_SIZE=256)
+        blocks = create_block_mask(state["mask"], None, None, T, k.shape[2], device=q.device, BLOCK_SIZE=256)
         return state["run"](q, k, v, block_mask=blocks)
 
     return attend
