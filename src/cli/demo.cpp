@@ -40,7 +40,7 @@ double seconds_since(Clock::time_point start) {
 
 // How much is done. Sizes are such that the drift is well past doubt at the end.
 struct Scale {
-  const char* time = "";     // on two cores, in words
+  const char* time = "";     // on two idle cores, in words
   RunConfig config;          // of all three runs, but for the plan
   bool synthetic = false;    // text, unless another is asked for
   int64_t replay_steps = 0;  // of a replay
@@ -281,7 +281,7 @@ class Demo {
   void run(const std::string& text) {
     fs::create_directories(out_);
     say("This trains a small GPT-2 three times, finds the rounding that makes one run drift, and writes a "
-        "report.\nIt takes {} on two cores and needs no GPU.\n\n",
+        "report.\nIt takes {} on two idle cores and needs no GPU.\n\n",
         scale_.time);
     say_heading("1. Train: the same weights and batches, three ways to compute attention");
     train(text);
@@ -471,8 +471,8 @@ int run_demo(int argc, char** argv) {
   bool full = false, quick = false, verbose = false, story = false, json = false;
   Options options(
       "demo [--quick | --full] [--verbose] [--text FOLDER] [--out FOLDER] | demo --story [--plan PLAN]...",
-      "The whole job on this machine, without a GPU, in less than a minute on two cores. It trains a small "
-      "model\n"
+      "The whole job on this machine, without a GPU, in less than a minute on two idle cores. It trains a "
+      "small model\n"
       "three times; one run drifts. It finds the layer, heads and rounding that did it by replays, and "
       "writes the "
       "report.\n"
