@@ -18,6 +18,8 @@ request = json.loads(sys.argv[1])
 answers = sys.stdout
 sys.stdout = sys.stderr  # nothing but answers goes to the pipe
 
+# PyTorch's cache of compiled code does not know which attention kernel was chosen: without this, the second variant runs the first's.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 if request["device"] == "cpu":  # read when the libraries are loaded
     for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ[f"{library}_NUM_THREADS"] = str(request["threads"])

@@ -14,6 +14,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -26,6 +27,8 @@ import traceback
 import types
 import warnings
 
+# PyTorch's cache of compiled code does not know which attention kernel was chosen: `speed` would time one kernel under two names.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 try:
     import torch
     import torch._dynamo.utils
@@ -432,6 +435,8 @@ def speed(options):
     both = contestants(options.sequences)
     for contestant in both.values():
         contestant.run(10)  # until the GPU is as warm as it will be
+    for name, contestant in both.items():
+        print(f"  {name}: {attention_kernel(contestant)}")
     times = {name: [] for name in both}
     for round_ in range(options.rounds):
         for name in sorted(both, reverse=round_ % 2 == 0):
@@ -467,6 +472,12 @@ def kernel_times(contestant, steps):
             kernel[0] += time_us / 1e3 / steps
             kernel[1] += event.count / steps
     return found
+
+
+def attention_kernel(contestant):
+    """The kernel in which a step spends most of its attention: that the contestants are not one under several names."""
+    found = {name: times[0] for name, times in kernel_times(contestant, 1).items() if re.search(dict(KINDS)["attention"], name)}
+    return max(found, key=found.get)[:120] if found else "no attention kernel was seen"
 
 
 def clock_and_power(contestant, steps):

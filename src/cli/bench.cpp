@@ -29,7 +29,7 @@ constexpr Bench kBenches[] = {
     {"attention", "against matrix products; with --gpu, next to PyTorch's FlashAttention-2 and cuDNN",
      bench_attention, bench_attention_gpu},
     {"train", "whole steps, against the same model in PyTorch; with --gpu, next to torch.compile",
-     bench_train, [](const GpuBenchOptions& o) { return bench_train_gpu(o.check, o.json); }},
+     bench_train, bench_train_gpu},
     {"probes", "what probes add to a training step; with --gpu, to nano's", bench_probes,
      [](const GpuBenchOptions& o) { return bench_probes_gpu(o.check, o.json); }},
 };
@@ -68,8 +68,10 @@ int run_bench(int argc, char** argv) {
                  bench.rows);
   options.values("--plan", "PLAN", "attention --gpu: time this plan too, at every row; several allowed",
                  bench.plans);
-  options.value("--rounds", "N", "attention --gpu: rounds (default 15, with --quick 7)", bench.rounds, 1,
-                1000);
+  options.value("--rounds", "N",
+                "attention, train --gpu: rounds (default 15, with --quick 7; train 9 and 21)", bench.rounds,
+                1, 1000);
+  options.values("--preset", "NAME", "train --gpu: only this model; several allowed", bench.presets);
   options.value("--layout", "ORDER", "attention --gpu: axes in memory, bthd (default) or bhtd", bench.layout);
   options.value("--threads", "N", "of the CPU; 0: all", threads, 0, 4096);
   options.flag("--json", "the same as JSON", bench.json);
@@ -79,9 +81,12 @@ int run_bench(int argc, char** argv) {
   const Bench& chosen =
       *std::find_if(std::begin(kBenches), std::end(kBenches), [&](const Bench& b) { return what == b.name; });
   require(!gpu || chosen.on_gpu, "--gpu: expected bench attention, train or probes, got bench {}", what);
-  require((gpu && what == "attention") || (!bench.quick && !bench.forms && bench.rows.empty() &&
-                                           bench.plans.empty() && bench.rounds == 0),
-          "--quick, --forms, --row, --plan and --rounds: expected with bench attention --gpu");
+  require((gpu && what == "attention") ||
+              (!bench.quick && !bench.forms && bench.rows.empty() && bench.plans.empty()),
+          "--quick, --forms, --row and --plan: expected with bench attention --gpu");
+  require((gpu && what == "train") || bench.presets.empty(), "--preset: expected with bench train --gpu");
+  require((gpu && (what == "attention" || what == "train")) || bench.rounds == 0,
+          "--rounds: expected with bench attention --gpu or bench train --gpu");
   if (threads > 0) set_thread_count(static_cast<int>(threads));
   return gpu ? chosen.on_gpu(bench) : chosen.on_cpu(bench.check, bench.json);
 }

@@ -16,18 +16,19 @@ int bench_attention(bool check, bool json);
 int bench_probes(bool check, bool json);
 int bench_probes_gpu(bool check, bool json);
 int bench_train(bool check, bool json);
-int bench_train_gpu(bool check, bool json);
 
 struct GpuBenchOptions {
   bool check = false, json = false;
-  bool quick = false;              // two rows, few rounds, nothing else
-  bool forms = false;              // forms of a problem instead, our kernels alone
-  std::vector<std::string> rows;   // numbers of rows, from 1; none: all
-  std::vector<std::string> plans;  // timed at every row beside the default remedy
-  int64_t rounds = 0;              // 0: 15, quick 7
-  std::string layout = "bthd";     // order of the axes in memory, bthd or bhtd; where PyTorch is measured too
+  bool quick = false;                // two rows, few rounds, nothing else
+  bool forms = false;                // forms of a problem instead, our kernels alone
+  std::vector<std::string> rows;     // numbers of rows, from 1; none: all
+  std::vector<std::string> plans;    // timed at every row beside the default remedy
+  int64_t rounds = 0;                // 0: 15, quick 7; of whole steps 9 and 21
+  std::vector<std::string> presets;  // of whole steps; none: all
+  std::string layout = "bthd";  // order of the axes in memory, bthd or bhtd; where PyTorch is measured too
 };
 int bench_attention_gpu(const GpuBenchOptions& options);
+int bench_train_gpu(const GpuBenchOptions& options);
 int bench_attention_forms(const GpuBenchOptions& options);
 
 // --- What the benches share

@@ -1,6 +1,7 @@
 // `evenkeel bench train`: whole training steps, as `evenkeel train` does them, next to the same model in PyTorch
 // (python/bench_train.py). Contestants take turns in one run; ratios are of medians.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
@@ -271,86 +272,88 @@ namespace {
 
 constexpr const char* kNone = "evenkeel, no remedy";
 constexpr const char* kWide = "evenkeel, wide_output";
-constexpr const char* kZeroSum = "evenkeel, zero_sum";
 
-// The presets with rotary positions: the large one next to PyTorch's, the small one by itself.
-void measure_rotary(Report& report, bool counts) {
-  Group full = make_group("llama-124m", Backend::cuda, 64, /*rounds=*/9, /*steps=*/4);
-  full.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
-  Group nano = make_group("llama-nano", Backend::cuda, 32, /*rounds=*/21, /*steps=*/50);
-  nano.contestants = {{kNone, "bf16_all", {}}};
+// A model of GPT-2's size next to PyTorch's.
+void measure_large(Report& report, const std::string& preset, int64_t rounds, bool counts) {
+  Group group = make_group(preset, Backend::cuda, 64, rounds > 0 ? rounds : 9, /*steps=*/4);
+  group.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
   {
-    PythonScript::Start rival = add_rivals(full, report);
-    Progress progress("bench train",
-                      full.rounds * static_cast<int64_t>(full.contestants.size()) + nano.rounds);
-    measure(full, rival.script.get(), progress);
-    rival.script.reset();
-    measure(nano, nullptr, progress);
+    PythonScript::Start rival = add_rivals(group, report);
+    Progress progress("bench train", group.rounds * static_cast<int64_t>(group.contestants.size()));
+    measure(group, rival.script.get(), progress);
   }
-  if (const Contestant* best = full.rival())
-    report.targets.push_back({"llama-124m against " + best->name,
-                              best->step_seconds() / full.find(kWide)->step_seconds(), kGpuRatio, true});
-  report.targets.push_back({"llama-124m, the price of wide_output",
-                            paired(*full.find(kWide), *full.find(kNone)), kRemedyPrice, false});
-  if (counts)
+  const double seconds = group.find(kWide)->step_seconds();
+  if (counts && preset == "gpt2")
+    report.targets.push_back({"gpt2, tokens/s", group.tokens() / seconds, kGpuTokens, true});
+  if (const Contestant* best = group.rival())
     report.targets.push_back(
-        {"llama-nano with bf16_all, steps/s", 1 / nano.find(kNone)->step_seconds(), kRotaryNanoSteps, true});
-  nano.preset = "llama-nano, bf16_all";
-  for (Group* group : {&full, &nano}) report.groups.push_back(std::move(*group));
+        {fmt::format("{} against {}", preset, best->name), best->step_seconds() / seconds, kGpuRatio, true});
+  report.targets.push_back({preset + ", the price of wide_output",
+                            paired(*group.find(kWide), *group.find(kNone)), kRemedyPrice, false});
+  report.groups.push_back(std::move(group));
 }
 
-}  // namespace
-
-int bench_train_gpu(bool check, bool json) {
-  const CudaDevice device = cuda_device();
-  require_data(device.present, "--gpu: no GPU: {}", device.why);
-  Report report;
-  report.title = fmt::format("training on {}: BF16, wall-clock medians", device.name);
-  Group full = make_group("gpt2", Backend::cuda, 64, /*rounds=*/9, /*steps=*/4);
-  full.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
-  Group nano = make_group("nano", Backend::cuda, 32, /*rounds=*/21, /*steps=*/50);
-  nano.contestants = {{kNone, "bf16_all", {}}, {kZeroSum, "bf16_all,stabiliser=zero_sum", {}}};
-  Group nano_fast = make_group("nano", Backend::cuda, 32, /*rounds=*/21, /*steps=*/50);
-  nano_fast.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
+// A small model by itself, with a plan and, where one is given, with a stabiliser. least: steps/s that are asked for; 0: none.
+void measure_small(Report& report, const std::string& preset, const std::string& plan,
+                   const std::string& stabiliser, int64_t rounds, double least) {
+  Group group = make_group(preset, Backend::cuda, 32, rounds > 0 ? rounds : 21, /*steps=*/50);
+  group.preset = fmt::format("{}, {}", preset, plan);
+  group.contestants = {{kNone, plan, {}}};
+  const std::string remedied = "evenkeel, " + stabiliser;
+  if (!stabiliser.empty())
+    group.contestants.push_back({remedied, fmt::format("{},stabiliser={}", plan, stabiliser), {}});
   {
-    PythonScript::Start rival = add_rivals(full, report);
-    Progress progress("bench train", full.rounds * static_cast<int64_t>(full.contestants.size()) +
-                                         2 * nano.rounds + 2 * nano_fast.rounds);
-    measure(full, rival.script.get(), progress);
-    rival.script.reset();
-    measure(nano, nullptr, progress);
-    measure(nano_fast, nullptr, progress);
+    Progress progress("bench train", group.rounds * static_cast<int64_t>(group.contestants.size()));
+    measure(group, nullptr, progress);
   }
-  const ParameterTable table(full.config.model);
-  const double adamw = optimizer_seconds(full.config.model);
+  if (least > 0)
+    report.targets.push_back({fmt::format("{} with {}, steps/s", preset, plan),
+                              1 / group.find(kNone)->step_seconds(), least, true});
+  if (!stabiliser.empty())
+    report.targets.push_back({fmt::format("{} with {}, the price of {}", preset, plan, stabiliser),
+                              paired(*group.find(remedied), *group.find(kNone)), kRemedyPrice, false});
+  report.groups.push_back(std::move(group));
+}
+
+void note_optimizer(Report& report) {
+  const ModelConfig config = model_preset("gpt2");
+  const ParameterTable table(config);
+  const double adamw = optimizer_seconds(config);
   constexpr double kBytes =
       32;  // a parameter: the norm reads g; then w, m, v and g are read, w, m, v written
   report.notes.push_back(
       fmt::format("norm, clipping and AdamW of {:.1f} M parameters: {:.2f} ms, {:.2f} TB/s",
                   static_cast<double>(table.parameter_count()) * 1e-6, adamw * 1e3,
                   kBytes * static_cast<double>(table.parameter_count()) / adamw * 1e-12));
-  const auto seconds = [](const Group& group, const char* who) { return group.find(who)->step_seconds(); };
-  const auto price = [](const Group& group, const char* who) {
-    return paired(*group.find(who), *group.find(kNone));
+}
+
+}  // namespace
+
+int bench_train_gpu(const GpuBenchOptions& options) {
+  constexpr std::string_view kMeasured[] = {"gpt2", "nano", "llama-124m", "llama-nano"};
+  for (const std::string& preset : options.presets)
+    require(std::ranges::find(kMeasured, preset) != std::end(kMeasured), "--preset: expected {}, got '{}'",
+            fmt::join(kMeasured, ", "), preset);
+  const CudaDevice device = cuda_device();
+  require_data(device.present, "--gpu: no GPU: {}", device.why);
+  const auto wanted = [&](const char* preset) {
+    return options.presets.empty() || std::ranges::find(options.presets, preset) != options.presets.end();
   };
+  Report report;
+  report.title = fmt::format("training on {}: BF16, wall-clock medians", device.name);
   const bool counts = device.name.find(kTargetGpu) != std::string::npos;
-  if (counts)
-    report.targets.push_back({"gpt2, tokens/s", full.tokens() / seconds(full, kWide), kGpuTokens, true});
-  if (const Contestant* best = full.rival())
-    report.targets.push_back(
-        {"gpt2 against " + best->name, best->step_seconds() / seconds(full, kWide), kGpuRatio, true});
-  report.targets.push_back({"gpt2, the price of wide_output", price(full, kWide), kRemedyPrice, false});
-  if (counts)
-    report.targets.push_back({"nano with bf16_all, steps/s", 1 / seconds(nano, kNone), kNanoSteps, true});
-  report.targets.push_back(
-      {"nano with bf16_all, the price of zero_sum", price(nano, kZeroSum), kRemedyPrice, false});
-  report.targets.push_back(
-      {"nano with flash2, the price of wide_output", price(nano_fast, kWide), kRemedyPrice, false});
-  for (Group* group : {&full, &nano, &nano_fast}) report.groups.push_back(std::move(*group));
-  report.groups[1].preset = "nano, bf16_all";
-  report.groups[2].preset = "nano, flash2";
-  measure_rotary(report, counts);
-  return print(report, check, json);
+  if (wanted("gpt2")) {
+    measure_large(report, "gpt2", options.rounds, counts);
+    note_optimizer(report);
+  }
+  if (wanted("nano")) {
+    measure_small(report, "nano", "bf16_all", "zero_sum", options.rounds, counts ? kNanoSteps : 0);
+    measure_small(report, "nano", "flash2", "wide_output", options.rounds, 0);
+  }
+  if (wanted("llama-124m")) measure_large(report, "llama-124m", options.rounds, counts);
+  if (wanted("llama-nano"))
+    measure_small(report, "llama-nano", "bf16_all", "", options.rounds, counts ? kRotaryNanoSteps : 0);
+  return print(report, options.check, options.json);
 }
 
 }  // namespace evenkeel::cli
