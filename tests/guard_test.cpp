@@ -154,6 +154,29 @@ TEST(Guard, knows_when_scores_have_no_steps_left) {
   EXPECT_GT(DriftGuard::too_late(parse_plan("fp32"), false), 1e8);
 }
 
+// Log-sum-exps that grow, with leaks as a kernel gives them: large, those of FP32, or none at all.
+TEST(Guard, says_whether_a_drift_leaks_or_that_it_does_not_know) {
+  const auto event_with = [](double leak) {
+    DriftGuard guard(ScopedPlan::parse("flash2"), 1, 2, /*bf16=*/true);
+    std::optional<DriftGuard::Decision> decision;
+    for (int64_t step = 0; step < 400 && !decision; step += 10) {
+      const double lse = 20 * std::exp(0.01 * static_cast<double>(step));
+      guard.follow(step, {lse, 10}, {leak, leak}, {1, 1});
+      decision = guard.decide(step, {});
+    }
+    EXPECT_TRUE(decision.has_value());
+    return decision ? decision->event : GuardEvent();
+  };
+  const GuardEvent leaking = event_with(1e-3), tight = event_with(1e-8),
+                   unknown = event_with(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(leaking.kind, GuardEvent::Kind::remedy) << leaking.words;
+  EXPECT_EQ(tight.kind, GuardEvent::Kind::warning);
+  EXPECT_NE(tight.words.find("drift without a leak"), std::string::npos) << tight.words;
+  EXPECT_EQ(unknown.kind, GuardEvent::Kind::warning);
+  EXPECT_NE(unknown.words.find("whether it leaks is not known"), std::string::npos) << unknown.words;
+  EXPECT_EQ(unknown.words.find("drift without a leak"), std::string::npos) << unknown.words;
+}
+
 TEST(Guard, is_asked_for_on_the_command_line) {
   const Output bad =
       run_shell(EVENKEEL_PROGRAM " train --preset micro --data x --out /nowhere/run --guard=maybe 2>&1");

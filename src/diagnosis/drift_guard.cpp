@@ -74,10 +74,14 @@ std::string DriftGuard::figures(const std::vector<int64_t>& heads, size_t worst,
                                ? ""
                                : fmt::format(" (near step {:.0f}, {:.0f} to {:.0f})", expected.failure,
                                              expected.earliest, expected.latest);
+  const std::string leak =
+      drift_[worst].knows_leak()
+          ? fmt::format("rows of dS miss their zero sum by {:.1e} of delta", drift_[worst].leak())
+          : "the sums of its rows of dS are not known";
   return fmt::format(
       "{}: log-sum-exp {:.0f} and rising; the guard acts beyond {:.0f} (half of the limit of drift, at least "
-      "{:.0f}) or where a failure is forecast{}; rows of dS miss their zero sum by {:.1e} of delta{}",
-      heads_in_words(heads, H_), drift_[worst].size(), limit_, kLowestDriftLimit, when, drift_[worst].leak(),
+      "{:.0f}) or where a failure is forecast{}; {}{}",
+      heads_in_words(heads, H_), drift_[worst].size(), limit_, kLowestDriftLimit, when, leak,
       means.more_figures ? means.more_figures(worst) : "");
 }
 
@@ -96,7 +100,11 @@ std::optional<DriftGuard::Decision> DriftGuard::decide(int64_t step, const Means
       }));
   event.words = figures(event.heads, worst, means);
   if (!decision.leaking) {
-    event.words += ": drift without a leak, which no stabiliser here prevents (learning rate?)";
+    event.words +=
+        drift_[worst].knows_leak()
+            ? ": drift without a leak, which no stabiliser here prevents (learning rate?)"
+            : ": whether it leaks is not known (no GPU kernel returns that with sinks or slopes), so "
+              "nothing is changed; stabiliser=zero_sum prevents drift by a leak";
     return decision;
   }
   for (const int64_t head : alarms.leaking)

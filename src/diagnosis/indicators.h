@@ -40,6 +40,7 @@ class RunningMean {
   explicit RunningMean(double look_back) : look_back_(look_back) {}
   void take(int64_t step, double value);
   double value() const { return value_; }
+  double count() const { return count_; }  // of values taken, as far as it looks back
 
  private:
   double look_back_, value_ = 0, count_ = 0;
@@ -64,6 +65,7 @@ class HeadDrift {
            (size() > limit || (size() > kLowestDriftLimit && expected(terms).outlook >= Outlook::drift));
   }
   double leak() const;
+  bool knows_leak() const { return delta_.count() > 0; }  // not every kernel returns it
   bool leaks() const { return leak() > kLeak; }
   bool alarm(double limit, const ForecastTerms& terms) const { return leaks() && drifts(limit, terms); }
   HeadForecast expected(const ForecastTerms& terms) const { return course_.forecast(terms); }

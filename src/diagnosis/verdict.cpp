@@ -106,6 +106,7 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
     if (first < since) since = first, head = n;
   }
   symptom.kind = Symptom::Kind::offset;
+  symptom.index = static_cast<int64_t>(head);
   symptom.layer = static_cast<int64_t>(head) / record.heads;
   symptom.head = static_cast<int64_t>(head) % record.heads;
   symptom.since = record.fact_steps[since];
@@ -202,18 +203,42 @@ double Evidence::growth(const Trial& trial) const {
   return log_of(std::max(trial.health.offset, kScoreUnit)) - log_of(std::max(begin_offset, kScoreUnit));
 }
 
-bool Evidence::heals(const Trial& trial) const {
-  const bool by_offset = measure == Measure::offset;
-  const auto value = [&](const Trial& t) { return by_offset ? log_of(t.health.offset) : t.health.loss; };
-  // Each course twice, where there are placebos: half the chance in it.
-  const auto level = [&](const Trial* one, const Trial* other) {
-    return other ? (value(*one) + value(*other)) / 2 : value(*one);
-  };
-  const double bad = level(recorded, placebo), good = level(control, control_placebo),
-               this_one = value(trial);
-  if (by_offset && !(trial.health.offset <= limit.limit)) return false;
-  if (!std::isfinite(bad)) return std::isfinite(this_one) && this_one < good + std::max(1.0, std::fabs(good));
-  return this_one < (bad + good) / 2;
+double Evidence::outcome(const Trial& trial) const {
+  if (measure != Measure::offset) return trial.health.loss;
+  const auto head = static_cast<size_t>(symptom.index);
+  const bool of_head = symptom.index >= 0 && head < trial.health.head_offset.size();
+  return log_of(of_head ? trial.health.head_offset[head] : trial.health.offset);
+}
+
+Evidence::Level Evidence::level_of(const std::vector<const Trial*>& courses) const {
+  double sum = 0, squares = 0, count = 0;
+  for (const Trial* course : courses)
+    if (course) sum += outcome(*course), ++count;
+  const double mean = sum / count;
+  for (const Trial* course : courses)
+    if (course) squares += (outcome(*course) - mean) * (outcome(*course) - mean);
+  return {mean, count > 1 ? std::sqrt(squares / (count - 1)) : 0};
+}
+
+Evidence::Level Evidence::bad_level() const {
+  std::vector<const Trial*> courses = more_placebos;
+  courses.insert(courses.end(), {recorded, placebo});
+  return level_of(courses);
+}
+
+double Evidence::below_line(const Trial& trial) const {
+  constexpr double kNotAtAll = -std::numeric_limits<double>::infinity();
+  if (measure == Measure::offset && !(trial.health.offset <= limit.limit)) return kNotAtAll;
+  const Level bad = bad_level(), good = level_of({control, control_placebo});
+  const double here = outcome(trial);
+  if (!std::isfinite(here)) return kNotAtAll;
+  if (!std::isfinite(bad.mean)) return good.mean + std::max(1.0, std::fabs(good.mean)) - here;
+  return std::min((bad.mean + good.mean) / 2, bad.mean - kSureSpreads * bad.spread) - here;
+}
+
+bool Evidence::heals_barely(const Trial& trial) const {
+  const double below = below_line(trial), spread = bad_level().spread;
+  return below > 0 && below < 2 * spread;
 }
 
 std::string heads_in_words(const std::vector<int64_t>& heads, int64_t H) {
@@ -253,7 +278,8 @@ std::string figures(const Trial& t) {
 std::string compared(const Evidence& e, const Trial& t) {
   if (e.measure == Evidence::Measure::offset)
     return fmt::format("offset {:.0f} (as recorded {:.0f}, control in FP32 {:.0f}, limit {:.0f})",
-                       t.health.offset, e.recorded->health.offset, e.control->health.offset, e.limit.limit);
+                       std::exp(e.outcome(t)), std::exp(e.outcome(*e.recorded)),
+                       std::exp(e.outcome(*e.control)), e.limit.limit);
   return fmt::format("loss {:.4f} (as recorded {:.4f}, control in FP32 {:.4f})", t.health.loss,
                      e.recorded->health.loss, e.control->health.loss);
 }
@@ -346,6 +372,20 @@ std::string words_of_rounding(const Evidence& e, Cause cause, const std::string&
                                                             : "and the offset plays no part in it");
 }
 
+// "placebo, other formats of dv: offset 278, 341 and 256 as recorded (373), 59 in FP32 (59): each stays on its side"
+std::string placebos_in_words(const Evidence& e) {
+  const bool by_offset = e.measure == Evidence::Measure::offset;
+  const auto figure = [&](const Trial* t) {
+    return by_offset ? fmt::format("{:.3g}", std::exp(e.outcome(*t))) : fmt::format("{:.4f}", e.outcome(*t));
+  };
+  std::vector<std::string> figures = {figure(e.placebo)};
+  for (const Trial* trial : e.more_placebos) figures.push_back(figure(trial));
+  return fmt::format(
+      "placebo, other formats of dv: {} {} ({} as recorded), {} in FP32 ({}): each stays on its side",
+      by_offset ? "offset" : "loss", joined(figures, ", "), figure(e.recorded), figure(e.control_placebo),
+      figure(e.control));
+}
+
 Verdict judge_rounding(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   const int64_t H = config.model.heads;
   Verdict v;
@@ -375,10 +415,7 @@ Verdict judge_rounding(const Evidence& e, const std::filesystem::path& run, cons
   v.evidence.push_back(
       fmt::format("smallest set of sites whose FP32 heals: {} (now {}){}", site, joined(formats, ", "),
                   e.alone.size() > 1 ? fmt::format("; each by itself: {}", sites_in_words(e.alone)) : ""));
-  if (e.placebo)
-    v.evidence.push_back(fmt::format(
-        "placebo, another format of dv: offset {:.3g} as recorded, {:.3g} in FP32: each stays on its side",
-        e.placebo->health.offset, e.control_placebo->health.offset));
+  if (e.placebo) v.evidence.push_back(placebos_in_words(e));
   add_trials(e, site, v.evidence);
   v.words = words_of_rounding(e, v.cause, fmt::format("{} ({})", site, joined(formats, ", ")), where);
   const bool both = heals(e, e.cured) && e.alone_guilty && !e.heals(*e.alone_guilty);
@@ -452,8 +489,8 @@ Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const Ru
   Verdict v;
   if (e.chaotic)
     v.evidence.push_back(
-        "placebo: changes that cannot matter alter the outcome as much as FP32 does: this stretch is "
-        "chaotic");
+        "placebo: changes that cannot matter alter the outcome as much as FP32 does, or nearly: this stretch "
+        "is chaotic");
   if (e.control) add_control(e, config, v.evidence);
   if (e.slower) {
     v.evidence.push_back(fmt::format("FP32 at a quarter of the learning rate: {}", figures(*e.slower)));

@@ -45,6 +45,7 @@ struct Symptom {
   Kind kind = Kind::none;
   int64_t since = 0;               // the step from which it holds; spikes: the first
   int64_t layer = -1, head = -1;   // offset: where it began
+  int64_t index = -1;              // layer H + head
   DriftLimit limit;                // offset: from the run's own heads at its end
   double loss = 0, best_loss = 0;  // loss: means at the end and at the best step
   std::vector<int64_t> spikes;     // steps
@@ -81,8 +82,7 @@ inline bool from_data(const BadSequences& bad) { return 2 * bad.steps_with > bad
 // The trials of a verdict, a member for each row of kVerdictParts; one that was not made is nullptr.
 struct VerdictTrials {
   const Trial *recorded = nullptr, *control = nullptr;  // as recorded; all in FP32
-  // A change that cannot matter (the format of dv), on the recorded plan and on the control: it heals nothing and harms
-  // nothing, unless the stretch is so chaotic that anything does.
+  // A change that cannot matter (the format of dv), on the recorded plan and on the control: it shows what chance does.
   const Trial *placebo = nullptr, *control_placebo = nullptr;
   const Trial* cured = nullptr;         // the sites in FP32, nothing else changed
   const Trial* alone_guilty = nullptr;  // the sites as recorded, everything else in FP32
@@ -108,11 +108,12 @@ struct Evidence : VerdictTrials {
   // The unchanged replay shows the recorded symptom: the symptom's head is beyond the limit, the loss has risen, a step
   // jumps. Nothing is concluded from a stretch that does not.
   bool shows_symptom = true;
-  int64_t missing_checkpoint = -1;  // the step from which a replay would show it; -1: not known
-  int64_t earlier_checkpoint = 0;   // the newest checkpoint before it; 0: the beginning
-  DriftLimit limit;                 // of the stretch, from its FP32 control
-  bool chaotic = false;             // a placebo changed the outcome, or most sites do
-  double loss_tolerance = 0;        // means over a window's last quarter differ by less by chance
+  int64_t missing_checkpoint = -1;          // the step from which a replay would show it; -1: not known
+  int64_t earlier_checkpoint = 0;           // the newest checkpoint before it; 0: the beginning
+  DriftLimit limit;                         // of the stretch, from its FP32 control
+  bool chaotic = false;                     // chance alone may do what FP32 does, or most sites do
+  std::vector<const Trial*> more_placebos;  // further harmless changes of the recorded plan
+  double loss_tolerance = 0;                // means over a window's last quarter differ by less by chance
   enum class Measure { none, offset, loss } measure = Measure::none;  // in which recorded and control differ
   std::vector<int64_t> layers,
       guilty;               // the smallest set of layers, then of heads (l H + h), whose FP32 heals
@@ -123,9 +124,25 @@ struct Evidence : VerdictTrials {
 
   // log of how many times larger than at the begin; what a healthy head has counts as nothing.
   double growth(const Trial& trial) const;
-  // Nearer to the control than to the recorded course, on the scale of the measure; of offsets also within the limit.
+  // What a trial is judged by: the logarithm of the offset of the symptom's head, where the symptom is an offset (other
+  // heads have large offsets without drifting), of the largest otherwise; or the loss.
+  double outcome(const Trial& trial) const;
+  // The recorded course and its placebos differ by chance alone. A trial heals where its outcome is nearer to the control's
+  // than to theirs, and kSureSpreads of their standard deviations below their mean; of offsets also within the limit.
   // REQUIRES: a measure.
-  bool heals(const Trial& trial) const;
+  bool heals(const Trial& trial) const { return below_line(trial) > 0; }
+  // By so little that a second replay should confirm it.
+  bool heals_barely(const Trial& trial) const;
+  // Of a harmless change fewer than one in 25 comes so far below the mean of four (Student's t, three degrees of freedom).
+  static constexpr double kSureSpreads = 3;
+
+ private:
+  struct Level {
+    double mean, spread;  // the standard deviation of one course; 0 of one alone
+  };
+  Level level_of(const std::vector<const Trial*>& courses) const;
+  Level bad_level() const;
+  double below_line(const Trial& trial) const;  // how far; > 0: heals
 };
 
 struct Verdict {

@@ -175,6 +175,10 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   }
 
   check_data(fresh);
+  if (config.backend == Backend::cuda && (config.model.sinks || !alibi_slopes(config.model).empty()))
+    notes_.push_back(
+        "ties and leaks of rows are not recorded (NaN): no GPU kernel returns them with sinks or slopes; "
+        "--backend cpu does");
   if (ranks_->size() > 1) {
     ranks_->agree("settings and tokens", description());
     if (device_memory_) ranks_->use_device_link(connect_nccl(*ranks_, model_->stream(), way_of_sums_));
