@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """A GPT in plain PyTorch that drifts. Monitor forecasts the failure, Guard prevents it in a Trainer while it runs, and
-evenkeel.isolate finds the rounding. Three processes, of which the last starts when the first has ended.
+evenkeel.isolate finds the rounding. Three processes, of which the last starts when the first has drifted far.
 
     field_story.py --evenkeel PROGRAM --folder FOLDER [--size nano|tiny] [--device cuda|cpu] [--from N] [--steps N]
                    [--tokens FOLDER] [--seconds S] [--budget N] [--part unguarded|guarded|isolate]
 
-unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: forecasts, alarms, checkpoints. It ends when the offset is far
-           beyond any healthy one, or at --steps.
+unguarded  BF16 autocast and PyTorch's FLASH kernel, with Monitor: forecasts, alarms, checkpoints. It runs to --steps, so that the
+           loss fails, too.
 guarded    the same steps with Guard, which trains in FlashAttention-2's arithmetic and remedies heads that drift. It runs in
            transformers' Trainer where that is here, else in a plain loop.
 isolate    Which rounding it was: replays from the unguarded run's checkpoints
@@ -14,7 +14,8 @@ isolate    Which rounding it was: replays from the unguarded run's checkpoints
 Weights and batches are those of `evenkeel train --preset nano --seed 3`, which drifts by step 4,000. With --from N
 PyTorch continues from step N (1: from the beginning). The size tiny is for a CPU: a model that drifts in some 300 steps by a coarse plan of ours in
 the place of FLASH. The --tokens are a folder of `evenkeel data prepare` (default: made from this machine's Python sources, as
-scripts/study does). FOLDER/story.json has what each part found. Exit codes: 0 the story holds, 1 it does not, 3 a part failed,
+scripts/study does). FOLDER/story.json has what each part found. The last lines are a table of what each instrument said and when.
+A failure is a loss more than 5 % above the guarded run's (means of 200 steps). Exit codes: 0 the story holds, 1 it does not, 3 a part failed,
 77 no PyTorch.
 """
 import argparse
@@ -48,13 +49,13 @@ from twin_torch import read_batches, read_tokens  # noqa: E402
 ROWS = 128  # of the sequence that is probed
 COMMON = ["--schedule", "constant", "--seed", "3", "--set", "run.divergence = 0.0", "--plan", "flash2"]
 SIZES = {
-    "nano": dict(options="--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda".split(), steps=5000, every=25,
-                 save_every=250, far=2000, drifts=None, guarded="flash2", replay=200,
+    "nano": dict(options="--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda".split(), steps=5500, every=25,
+                 guard_every=50, save_every=250, far=2000, drifts=None, guarded="flash2", replay=200,
                  small=["--set", "model.layers = 1", "--set", "model.heads = 1", "--set", "model.width = 64"]),
     "tiny": dict(options="--preset micro --sequences 4 --lr 2e-2 --warmup 1 --threads 1 --set".split() +
                  ["model.layers = 2", "--set", "model.heads = 1", "--set", "model.width = 32", "--set", "model.context = 32",
                   "--set", "optimizer.weight_decay = 0.1", "--set", "optimizer.clip = 0.0"],
-                 steps=900, every=5, save_every=50, far=2000, drifts="fp32,row_sum=e5m2", guarded="fp32,row_sum=e5m2",
+                 steps=900, every=5, guard_every=5, save_every=50, far=2000, drifts="fp32,row_sum=e5m2", guarded="fp32,row_sum=e5m2",
                  replay=60, small=[]),
 }
 
@@ -184,10 +185,26 @@ class Training:
 # --- The three parts
 
 
+def lines_of(folder):
+    """Of metrics.jsonl; without a last line that is being written."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def failure_of(folder, healthy, window=200):
+    """The step by which the mean loss of a window of steps is more than 5 % above the healthy run's; None: it is not."""
+    losses = [{line["step"]: float(line["loss"]) for line in lines_of(run)} for run in (folder, healthy)]
+    steps = sorted(set(losses[0]) & set(losses[1]))
+    for end in range(window, len(steps) + 1, window):
+        bad, good = (sum(one[step] for step in steps[end - window : end]) for one in losses)
+        if not bad <= 1.05 * good:
+            return steps[end - 1] + 1
+    return None
+
+
 def offsets_of(folder):
     """step -> the largest offset of any head."""
     found = {}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in lines_of(folder):
         if "probe" in line:
             sizes = [float(x) for layer in line["probe"]["offset"] for x in layer]
             found[line["step"]] = max(x if math.isfinite(x) else math.inf for x in sizes)
@@ -205,28 +222,46 @@ def flash(size):
 
 def unguarded(options):
     training, size = Training(options), SIZES[options.size]
-    forecasts, folder, worst, last = [], options.folder / "unguarded", 0.0, options.steps
+    forecasts, folder, drifted = [], options.folder / "unguarded", False
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    continue_record(options.folder / "first", folder, options.first)
 
     def note(step, numbers):
         if "evenkeel/forecast_fails" in numbers:
-            forecasts.append({"at": step, "failure_at": numbers.get("evenkeel/forecast_step")})
+            told = {name: numbers.get(f"evenkeel/forecast_{name}") for name in ("step", "earliest", "latest", "layer", "head")}
+            forecasts.append({"at": step, "failure_at": told.pop("step"), **told})
 
     with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], rows=ROWS,
                                                                   first_step=options.first, plan=size["guarded"],
                                                                   loggers=[note]) as monitor:
         warnings.simplefilter("ignore")
         for step in range(options.first, options.steps):
-            if step % size["save_every"] == 0:
+            if step % size["save_every"] == 0 and not drifted:
                 training.save(folder / "checkpoints" / f"{step}.pt")
             loss, norm = training.step(step)
-            worst = max(worst, monitor.step(loss, lr=training.rate(step), gradient_norm=norm).get("evenkeel/offset", 0.0))
-            if worst > size["far"]:
-                last = min(last, step + 2 * size["every"])
-            if step >= last:
+            offset = monitor.step(loss, lr=training.rate(step), gradient_norm=norm).get("evenkeel/offset", 0.0)
+            if offset > size["far"] and not drifted:
+                drifted = True
+                (options.folder / "drifted").touch()  # isolate may begin
+            if is_done(options, step + 1):
                 break
-    return {"steps": step + 1, "alarms": [{"at": event["step"], "words": event["words"]} for event in monitor.alarms],
-            "forecasts": forecasts, **course(offsets_of(folder))}
+    return {"steps": step + 1, "alarms": [{name: event[name] for name in ("step", "heads", "words")} for event in monitor.alarms],
+            "forecasts": forecasts, "worst_head": worst_head(folder), **course(offsets_of(folder))}
+
+
+def continue_record(before, folder, first):
+    """The record of the steps before, which `evenkeel train` made: a forecast needs the course from the warm-up on."""
+    lines = [line for line in (before / "metrics.jsonl").read_text().splitlines(keepends=True) if json.loads(line)["step"] < first]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    shutil.copy(before / "config.toml", folder / "config.toml")
+
+
+def worst_head(folder):
+    """[layer, head] with the largest offset in the last probed step."""
+    probes = [line["probe"]["offset"] for line in lines_of(folder) if "probe" in line]
+    sizes = [(float(x) if math.isfinite(float(x)) else math.inf, layer, head)
+             for layer, heads in enumerate(probes[-1]) for head, x in enumerate(heads)]
+    return list(max(sizes)[1:])
 
 
 def course(offsets):
@@ -302,14 +337,13 @@ def in_a_loop(training, options, given):
 
 
 def is_done(options, steps):
-    """Whether the unguarded run has ended, and did not go further."""
-    answer = options.folder / "unguarded.json"
-    return steps % 25 == 0 and answer.exists() and steps >= json.loads(answer.read_text())["steps"]
+    """Whether the parts' time is nearly over: what there is then is told."""
+    return steps % 25 == 0 and time.time() > options.ends - 20
 
 
 def guarded(options):
     training, size = Training(options), SIZES[options.size]
-    given = dict(every=size["every"], plan=size["guarded"], rows=ROWS)
+    given = dict(every=size["guard_every"], plan=size["guarded"], rows=ROWS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         how, why = "a transformers Trainer", None
@@ -321,7 +355,7 @@ def guarded(options):
             training.load(None)
             guard = in_a_loop(training, options, given)
     offsets = offsets_of(options.folder / "guarded")
-    return {"in": how, "not_in_a_trainer": why, "steps": max(offsets),
+    return {"in": how, "not_in_a_trainer": why, "steps": max(offsets) + 1,
             "events": [{name: event[name] for name in ("step", "kind", "heads", "words")} for event in guard.alarms],
             **course(offsets)}
 
@@ -380,22 +414,25 @@ def prepare(options):
 
 def start(options, part):
     command = [sys.executable, __file__, "--evenkeel", options.evenkeel, "--folder", options.folder, "--size", options.size,
-               "--device", options.device, "--steps", options.steps, "--from", options.first, "--budget", options.budget, "--part", part]
+               "--device", options.device, "--steps", options.steps, "--from", options.first, "--budget", options.budget, "--ends", options.ends, "--part", part]
     log = open(options.folder / f"{part}.log", "w", encoding="utf-8")
     return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
 
 
 def all_parts(options):
     story = {"seconds": {"preparation on the GPU": round(prepare(options), 1)}}
-    end, running, began = time.monotonic() + options.seconds, {}, {}
+    options.ends, running, began = time.time() + options.seconds, {}, {}
+    (options.folder / "drifted").unlink(missing_ok=True)
 
     def run(part):
         running[part], began[part] = start(options, part), time.monotonic()
 
     run("unguarded"), run("guarded")
     while running:
+        if "isolate" not in began and ((options.folder / "drifted").exists() or (options.folder / "unguarded.json").exists()):
+            run("isolate")
         for part, process in list(running.items()):
-            late = time.monotonic() > end
+            late = time.time() > options.ends
             if late:
                 process.kill()
             if process.poll() is None:
@@ -409,26 +446,25 @@ def all_parts(options):
                 {"failed": "not done in time" if late else f"code {process.returncode}: {lines[-1][:300]}"}
             (options.folder / "story.json").write_text(json.dumps(story, indent=1))
             print(f"{part}: {json.dumps(story[part])[:1500]} ({story['seconds'][part]} s)", flush=True)
-            if part == "unguarded" and answer.exists():
-                run("isolate")
         time.sleep(0.2)
-    return judged(story)
+    return judged(story, options.folder)
 
 
-def judged(story):
-    """0: the story holds. Says what does not."""
+def judged(story, folder):
+    """0: the story holds. Says what does not, then what each instrument said and when."""
     free, kept, found = (story.get(part, {"failed": "not run"}) for part in PARTS)
     failed = [part for part in PARTS if "failed" in story.get(part, {"failed": ""})]
     if failed:
         print(f"field_story.py: {', '.join(failed)} failed")
         return 3
-    cause, told = found["verdict"].get("cause"), lasting(free["forecasts"])
-    drift = free["drift_from"]
+    cause, told, drift = found["verdict"].get("cause"), lasting(free["forecasts"]), free["drift_from"]
+    failure = story["failure_at"] = failure_of(folder / "unguarded", folder / "guarded")
+    warned = next((alarm["step"] for alarm in free["alarms"] if free["worst_head"] in alarm["heads"]), None)
     checks = {
         f"the unguarded run drifts: from step {drift}, offset {free['largest_offset']:.0f}, healthy {free['healthy_offset']:.0f}":
             drift is not None,
-        f"Monitor's forecast told of the failure before it came, and did not take it back: {told}":
-            told is not None and told["at"] < told["failure_at"],
+        f"Monitor's forecast told of the failure before it came (by step {failure}), and did not take it back: {told}":
+            told is not None and told["at"] < (failure or told["failure_at"]),
         f"Guard remedied heads in {kept['in']}: {[(event['step'], event['heads']) for event in kept['events'][:4]]}":
             any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
         f"the guarded run's offset ends below half of that: {kept['last_offset']:.0f}": kept["last_offset"] < 0.5 * free["last_offset"],
@@ -437,7 +473,28 @@ def judged(story):
     }
     for words, holds in checks.items():
         print(f"{'yes' if holds else 'NO '}  {words}")
+    print_table(story, told, warned, failure)
+    (folder / "story.json").write_text(json.dumps(story, indent=1))
     return 0 if all(checks.values()) else 1
+
+
+def print_table(story, told, warned, failure):
+    free, kept, verdict = story["unguarded"], story["guarded"], story["isolate"]["verdict"]
+    layer, head = free["worst_head"]
+    others = [(alarm["step"], alarm["heads"]) for alarm in free["alarms"] if free["worst_head"] not in alarm["heads"]]
+    taken_back = [one["at"] for one in free["forecasts"] if one["failure_at"] is not None and told is not None and one["at"] < told["at"]]
+    remedies = [(event["step"], event["heads"]) for event in kept["events"] if event["kind"] != "warning"]
+    expected = "" if told is None else f"failure near step {told['failure_at']:.0f} ({told['earliest']:.0f} to {told['latest']:.0f})"
+    rows = [("Monitor's alarm", warned, f"of layer {layer} head {head}, which drifts most; of other heads: {others}"),
+            ("Monitor's forecast", told and told["at"], f"{expected}; earlier ones that it took back: {taken_back}"),
+            ("the offset", free["drift_from"], f"beyond 8 times its healthy level ({free['healthy_offset']:.0f}) for good; {free['largest_offset']:.0f} at most"),
+            ("the loss", failure, f"more than 5 % above the guarded run's; {free['steps']} steps"),
+            ("Guard", remedies[0][0] if remedies else None, f"remedies: {remedies}; offset {kept['last_offset']:.0f} at step {kept['steps']}"),
+            ("isolate", None, f"steps {verdict.get('begin')} to {verdict.get('end')}, {verdict.get('replays')} replays: {verdict.get('words')} ({verdict.get('certainty')})")]
+    print("\n| instrument | at step | what it says |\n|---|---|---|")
+    for name, step, words in rows:
+        print(f"| {name} | {'-' if step is None else step} | {words} |")
+    print(f"\nseconds: {story['seconds']}")
 
 
 def main():
@@ -449,9 +506,10 @@ def main():
     parser.add_argument("--from", dest="first", type=int, default=1)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=240, help="for the parts together, at most")
+    parser.add_argument("--seconds", type=float, default=185, help="for the parts together, at most")
     parser.add_argument("--budget", type=int, default=32, help="replays of isolate, at most")
     parser.add_argument("--part", choices=list(PARTS))
+    parser.add_argument("--ends", type=float, default=math.inf, help="of a part: when its time is over, seconds since 1970")
     options = parser.parse_args()
     if not options.evenkeel:
         parser.error("expected --evenkeel PROGRAM")

@@ -1,13 +1,19 @@
 """evenkeel.isolate: the search of `evenkeel isolate` on anyone's PyTorch training. The program searches and judges; each
 replay that it asks for is made here, by the training itself."""
 import json
+import math
 import pathlib
 import subprocess
+
+import torch
 
 from . import _layers, _program, flash_attn
 from ._library import EvenkeelError
 from ._patch import patched
 from ._watch import FACTS, Facts, Recorder, _worded
+
+
+LINES_TOGETHER = 25  # steps of a replay that are read from the GPU together
 
 
 class _Replays:
@@ -30,25 +36,38 @@ class _Replays:
         try:
             with patched(asked["plan"]):
                 recorder.armed = begin in probed
-                results = iter(self.training.steps(begin, end, asked["lr_factor"]))
+                results, waiting = iter(self.training.steps(begin, end, asked["lr_factor"])), []
                 for step in range(begin, end):
                     result = next(results, None)
                     if result is None:
                         raise EvenkeelError(f"expected steps {begin} to {end} of the training, found {step - begin} of them")
                     loss, norm = result if isinstance(result, tuple) else (result, None)
-                    line = {"step": step, "loss": float(loss), "gradient_norm": 1.0 if norm is None else float(norm)}
+                    waiting.append({"step": step, "loss": loss, "gradient_norm": 1.0 if norm is None else norm})
                     taken = recorder.take()
                     if taken is not None:
                         facts = Facts(taken[0], plan_of_all_heads(asked["plan"]))
-                        line.update({name: facts.by_head[name] for name in FACTS})
-                    yield line
-                    if line["loss"] != line["loss"] or abs(line["loss"]) == float("inf"):
-                        return
+                        waiting[-1].update({name: facts.by_head[name] for name in FACTS})
                     recorder.armed = step + 1 in probed
+                    if len(waiting) < LINES_TOGETHER and step + 1 < end:
+                        continue
+                    for line in with_numbers(waiting):
+                        yield line
+                        if not math.isfinite(line["loss"]):
+                            return
+                    waiting = []
         finally:
             flash_attn.configure()
             unfollow()
             recorder.close()
+
+
+def with_numbers(lines):
+    """The same lines, their losses and norms as numbers: what lies on a GPU comes in one piece, since each piece waits for it."""
+    tensors = [line[name].detach().double().reshape(1) for line in lines for name in ("loss", "gradient_norm")
+               if isinstance(line[name], torch.Tensor)]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else ())
+    return [{**line, **{name: next(numbers) if isinstance(line[name], torch.Tensor) else float(line[name])
+                        for name in ("loss", "gradient_norm")}} for line in lines]
 
 
 def plan_of_all_heads(plan):
@@ -63,7 +82,7 @@ def plan_of_all_heads(plan):
 
 def isolate(training, checkpoints, run, steps=200, budget=40, exact=False, sequences=1, rows=256, tell=print):
     """Finds the rounding that makes a recorded training drift: which layer, which heads, which site; by replays of a stretch of
-    it, against the same stretch in FP32; then proves it both ways, with a sham control. Returns the verdict, as
+    it, against the same stretch in FP32 and against harmless changes of it, which tell what chance does; then proves it both ways. Returns the verdict, as
     `evenkeel isolate --json` prints it; run/verdict.json and run/isolate.json are what `evenkeel report run` shows.
 
     run: the folder that a Monitor wrote. training: an object with

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -45,7 +46,8 @@ FACTS = ("largest_score", "offset", "mean_lse", "largest_lse", "tied_rows", "lea
          "delta_rms")
 
 
-FORECAST_EVERY = 10  # probed steps
+FORECAST_FIRST = 8  # probed steps: fewer say nothing (src/diagnosis/forecast.h)
+FORECAST_GROWTH = 1.05  # of the record, from one forecast to the next: reading it costs in proportion
 
 
 def _world():
@@ -85,6 +87,16 @@ def copied(matrices):
     on_gpu = sum(m.numel() * m.element_size() for m in matrices.values() if m.is_cuda)
     there = on_gpu > 0 and on_gpu < 0.25 * torch.cuda.mem_get_info()[0]
     return {name: m.clone() if there or not m.is_cuda else m.float().cpu() for name, m in matrices.items()}
+
+
+def schedule_of(folder):
+    """The largest learning rate and the end of the warm-up by a run's config.toml; (0, 0) without one. A training that goes on has
+    its warm-up behind it, which its first learning rate does not show."""
+    try:
+        text = (folder / "config.toml").read_text()
+        return tuple(float(re.search(rf"^{name} = (\S+)$", text, re.M)[1]) for name in ("lr", "warmup"))
+    except (OSError, TypeError, ValueError):  # none, or without these
+        return 0.0, 0
 
 
 def plan_of(dtype, plan):
@@ -280,6 +292,7 @@ class Monitor:
     log-sum-exp, offset, ties, leak and largest scores. Every `norms_every` such steps the spectral norms of all weights join them
     (by default each time, and every tenth on a GPU, from which the weights must be copied). A head that drifts raises
     an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
+    First step: where the training goes on. A folder that holds the record of the steps before is continued.
     Plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
     Loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
     Background: a thread beside the training computes the probes; by default on a GPU. A line is written when it is whole,
@@ -310,8 +323,9 @@ class Monitor:
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
-        self._next, self._first, self._probed, self._largest_lr = first_step, True, 0, 0.0
-        self._running, self._rule, self._config, self._warmup = {}, None, None, 0
+        self._next, self._first, self._probed = first_step, True, 0
+        self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
+        self._running, self._rule, self._config = {}, None, None
         self.alarms = []  # the events of guard.jsonl so far
         self._recorder = Recorder(model, sequences, rows)
         self._recorder.armed = self._next % every == 0
@@ -375,8 +389,8 @@ class Monitor:
         if self._file is not None:
             self._file.write(json.dumps(_worded(line), allow_nan=False) + "\n")
             self._file.flush()
-            if "probe" in line and self._probed % FORECAST_EVERY == 0:
-                self._forecast.start()
+            if "probe" in line:
+                self._forecast.see_probe()
 
     def _probe(self, one, calls, recording):
         measured = weights_to_measure(self.model, recording.parts) if self._probed % self.norms_every == 0 else {}
@@ -437,7 +451,7 @@ class Monitor:
     def _write_config(self, facts):
         """config.toml, by which the commands know the run."""
         layers, heads = facts.shape
-        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", "", "[schedule]", f"lr = {self._largest_lr!r}", f"warmup = {self._warmup}", "",
+        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", "", "[schedule]", f"lr = {self._largest_lr!r}", f"warmup = {int(self._warmup)}", "",
                  "[attention]", f"plan = {json.dumps(facts.plan)}", "", "[run]", 'trainer = "pytorch"',
                  f"probe_every = {self.every}", ""]
         text = "\n".join(lines)
@@ -506,29 +520,43 @@ class _Forecast:
     """`evenkeel forecast` of the run's folder in a process beside the training, one at a time."""
 
     def __init__(self, folder):
-        self._folder, self._process, self._told = folder, None, False
+        self._folder, self._thread, self._answer, self._told = folder, None, None, False
+        self._probes, self._due = 0, FORECAST_FIRST
 
-    def start(self):
-        if self._process is None:
-            with contextlib.suppress(_program.EvenkeelError, OSError):  # without the program there is none
-                self._process = subprocess.Popen([_program.program_path(), "forecast", str(self._folder), "--json"],
-                                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    def see_probe(self):
+        """A probed step has been written."""
+        self._probes += 1
+        if self._probes >= self._due and self._thread is None:
+            self._due = max(self._probes + 1, int(self._probes * FORECAST_GROWTH))
+            self._thread = threading.Thread(target=self._ask, daemon=True)  # starting a program takes a while, too
+            self._thread.start()
+
+    def _ask(self):
+        self._answer = None
+        with contextlib.suppress(_program.EvenkeelError, OSError, ValueError):  # without the program there is none
+            done = subprocess.run([_program.program_path(), "forecast", str(self._folder), "--json"], stdout=subprocess.PIPE,
+                                  stderr=subprocess.DEVNULL, text=True)
+            self._answer = _only(json.loads(done.stdout)) if done.returncode in (0, 1) else None
 
     def numbers(self, wait=False):
-        """Of a forecast that is ready: whether the run fails, and at which step it is expected to."""
-        if self._process is None or (not wait and self._process.poll() is None):
+        """Of a forecast that is ready: whether the run fails, and at which step it is expected to, with the interval."""
+        if self._thread is None or (not wait and self._thread.is_alive()):
             return {}
-        text, code = self._process.communicate()[0], self._process.returncode
-        self._process = None
-        if code not in (0, 1):
+        self._thread.join()
+        found, self._thread = self._answer, None
+        if found is None:
             return {}
-        found = _only(json.loads(text))
-        steps = [head["failure"] for head in found["heads"] if head["failure"] is not None]
         if found["fails"] and not self._told:
             self._told = True
             warnings.warn(f"evenkeel.Monitor: {found['words']}", stacklevel=4)
-        return {"evenkeel/forecast_fails": int(bool(found["fails"])),
-                **({"evenkeel/forecast_step": min(steps)} if found["fails"] and steps else {})}
+        numbers = {"evenkeel/forecast_fails": int(bool(found["fails"]))}
+        expected = [head for head in found["heads"] if head["failure"] is not None]
+        if found["fails"] and expected:
+            soonest = min(expected, key=lambda head: head["failure"])
+            numbers.update({"evenkeel/forecast_step": soonest["failure"], "evenkeel/forecast_earliest": soonest["earliest"],
+                            "evenkeel/forecast_latest": soonest["latest"], "evenkeel/forecast_layer": soonest["layer"],
+                            "evenkeel/forecast_head": soonest["head"]})
+        return {name: value for name, value in numbers.items() if value is not None}
 
 
 def summary(facts):

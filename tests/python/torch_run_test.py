@@ -208,8 +208,8 @@ class Taps(TorchCase):
 
 
 class Runs(TorchCase):
-    def trained(self, folder, steps=6, growth=1.0, **options):
-        """A run whose first head's scores grow by this factor a step."""
+    def trained(self, folder, steps=6, growth=1.0, rates=None, **options):
+        """A run whose first head's scores grow by this factor a step. rates: of learning, by step."""
         torch.manual_seed(1)
         model, x = Gpt(64, 32, layers=2, heads=2, width=16), tokens()
         told = []
@@ -221,7 +221,7 @@ class Runs(TorchCase):
                 model.zero_grad()
                 loss = model(x, x)
                 loss.backward()
-                told.append(monitor.step(loss, lr=1e-3))
+                told.append(monitor.step(loss, lr=rates[step] if rates else 1e-3))
         return monitor, told
 
     def test_the_folder_is_a_run_and_step_returns_numbers(self):
@@ -248,6 +248,17 @@ class Runs(TorchCase):
                 done = subprocess.run([PROGRAM, *command], capture_output=True, text=True)
                 self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
 
+    def test_a_training_that_goes_on_keeps_its_record_and_its_warm_up(self):
+        folder = self.folder()
+        self.trained(folder, steps=6, rates=[1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-3])
+        self.assertIn("warmup = 3", (folder / "config.toml").read_text())
+        self.trained(folder, steps=4, first_step=6, rates=[4e-3] * 4)
+        self.assertIn("warmup = 3", (folder / "config.toml").read_text())  # a forecast looks behind it
+        self.assertEqual([line["step"] for line in lines_of(folder)], list(range(10)))
+        fresh = self.folder()
+        self.trained(fresh, steps=4, first_step=6, rates=[4e-3] * 4)
+        self.assertIn("warmup = 6", (fresh / "config.toml").read_text())  # nothing is known of before
+
     def test_alarms_while_it_trains(self):
         folder = self.folder()
         with warnings.catch_warnings(record=True) as caught:
@@ -257,7 +268,9 @@ class Runs(TorchCase):
         event = monitor.alarms[0]
         self.assertEqual((event["kind"], event["heads"][0]), ("warning", [1, 0]))
         self.assertIn(f'evenkeel.patch(plan="flash2; {event["plan"]}")', event["next_command"])
-        self.assertIn("log-sum-exp", str(caught[0].message))
+        told = [str(one.message) for one in caught]  # a forecast of the failure may come first
+        self.assertTrue(any(f"step {event['step']}: {event['words']}" in words for words in told), told)
+        self.assertIn("log-sum-exp", event["words"])
         self.assertEqual(json.loads((folder / "guard.jsonl").read_text().splitlines()[0]), event)
         self.assertEqual(sum(numbers["evenkeel/alarm"] for numbers in told), len(monitor.alarms))
         captured = sorted((folder / "captures").iterdir())
@@ -616,6 +629,33 @@ class GuardAndIsolate(TorchCase):
         done = subprocess.run([PROGRAM, "report", folder / "run", "-o", folder / "page.html"], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("row_sum", (folder / "page.html").read_text())
+
+    def test_losses_on_their_way_become_numbers_together(self):
+        from evenkeel._isolate import with_numbers
+        lines = [{"step": 1, "loss": torch.tensor(2.5), "gradient_norm": 1.0}, {"step": 2, "loss": 3, "gradient_norm": torch.tensor([0.5])},
+                 {"step": 3, "loss": torch.tensor(float("nan")), "gradient_norm": torch.tensor(0.25, dtype=torch.float64), "offset": [[1.0]]}]
+        found = with_numbers(lines)
+        self.assertEqual([(line["step"], line["gradient_norm"]) for line in found], [(1, 1.0), (2, 0.5), (3, 0.25)])
+        self.assertEqual([line["loss"] for line in found[:2]], [2.5, 3.0])
+        self.assertNotEqual(found[2]["loss"], found[2]["loss"])
+        self.assertEqual(found[2]["offset"], [[1.0]])
+        self.assertEqual(with_numbers([]), [])
+
+    def test_a_replay_ends_with_the_first_loss_that_is_not_finite(self):
+        from evenkeel._isolate import _Replays
+
+        class Diverging:
+            model = Gpt(64, 32, layers=1, heads=1, width=8)
+
+            def load(self, checkpoint):
+                pass
+
+            def steps(self, begin, end, lr_factor):
+                for step in range(begin, end):
+                    yield torch.tensor(float("inf") if step >= 7 else 2.0)
+
+        found = list(_Replays(Diverging(), {0: None}, 1, 16).steps({"begin": 0, "end": 60, "plan": "fp32", "lr_factor": 1.0}))
+        self.assertEqual([line["step"] for line in found], list(range(8)))
 
     def test_what_the_leak_of_a_replay_is_probed_with(self):
         from evenkeel._isolate import plan_of_all_heads
