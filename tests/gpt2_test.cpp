@@ -17,6 +17,9 @@ using namespace gpt2_cases;
 
 // --- The slow model
 
+static_assert(std::size(kNormNames) == 2 && std::size(kPositionNames) == 5 && std::size(kMlpNames) == 2,
+              "a new kind of block: ARCHITECTURE.md, \"A block\"");
+
 struct SlowFacts {
   double largest_score = -INFINITY, largest_row_mean = 0, sum_lse = 0, largest_lse = 0;
 };

@@ -15,6 +15,10 @@
 namespace evenkeel {
 namespace {
 
+// The code below decides by the kind, and its last else takes any.
+static_assert(std::size(kNormNames) == 2 && std::size(kPositionNames) == 5 && std::size(kMlpNames) == 2,
+              "a new kind of block: ARCHITECTURE.md, \"A block\"");
+
 using Array = std::vector<float>;
 
 StepContext of_part(StepContext context, int64_t first_sequence) {

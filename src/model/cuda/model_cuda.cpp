@@ -19,6 +19,10 @@ namespace {
 struct OutputHeader {
   double loss;
 };
+// These kinds have kernels. Others need some, or a refusal in the constructor: the last else takes any.
+static_assert(std::size(kNormNames) == 2 && std::size(kPositionNames) == 5 && std::size(kMlpNames) == 2,
+              "a new kind of block: ARCHITECTURE.md, \"A block\"");
+
 size_t output_bytes(size_t heads) { return Carver::kAlignment + heads * sizeof(FactSums); }
 
 // The kernels name a random number by its sequence's place in the call. Parts of a step draw others by a step number of
