@@ -222,7 +222,7 @@ class ScatteredRun {
   }
 
   // The offset of head 8 at the end of a replay, by its clauses.
-  using Outcome = double (*)(const std::string& clauses, const PrecisionPlan& of_head, int64_t begin);
+  using Outcome = double (*)(const std::string& clauses, const PrecisionPlan& of_head, const Window& window);
 
   Isolation isolated(Outcome outcome, std::vector<int64_t> checkpoints) const {
     Replays::Options options;
@@ -231,7 +231,7 @@ class ScatteredRun {
     options.elsewhere = [&](const TrialSetup& setup, const Window& window, const std::string& plan) {
       std::vector<TrialStep> steps;
       const std::vector<double> at_end =
-          heads(outcome(setup.clauses, ScopedPlan::parse(plan).at(1, 2), window.begin));
+          heads(outcome(setup.clauses, ScopedPlan::parse(plan).at(1, 2), window));
       for (int64_t step = window.begin; step < window.end; ++step)
         steps.push_back({step, 1.9, 0.3, at_end, at_end, {}, {}, {}, {}});
       return steps;
@@ -257,7 +257,7 @@ class ScatteredRun {
 bool wide(const PrecisionPlan& plan, Site site) { return is_identity(plan.at(site)); }
 
 // As recorded on the GPU. Changes of dq, dk, dv and O made no difference to BF16 tensors but the kernel that ran.
-double on_the_gpu(const std::string& clauses, const PrecisionPlan& plan, int64_t) {
+double on_the_gpu(const std::string& clauses, const PrecisionPlan& plan, const Window&) {
   if (clauses.starts_with("fp32; layer")) return 290;
   if (clauses.starts_with("fp32")) return clauses == "fp32" ? 58.9 : 57.6;
   if (clauses.find("stabiliser") != std::string::npos) return 61;
@@ -285,14 +285,14 @@ TEST(Isolate, names_the_site_though_harmless_changes_scatter) {
 }
 
 // Chance takes the courses of the first stretch from 90 to 900; of the second, where the drift is under way, it does not.
-double clear_later(const std::string& clauses, const PrecisionPlan& plan, int64_t begin) {
-  if (begin == 400) {
+double clear_later(const std::string& clauses, const PrecisionPlan& plan, const Window& window) {
+  if (window.begin == 400) {
     if (clauses == "dv=fp32") return 90;
     if (clauses == "dv=bf16/stochastic") return 900;
     if (clauses == "dv=e8m6") return 120;
     return clauses.starts_with("fp32") ? 58.9 : 372.8;
   }
-  const double here = on_the_gpu(clauses, plan, begin);
+  const double here = on_the_gpu(clauses, plan, window);
   return here < 110 ? 2.5 * here : 19 * here;
 }
 
@@ -305,6 +305,19 @@ TEST(Isolate, goes_on_to_a_stretch_in_which_chance_does_less) {
   const Isolation unsettled = run.isolated(clear_later, {400});
   EXPECT_EQ(unsettled.verdict.cause, Cause::not_established);
   EXPECT_TRUE(unsettled.evidence.chaotic);
+}
+
+// Courses part as they go on: what scatters after 200 steps need not after 100.
+TEST(Isolate, looks_at_the_first_half_of_a_stretch_that_scatters) {
+  const ScatteredRun run;
+  const Isolation found = run.isolated(
+      [](const std::string& clauses, const PrecisionPlan& plan, const Window& window) {
+        return window.end == 600 ? clear_later(clauses, plan, window) : on_the_gpu(clauses, plan, window);
+      },
+      {400});
+  EXPECT_EQ(found.verdict.cause, Cause::drift) << found.verdict.words;
+  EXPECT_EQ(found.evidence.window, (Window{400, 500}));
+  EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::output_for_delta});
 }
 
 TEST(Isolate, a_learning_rate_that_explodes_in_fp32_too_is_not_blamed_on_rounding) {

@@ -88,17 +88,20 @@ class Search {
     std::erase_if(windows, [&](const Window& w) { return !shows(w); });
     Window grown;  // where FP32 goes furthest, for the learning rate's trial
     double furthest = -std::numeric_limits<double>::infinity();
-    for (size_t n = 0; n < std::min(windows.size(), kWindowsTried); ++n) {
-      look_at(windows[n]);
-      if (e_.not_repeated) return;
-      if (n == 0 && comes_from_data()) return;
-      if (e_.measure != Evidence::Measure::none && !e_.chaotic) {
-        find_heads();
-        find_sites();
-        if (!e_.chaotic) return try_predictions();
+    for (size_t n = 0; n < std::min(windows.size(), kWindowsTried); ++n)
+      for (const Window& window : {windows[n], first_half(windows[n])}) {
+        if (!shows(window)) break;
+        look_at(window);
+        if (e_.not_repeated) return;
+        if (window == windows[0] && comes_from_data()) return;
+        if (e_.measure != Evidence::Measure::none && !e_.chaotic) {
+          find_heads();
+          find_sites();
+          if (!e_.chaotic) return try_predictions();
+        }
+        if (!(e_.growth(*e_.control) <= furthest)) grown = window, furthest = e_.growth(*e_.control);
+        if (!e_.chaotic) break;  // chance does less in a shorter stretch: courses part as they go on
       }
-      if (!(e_.growth(*e_.control) <= furthest)) grown = windows[n], furthest = e_.growth(*e_.control);
-    }
     look_at(grown);                                      // kept trials: no replay
     e_.chaotic = e_.measure != Evidence::Measure::none;  // or it would have been searched
     e_.slower = &trial("FP32 at a quarter of the learning rate", "fp32", 0.25);
@@ -178,6 +181,7 @@ class Search {
       if (step <= e_.missing_checkpoint) e_.earlier_checkpoint = std::max(e_.earlier_checkpoint, step);
   }
 
+  static Window first_half(const Window& w) { return {w.begin, w.begin + (w.end - w.begin + 1) / 2}; }
   static Window first_quarter(const Window& w) { return {w.begin, w.begin + (w.end - w.begin + 3) / 4}; }
   static Window last_quarter(const Window& w) { return {w.end - (w.end - w.begin + 3) / 4, w.end}; }
   // Mean of the recorded logarithms of the largest offset over heads; what a healthy head has counts as nothing. Of one head
