@@ -20,7 +20,8 @@ from study_curves import Study, median
 
 FACTOR = 1.5
 SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
-MOMENTS = 20  # of a run that does not fail
+MOMENTS = 20  # of a run that does not fail, and
+EARLY = 10  # times its warm-up: so long, every second record too, since offsets of healthy runs grow there
 HEAD_SIZE = {"micro": 32, "nano": 64, "gpt2": 64}
 LINEAR = {"micro": "fp32", "nano": "bf16", "gpt2": "bf16"}
 HELD_OUT = ("square-", "texts-", "law-")  # parts that were trained after the thresholds were chosen
@@ -98,9 +99,11 @@ def judge(root, program):
     study, compiled = Study(root / "docs" / "curves"), fitted_time_left(root)
     runs = [run for run in study.distinct(study.runs) if not run.is_continued and not run.name.startswith(NOT_FINITE)]
     failing = [run for run in runs if study.failure(run)]
-    healthy = [run for run in runs if study.drift(run) is None and study.twin(run)]
+    twins = {study.twin(run) for run in runs}  # healthy by definition, also where they have no twin of their own
+    healthy = [run for run in runs if study.drift(run) is None and (study.twin(run) or run in twins)]
     drifting = [run for run in runs if study.drift(run) and not study.failure(run)]
-    moments = {run.name: [share * study.failure(run) for share in SHARES] if run in failing else [run.last_step * n / MOMENTS for n in range(1, MOMENTS + 1)] for run in runs}
+    early = lambda run: [step for step in run.fact_steps[::2] if step <= EARLY * run.warmup]
+    moments = {run.name: [share * study.failure(run) for share in SHARES] if run in failing else early(run) + [run.last_step * n / MOMENTS for n in range(1, MOMENTS + 1)] for run in runs}
     cuts = [(run, step) for run in runs for step in moments[run.name] if step >= run.fact_steps[0]]
     found = {}
     for (run, step), answer in zip(cuts, ask(program, cuts)):

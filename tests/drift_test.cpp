@@ -127,6 +127,20 @@ TEST(Forecast, AGrowingOffsetIsForecastBeforeItHarms) {
   EXPECT_GT(beyond.offset, 3547);
 }
 
+// All of a healthy model's layers grow at first: 9, 87, 264 at steps 200, 600, 1,000 of GPT-2 124M, warm-up 500.
+TEST(Forecast, TheFirstGrowthIsNoDrift) {
+  OffsetCourse course;
+  ForecastTerms patient{500, harmful_offset(64, 7), "", 0, kForecastSettled * 500}, hasty = patient;
+  hasty.settled = 0;
+  bool alarmed = false;
+  for (int64_t step = 0; step < 6000; step += 25) {
+    course.take(step, 1 + 320 / (1 + std::exp((800 - static_cast<double>(step)) / 130)) * jitter(step));
+    alarmed |= course.forecast(hasty).outlook == Outlook::drift;
+    EXPECT_LT(course.forecast(patient).outlook, Outlook::drift) << step;
+  }
+  EXPECT_TRUE(alarmed);  // the course is one that needs it
+}
+
 TEST(Forecast, NothingIsSaidOfNothing) {
   EXPECT_EQ(OffsetCourse().forecast(terms()).outlook, Outlook::too_short);
   EXPECT_EQ(of_course(kEvery, saturating).outlook, Outlook::too_short);   // one record

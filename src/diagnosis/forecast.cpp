@@ -119,6 +119,7 @@ int query_key_bits(const PrecisionPlan& plan, bool bf16_linear) {
 ForecastTerms forecast_terms(const RunRecords& run) {
   ForecastTerms terms;
   terms.begin = whole_number(run.setting("schedule", "warmup")).value_or(0);
+  terms.settled = kForecastSettled * terms.begin;
   terms.last_step = whole_number(run.setting("schedule", "steps")).value_or(0);
   for (const RunEvent& event : run.events)
     if (event.kind == RunEvent::Kind::plan_change || event.kind == RunEvent::Kind::guard_remedy)
@@ -175,7 +176,7 @@ HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
   for (const Point& point : points_) add(point);
   if (points_.back().step != last_.step) add(last_);
   if (records < kForecastLeastRecords || x.size() < 3 || before.empty() ||
-      now - begin < kForecastLeastTime * begin)
+      now - begin < kForecastLeastTime * begin || last_.step < terms.settled)
     return found;
   const Trend trend = fit_trend(x, y);
   found.growth = trend.slope;

@@ -31,7 +31,9 @@ inline constexpr double kForecastRise = 2;
 inline constexpr double kForecastTimeLeft = 0.7, kForecastEarliest = 0.3, kForecastLatest = 4.2;
 inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.5;
 inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
-inline constexpr double kForecastLeastTime = 0.5;   // of the warm-up's steps, behind it
+inline constexpr double kForecastLeastTime = 0.5;   // of the steps to `begin`, behind it
+// Warm-ups. Offsets of healthy runs grow fast so long: at GPT-2 124M every layer's did, to step 1,200 after a warm-up of 500.
+inline constexpr int64_t kForecastSettled = 3;
 // Before anything drifts, the leak's share of W_Q's gradient (probes.h), in the median head over the last window, says
 // whether something can. It was above this in every probed run that drifted. It does not say when, nor that it must. Where
 // the loss has not seen the error (delta's O alone is rounded), as large a share did not drift (docs/study.md).
@@ -52,6 +54,8 @@ struct ForecastTerms {
   double harmful = 0;     // offset
   std::string bound;      // what makes it harmful, in words
   int64_t last_step = 0;  // planned steps; 0: not known
+  // No drift before this step. 0 for the guard, which asks for a leak besides and must not be late.
+  int64_t settled = 0;
 };
 ForecastTerms forecast_terms(const RunRecords& run);
 
