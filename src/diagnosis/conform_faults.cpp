@@ -379,22 +379,25 @@ std::string words_for(const FormFinding& finding, const FormInputs& in, const At
 // Rows whose O or L is wrong or not finite, against those whose log-sum-exp is beyond what exp of FP32 can hold.
 bool is_underflow(const FailingForm& e) {
   constexpr double kLowest = -87;  // log of FP32's smallest normal number is -87.3
-  int64_t wrong_low = 0, wrong_other = 0, right_low = 0;
+  int64_t wrong_low = 0, wrong_other = 0, right_low = 0, lost_low = 0;
   const int64_t Dv = e.inputs.form.Dv;
   for (size_t row = 0; row < e.truth.lse.values().size(); ++row) {
     const double L = e.truth.lse.values()[row];
     if (!std::isfinite(L)) continue;
-    bool wrong = false;
+    bool wrong = false, nothing = true;  // nothing: zeros, NaN or Inf
     for (int64_t d = 0; d < Dv; ++d) {
       const auto n = row * static_cast<size_t>(Dv) + static_cast<size_t>(d);
       const double x = e.found.o[n], exact = e.truth.o.values()[n];
       wrong |= !(std::fabs(x - exact) <= 0.5 * std::fabs(exact));
+      nothing &= x == 0 || !std::isfinite(x);
     }
     wrong_low += wrong && L < kLowest;
+    lost_low += nothing && L < kLowest;
     wrong_other += wrong && L >= kLowest;
     right_low += !wrong && L < kLowest - 20;
   }
-  return wrong_low > 0 && wrong_other <= wrong_low / 8 && right_low <= wrong_low / 8;
+  return wrong_low > 0 && 2 * lost_low >= wrong_low && wrong_other <= wrong_low / 8 &&
+         right_low <= wrong_low / 8;
 }
 
 }  // namespace
@@ -448,9 +451,11 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
   named.insert(few, seen_ones.begin(), seen_ones.end());
   if (named.empty() && !report.failures.empty()) {
     const FormFinding& first = report.failures.front().findings.front();
-    named.push_back(
-        {fmt::format("no known fault: {} is {}, {}", first.output, name(first.fault), first.words), 0,
-         static_cast<int64_t>(evidence.size())});
+    const std::vector<std::string> bugs = public_bugs_met(report);
+    named.push_back({bugs.empty() ? fmt::format("no known fault: {} is {}, {}", first.output,
+                                                name(first.fault), first.words)
+                                  : "fails under " + bugs.front(),
+                     0, static_cast<int64_t>(evidence.size())});
   }
   return named;
 }
@@ -472,10 +477,17 @@ std::vector<std::string> public_bugs_met(const FormsReport& report) {
   std::vector<std::string> out;
   for (const FormResult& failure : report.failures) {
     const std::optional<PublicBug> bug = public_bug_of(failure.form);
-    const auto as_reported = [&](const FormFinding& x) {
-      return bug->leaks ? x.fault == Fault::noisy : x.fault == Fault::not_finite || x.fault == Fault::wrong;
-    };
-    if (!bug || std::ranges::none_of(failure.findings, as_reported)) continue;
+    if (!bug) continue;
+    // Those that do not leak had a right forward pass, and gradients that were NaN or wrong.
+    bool forward_wrong = false, gradients_wrong = false, noisy = false;
+    for (const FormFinding& x : failure.findings) {
+      const bool wrong = x.fault == Fault::not_finite || x.fault == Fault::wrong;
+      const bool of_forward = x.output == "O" || x.output == "L";
+      forward_wrong |= wrong && of_forward;
+      gradients_wrong |= wrong && !of_forward;
+      noisy |= x.fault == Fault::noisy;
+    }
+    if (!(bug->leaks ? noisy : gradients_wrong && !forward_wrong)) continue;
     const std::string words = public_bug_words(failure.form);
     if (std::ranges::find(out, words) == out.end()) out.push_back(words);
   }
