@@ -306,31 +306,35 @@ def late_key(q, k, v, is_causal=False, attn_mask=None, scale=None, enable_gqa=Fa
 
 @dataclasses.dataclass
 class Contestant:
-    fn: object            # a function for evenkeel.conform, or the words why there is none
-    plan: str = None      # whose roundings are granted; None: conform's default
+    make: object           # gives `fn`; called once, where it is asked for: some import much
+    plan: str = None       # whose roundings are granted; None: conform's default
     aligned: bool = False  # with T unlike N, the last row is at the last key
-    family: str = ""      # of our kernels: asked for by name
-    slow: bool = False    # compiles: started first
+    family: str = ""       # of our kernels: asked for by name
+    slow: bool = False     # compiles: started first
+
+    @functools.cached_property
+    def fn(self):
+        """A function for evenkeel.conform, or the words why there is none."""
+        return self.make()
 
 
 def contestants(device):
     """name -> Contestant, in the page's order."""
-    on_gpu = device == "cuda"
-    gpu = lambda make, **more: Contestant(make() if on_gpu else "needs a GPU", **more)
-    out = {"the definition (FP64)": Contestant(definition), "planted: one key too many": Contestant(late_key)}
+    gpu = (lambda make: make) if device == "cuda" else lambda make: lambda: "needs a GPU"
+    out = {"the definition (FP64)": Contestant(lambda: definition), "planted: one key too many": Contestant(lambda: late_key)}
     for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
-        make = lambda backend=backend: sdpa(backend)
-        slow = backend == "CUDNN_ATTENTION"
-        out["PyTorch " + backend] = Contestant(make()) if backend == "MATH" else gpu(make, slow=slow)
-    out["PyTorch FlexAttention, compiled"] = gpu(lambda: flex(True), slow=True)
-    out["PyTorch FlexAttention, not compiled"] = gpu(lambda: flex(False))
-    out["PyTorch varlen_attn"] = gpu(varlen)
-    out["FlashAttention-2 in Triton"] = Contestant(triton_flash2 if on_gpu and triton else "needs a GPU and Triton", slow=True)
-    out["INT8 as SageAttention"] = Contestant(sage_int8)
+        make = functools.partial(sdpa, backend)
+        out["PyTorch " + backend] = Contestant(make if backend == "MATH" else gpu(make), slow=backend == "CUDNN_ATTENTION")
+    out["PyTorch FlexAttention, compiled"] = Contestant(gpu(lambda: flex(True)), slow=True)
+    out["PyTorch FlexAttention, not compiled"] = Contestant(gpu(lambda: flex(False)))
+    out["PyTorch varlen_attn"] = Contestant(gpu(varlen))
+    out["FlashAttention-2 in Triton"] = Contestant(gpu(lambda: triton_flash2 if triton else "needs Triton"), slow=True)
+    out["INT8 as SageAttention"] = Contestant(lambda: sage_int8)
     # Ours are granted what their plans say that they round: `consistent` has its row sum of rounded probabilities.
     for plan in ("flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=consistent", "flash2,stabiliser=zero_sum",
                  "bf16_all,stabiliser=consistent"):
-        out["evenkeel " + plan] = Contestant(ours(plan), plan, aligned=True)
+        out["evenkeel " + plan] = Contestant(functools.partial(ours, plan), plan, aligned=True)
     for plan in ("flash2,stabiliser=wide_output", "flash2,stabiliser=zero_sum"):
-        out["evenkeel, Ampere-class kernels, " + plan] = gpu(lambda: ours(plan), plan=plan, aligned=True, family="ampere")
+        out["evenkeel, Ampere-class kernels, " + plan] = Contestant(gpu(functools.partial(ours, plan)), plan, aligned=True,
+                                                                    family="ampere")
     return out

@@ -47,7 +47,7 @@ class NotOffered(Exception):
 
 
 # Words by which kernels refuse what they do not take. A refused form counts as not judged, never as passed.
-_REFUSAL = re.compile(r"not[ _]support|unsupported|n't support|only supports?\b|not (yet )?implemented|no available kernel"
+_REFUSAL = re.compile(r"not[ _]support|\bno [a-z ]*\bsupport|unsupported|n't support|only supports?\b|not (yet )?implemented|no available kernel"
                       r"|\bmust (be|have|equal|match)\b", re.IGNORECASE)
 
 
