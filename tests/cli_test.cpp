@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -252,6 +253,10 @@ TEST(Cli, ConformJudgesTheKernelOfALibrary) {
   EXPECT_TRUE(std::filesystem::exists(folder + "/junit.xml"));
   EXPECT_EQ(run(wide + " --replay " + folder + "/failing", " 2>/dev/null").code, 1);
   EXPECT_EQ(run(library + " --replay " + folder + "/failing", " 2>/dev/null").code, 0);
+  EXPECT_EQ(run(library + " --replay " EVENKEEL_SOURCE_DIR "/tests/captures/ties.safetensors", " 2>&1").code,
+            0);
+  std::ofstream(folder + "/empty").close();
+  EXPECT_EQ(run(library + " --replay " + folder + "/empty", " 2>&1").code, 3);
   EXPECT_EQ(run(library + " --symbol nothing", " 2>&1").code, 3);
   EXPECT_EQ(run("conform --library " + folder + "/nothing.so", " 2>&1").code, 3);
   EXPECT_EQ(run("conform --replay " + folder + "/failing", " 2>&1").code, 2);

@@ -155,6 +155,7 @@ KernelJudgement judge_file(const FormKernel& kernel, const KernelRequest& reques
       captured ? captured_inputs(read_capture(file), request.type) : FormInputs(read_form(file));
   const FormResult one = judge_form(inputs, kernel, options);
   out.forms.judged = one.judged;
+  out.forms.largest_over = std::max({one.over_o, one.over_lse, one.over_dq, one.over_dk, one.over_dv});
   if (!one.judged) out.forms.not_judged.push_back(one.form.text());
   if (one.findings.empty()) return out;
   out.forms.failures = {one};
