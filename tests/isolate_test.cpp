@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -24,7 +25,7 @@ Replays::Options keeping(int64_t budget = 40) {
   return options;
 }
 
-Isolation isolated(const PlantedRun& planted, Replays& replays) {
+Isolation isolated(const std::filesystem::path& run, Replays& replays) {
   IsolateOptions options;
   options.steps = kSteps;
   const Isolation found = isolate(replays, options);
@@ -32,9 +33,10 @@ Isolation isolated(const PlantedRun& planted, Replays& replays) {
          found.verdict.words.c_str());
   for (const std::string& link : found.verdict.evidence) printf("    %s\n", link.c_str());
   EXPECT_LE(replays.trials().size(), 40u);
-  EXPECT_FALSE(std::filesystem::exists(planted.run() / "findings.json"));
+  EXPECT_FALSE(std::filesystem::exists(run / "findings.json"));
   return found;
 }
+Isolation isolated(const PlantedRun& planted, Replays& replays) { return isolated(planted.run(), replays); }
 
 // The program of this build in place of the one that a user has on the path.
 std::string as_typed(const std::string& command) {
@@ -107,34 +109,77 @@ TEST(Isolate, names_the_planted_head_and_site_of_a_llama) {
   EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));
 }
 
-TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
-  SKIP_LONG_RUNS();
-  PlantedRun planted;
-  planted.config.plan = "fp32,row_sum=e5m2";
-  planted.train();
-  const Output nothing_yet = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
+// A run without a checkpoint of its stretch, what isolate says of it, and the run that this tells one to make: trained once for
+// both tests.
+class CoarseRowSums : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (kSkipsLongRuns) return;
+    planted = std::make_unique<PlantedRun>();
+    planted->config.plan = "fp32,row_sum=e5m2";
+    planted->config.checkpoint_every = 0;
+    planted->train();
+    Replays replays(planted->run(), keeping());
+    before = std::make_unique<Isolation>(isolated(*planted, replays));
+    trials_before = replays.trials().size();
+    trained = run_shell(as_typed(before->verdict.next_command) + " 2>&1");
+  }
+  static void TearDownTestSuite() { planted.reset(), before.reset(); }
+  void SetUp() override { SKIP_LONG_RUNS(); }
+  static std::filesystem::path again() { return planted->run().string() + "-again"; }
+
+  static inline std::unique_ptr<PlantedRun> planted;
+  static inline std::unique_ptr<Isolation> before;
+  static inline size_t trials_before = 0;
+  static inline Output trained;
+};
+
+// The stretch that can be replayed ends before the symptom begins, and there FP32 looks no better: nothing follows from it.
+TEST_F(CoarseRowSums, are_not_blamed_where_the_replayed_stretch_does_not_show_the_symptom) {
+  EXPECT_EQ(before->evidence.symptom.kind, Symptom::Kind::offset);
+  ASSERT_GT(before->evidence.symptom.since, kSteps);  // of the one stretch, from the beginning
+  EXPECT_EQ(before->verdict.cause, Cause::not_established);
+  EXPECT_FALSE(before->evidence.shows_symptom);
+  EXPECT_EQ(before->verdict.certainty.substr(0, 8), "not sure");
+  EXPECT_EQ(trials_before, 1u);  // as recorded, no more: whether it repeats
+  ASSERT_GT(before->evidence.missing_checkpoint, 0);
+  EXPECT_NE(before->verdict.words.find(
+                fmt::format("a checkpoint of step {} is missing", before->evidence.missing_checkpoint)),
+            std::string::npos)
+      << before->verdict.words;
+  // The command makes the checkpoint; the next test finds the answer with it.
+  EXPECT_NE(before->verdict.next_command.find(fmt::format("run.keep_every={}", kSteps / 2)),
+            std::string::npos);
+  EXPECT_EQ(trained.code, 0) << trained.out;
+}
+
+TEST_F(CoarseRowSums, are_named_with_the_missing_checkpoint_and_the_search_goes_on_where_it_was_stopped) {
+  ASSERT_EQ(trained.code, 0) << trained.out;
+  const std::filesystem::path run = again();
+  const Output nothing_yet = run_shell(EVENKEEL_PROGRAM " verdict " + run.string());
   EXPECT_EQ(nothing_yet.code, 1);
   EXPECT_NE(nothing_yet.out.find("not_established"), std::string::npos) << nothing_yet.out;
-  EXPECT_NE(nothing_yet.out.find("next: evenkeel isolate " + planted.run().string()), std::string::npos);
+  EXPECT_NE(nothing_yet.out.find("next: evenkeel isolate " + run.string()), std::string::npos);
   {
-    Replays replays(planted.run(), keeping(5));
-    const Isolation stopped = isolated(planted, replays);
+    Replays replays(run, keeping(5));
+    const Isolation stopped = isolated(run, replays);
     EXPECT_TRUE(stopped.evidence.budget_spent);
     EXPECT_EQ(replays.trials().size(), 5u);
   }
-  Replays replays(planted.run(), keeping());
-  const Isolation found = isolated(planted, replays);
+  Replays replays(run, keeping());
+  const Isolation found = isolated(run, replays);
   EXPECT_EQ(replays.fresh_trials(), static_cast<int64_t>(replays.trials().size()) - 5);
-  EXPECT_EQ(found.verdict.cause, Cause::drift);
+  EXPECT_EQ(found.verdict.cause, Cause::drift) << found.verdict.words;
+  EXPECT_TRUE(found.evidence.shows_symptom);
   EXPECT_EQ(found.evidence.layers, std::vector<int64_t>{0});
   EXPECT_EQ(found.evidence.sites, std::vector<Site>{Site::row_sum});
   // What is kept is enough for a verdict.
-  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + planted.run().string());
+  const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + run.string());
   EXPECT_EQ(told.code, 1);
   EXPECT_NE(told.out.find("row_sum"), std::string::npos) << told.out;
   EXPECT_NE(told.out.find("next: " + found.verdict.next_command), std::string::npos) << told.out;
   // The report has it from here.
-  const nlohmann::json kept = try_parse_json(read_whole_file(planted.run() / "verdict.json", 1 << 20));
+  const nlohmann::json kept = try_parse_json(read_whole_file(run / "verdict.json", 1 << 20));
   ASSERT_TRUE(kept.is_object());
   EXPECT_EQ(kept["cause"], "drift");
   EXPECT_EQ(kept["sites"], nlohmann::json{"row_sum"});
@@ -150,42 +195,8 @@ TEST(Isolate, names_the_row_sums_and_goes_on_where_it_was_stopped) {
   EXPECT_EQ(part("control")["heals"], true);
   EXPECT_EQ(part("zero_sum")["heals"], true);
   // An invalid record is an error with words.
-  write_whole_file(planted.run() / "isolate.json", "{\"schema\": 1}");
-  EXPECT_THROW(Replays(planted.run(), keeping()), DataError);
-}
-
-// The stretch that can be replayed ends before the symptom begins, and there FP32 looks no better: nothing follows from it.
-TEST(Isolate, is_not_sure_where_the_replayed_stretch_does_not_show_the_symptom) {
-  SKIP_LONG_RUNS();
-  PlantedRun planted;
-  planted.config.plan = "fp32,row_sum=e5m2";
-  planted.config.checkpoint_every = 0;
-  planted.train();
-  Replays replays(planted.run(), keeping());
-  const Isolation found = isolated(planted, replays);
-  EXPECT_EQ(found.evidence.symptom.kind, Symptom::Kind::offset);
-  ASSERT_GT(found.evidence.symptom.since, kSteps);  // of the one stretch, from the beginning
-  EXPECT_EQ(found.verdict.cause, Cause::not_established);
-  EXPECT_FALSE(found.evidence.shows_symptom);
-  EXPECT_EQ(found.verdict.certainty.substr(0, 8), "not sure");
-  EXPECT_EQ(replays.trials().size(), 1u);  // as recorded, no more: whether it repeats
-  ASSERT_GT(found.evidence.missing_checkpoint, 0);
-  EXPECT_NE(found.verdict.words.find(
-                fmt::format("a checkpoint of step {} is missing", found.evidence.missing_checkpoint)),
-            std::string::npos)
-      << found.verdict.words;
-  // The command makes the checkpoint, and with it the answer is found.
-  EXPECT_NE(found.verdict.next_command.find(fmt::format("run.keep_every={}", kSteps / 2)), std::string::npos);
-  const Output trained = run_shell(as_typed(found.verdict.next_command) + " 2>&1");
-  ASSERT_EQ(trained.code, 0) << trained.out;
-  const std::filesystem::path again = planted.run().string() + "-again";
-  Replays of_again(again, Replays::Options());
-  IsolateOptions options;
-  options.steps = kSteps;
-  const Isolation answer = isolate(of_again, options);
-  EXPECT_EQ(answer.verdict.cause, Cause::drift) << answer.verdict.words;
-  EXPECT_EQ(answer.evidence.sites, std::vector<Site>{Site::row_sum});
-  EXPECT_TRUE(answer.evidence.shows_symptom);
+  write_whole_file(run / "isolate.json", "{\"schema\": 1}");
+  EXPECT_THROW(Replays(run, keeping()), DataError);
 }
 
 // --- Replays of another trainer, whose courses scatter

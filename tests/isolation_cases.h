@@ -22,6 +22,12 @@
 
 namespace evenkeel {
 
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kSkipsLongRuns = true;
+#else
+inline constexpr bool kSkipsLongRuns = false;
+#endif
+
 // A folder that goes when it goes.
 class PlantedRun {
  public:

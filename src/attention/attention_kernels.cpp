@@ -6,11 +6,6 @@ namespace evenkeel::EVENKEEL_TARGET {
 namespace {
 
 // --- Products
-// ------------------------------------------------------------------------------------------------- A block
-// of kRows x kVectors accumulators lives in registers; each step takes one column of A (broadcast) and one
-// row of B. 16 registers (AVX2): 6 x 2 + 3. 32 registers (AVX-512): 6 x 4 + 5.
-constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
 
 // Not inlined: alone, the compiler keeps all accumulators in registers.
 template <int kRows, int kVectors>
@@ -27,12 +22,7 @@ __attribute__((noinline)) void multiply_block(int64_t depth, const float* __rest
     Float row[kVectors];
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * b_stride + n * kLanes);
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const Float factor = splat(a[m * a_row + k * a_column]);
-#pragma GCC unroll 4
-      for (int n = 0; n < kVectors; ++n) sum[m][n] = fma(factor, row[n], sum[m][n]);
-    }
+    add_outer_product(sum, a + k * a_column, a_row, row);
   }
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
@@ -45,32 +35,10 @@ template <int kVectors>
 void multiply_panel(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_column,
                     const float* b, int64_t b_stride, float* c, int64_t c_stride, bool accumulate,
                     float scale) {
-  int64_t m = 0;
-  const auto block = [&]<int kRows>() {
+  for_each_block(rows, [&]<int kRows>(int64_t m) {
     multiply_block<kRows, kVectors>(depth, a + m * a_row, a_row, a_column, b, b_stride, c + m * c_stride,
                                     c_stride, accumulate, scale);
-    m += kRows;
-  };
-  while (rows - m >= kBlockRows) block.template operator()<kBlockRows>();
-  switch (rows - m) {
-    case 5:
-      block.template operator()<5>();
-      break;
-    case 4:
-      block.template operator()<4>();
-      break;
-    case 3:
-      block.template operator()<3>();
-      break;
-    case 2:
-      block.template operator()<2>();
-      break;
-    case 1:
-      block.template operator()<1>();
-      break;
-    default:
-      break;
-  }
+  });
 }
 
 void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row, int64_t a_column,
@@ -81,8 +49,8 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
                              scale);
     n += kVectors * kLanes;
   };
-  while (columns - n >= kBlockVectors * kLanes) panel.template operator()<kBlockVectors>();
-  if constexpr (kBlockVectors > 2) {
+  while (columns - n >= kProductVectors * kLanes) panel.template operator()<kProductVectors>();
+  if constexpr (kProductVectors > 2) {
     if (columns - n >= 3 * kLanes) panel.template operator()<3>();
     if (columns - n >= 2 * kLanes) panel.template operator()<2>();
   }

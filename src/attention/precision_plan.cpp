@@ -5,6 +5,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "numerics/names.h"
+
 namespace evenkeel {
 namespace {
 
@@ -17,8 +19,7 @@ std::string list_of(const std::array<std::string_view, Count>& names) {
 
 template <class Enum, size_t Count>
 Enum parse_name(std::string_view text, const std::array<std::string_view, Count>& names, const char* kind) {
-  for (size_t i = 0; i < Count; ++i)
-    if (names[i] == text) return static_cast<Enum>(i);
+  if (const auto value = value_named<Enum>(text, names)) return *value;
   throw std::invalid_argument("unknown " + std::string(kind) + " '" + std::string(text) +
                               "': expected one of " + list_of(names));
 }

@@ -97,4 +97,20 @@ class AttentionOnDevice {
   std::array<int64_t, 4> stride_{};
 };
 
+// Seconds of one pass: the mean of a few that follow one another without a gap.
+template <class Pass>
+double pass_seconds(Pass pass) {
+  constexpr int kCalls = 4;
+  return device_seconds([&](void* stream) {
+           for (int call = 0; call < kCalls; ++call) pass(stream);
+         }) /
+         kCalls;
+}
+inline double forward_seconds(const AttentionOnDevice& attention) {
+  return pass_seconds([&](void* stream) { attention.forward(stream); });
+}
+inline double backward_seconds(const AttentionOnDevice& attention) {
+  return pass_seconds([&](void* stream) { attention.backward(stream); });
+}
+
 }  // namespace evenkeel::cli

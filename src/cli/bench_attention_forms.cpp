@@ -131,18 +131,11 @@ std::vector<Measured> measure(const Shape& shape, int64_t rounds) {
     }
   }
   forward.resize(results.size()), backward.resize(results.size()), both.resize(results.size());
-  constexpr int kCalls = 4;
   for (int64_t round = 0; round < rounds; ++round)
     for (size_t n = 0; n < results.size(); ++n) {
       if (!results[n].error.empty()) continue;
-      const auto seconds = [&](auto pass) {
-        return device_seconds([&](void* stream) {
-                 for (int call = 0; call < kCalls; ++call) pass(stream);
-               }) /
-               kCalls;
-      };
-      forward[n].push_back(seconds([&](void* stream) { running[n]->forward(stream); }));
-      backward[n].push_back(seconds([&](void* stream) { running[n]->backward(stream); }));
+      forward[n].push_back(forward_seconds(*running[n]));
+      backward[n].push_back(backward_seconds(*running[n]));
       both[n].push_back(forward[n].back() + backward[n].back());
     }
   for (size_t n = 0; n < results.size(); ++n) {

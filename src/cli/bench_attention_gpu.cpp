@@ -230,7 +230,6 @@ AttentionProblem problem_of(const Row& row, const Contestant& c) {
 }
 
 Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
-  constexpr int kCalls = 4;
   Timings timings;
   for (const Group& group : groups) {
     std::vector<Timing>& list = timings.emplace_back();
@@ -254,14 +253,8 @@ Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
     for (int64_t round = 0; round < rounds; ++round)
       for (size_t n = 0; n < list.size(); ++n) {
         if (!list[n].error.empty()) continue;
-        const auto seconds = [&](auto pass) {
-          return device_seconds([&](void* stream) {
-                   for (int call = 0; call < kCalls; ++call) pass(stream);
-                 }) /
-                 kCalls;
-        };
-        list[n].forward.push_back(seconds([&](void* stream) { running[n]->forward(stream); }));
-        list[n].backward.push_back(seconds([&](void* stream) { running[n]->backward(stream); }));
+        list[n].forward.push_back(forward_seconds(*running[n]));
+        list[n].backward.push_back(backward_seconds(*running[n]));
       }
   }
   return timings;
@@ -269,7 +262,6 @@ Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
 
 // Forward passes alone, ours: in turns, so that both meet the same clocks.
 std::vector<Timing> time_forward(const Row& row, const std::vector<Contestant>& contestants, int64_t rounds) {
-  constexpr int kCalls = 4;
   std::vector<Timing> timings;
   std::vector<std::unique_ptr<AttentionOnDevice>> running;
   for (const Contestant& c : contestants) {
@@ -281,11 +273,7 @@ std::vector<Timing> time_forward(const Row& row, const std::vector<Contestant>& 
     device_wait();
   }
   for (int64_t round = 0; round < rounds; ++round)
-    for (size_t n = 0; n < running.size(); ++n)
-      timings[n].forward.push_back(device_seconds([&](void* stream) {
-                                     for (int call = 0; call < kCalls; ++call) running[n]->forward(stream);
-                                   }) /
-                                   kCalls);
+    for (size_t n = 0; n < running.size(); ++n) timings[n].forward.push_back(forward_seconds(*running[n]));
   return timings;
 }
 

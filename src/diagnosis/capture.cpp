@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "numerics/names.h"
 
 namespace evenkeel {
 namespace {
@@ -300,10 +301,10 @@ Capture read_capture(const Safetensors& file, const std::string& name) {
   c.slopes = words.numbers("slopes");
   c.sinks = words.numbers("sinks");
   const std::string positions = words.text_or("positions", "none");
-  const auto named = std::find(std::begin(kPositionNames), std::end(kPositionNames), positions);
-  require_data(named != std::end(kPositionNames), "{}: positions: expected one of {}, found '{}'", name,
+  const auto named = value_named<Positions>(positions, kPositionNames);
+  require_data(named.has_value(), "{}: positions: expected one of {}, found '{}'", name,
                fmt::join(kPositionNames, ", "), positions);
-  c.positions = static_cast<Positions>(named - std::begin(kPositionNames));
+  c.positions = *named;
   if (words.text_or("rotary_base", "") != "") c.rotary_base = static_cast<float>(words.number("rotary_base"));
   for_each_tensor(c, [&](const char* key, Tensor<float>& tensor, bool optional) {
     tensor = read_tensor(file, name, key, optional);

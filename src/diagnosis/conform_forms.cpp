@@ -103,29 +103,29 @@ class Filler {
   }
 
   void fill_values() {
-    InputStream draw({form_.seed, 0, kV});
-    const int64_t Dv = form_.Dv, keys = form_.all_keys();
-    to_.v.resize(static_cast<size_t>(form_.batch() * form_.G * keys * Dv));
-    for (size_t n = 0; n < to_.v.size(); ++n) {
-      const auto d = static_cast<int64_t>(n) % Dv, j = static_cast<int64_t>(n) / Dv % keys;
-      const double x = draw.bell();
-      to_.v[n] = static_cast<float>(form_.values == FormValues::identity ? (d == j ? 1 : 0)
-                                    : is_one_signed() ? -form_.size * (1.5 + 0.6 * std::fabs(x))
-                                                      : form_.size * x);
-    }
+    fill_outer(to_.v, kV, form_.G, form_.all_keys(), [&](double x) {
+      return is_one_signed() ? -form_.size * (1.5 + 0.6 * std::fabs(x)) : form_.size * x;
+    });
     if (form_.values == FormValues::nan) to_.v[0] = std::numeric_limits<float>::quiet_NaN();
   }
 
   void fill_grad_output() {
-    InputStream draw({form_.seed, 0, kGradOutput});
-    const int64_t Dv = form_.Dv, rows = form_.all_rows();
-    to_.d_o.resize(static_cast<size_t>(form_.batch() * form_.H * rows * Dv));
-    for (size_t n = 0; n < to_.d_o.size(); ++n) {
-      const auto d = static_cast<int64_t>(n) % Dv, i = static_cast<int64_t>(n) / Dv % rows;
-      const double x = 0.1 * form_.size * draw.bell();
-      to_.d_o[n] = static_cast<float>(form_.values == FormValues::identity ? (d == i ? 1 : 0)
-                                      : is_one_signed()                    ? -std::fabs(x)
-                                                                           : x);
+    fill_outer(to_.d_o, kGradOutput, form_.H, form_.all_rows(), [&](double x) {
+      const double value = 0.1 * form_.size * x;
+      return is_one_signed() ? -std::fabs(value) : value;
+    });
+  }
+
+  // (batch, heads, places, Dv): ones on the diagonal, or value(x) of drawn numbers.
+  template <class Value>
+  void fill_outer(std::vector<float>& to, uint32_t stream, int64_t heads, int64_t places, Value value) {
+    InputStream draw({form_.seed, 0, stream});
+    const int64_t Dv = form_.Dv;
+    to.resize(static_cast<size_t>(form_.batch() * heads * places * Dv));
+    for (size_t n = 0; n < to.size(); ++n) {
+      const auto d = static_cast<int64_t>(n) % Dv, place = static_cast<int64_t>(n) / Dv % places;
+      const double drawn = value(draw.bell());
+      to[n] = static_cast<float>(form_.values == FormValues::identity ? (d == place ? 1 : 0) : drawn);
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "diagnosis/conform_forms.h"
+#include "numerics/names.h"
 
 namespace evenkeel {
 namespace {
@@ -205,8 +206,7 @@ namespace {
 template <class Enum, size_t kCount>
 Enum enum_named(const std::string& text, const std::array<std::string_view, kCount>& names,
                 const char* what) {
-  for (size_t n = 0; n < kCount; ++n)
-    if (names[n] == text) return static_cast<Enum>(n);
+  if (const auto value = value_named<Enum>(text, names)) return *value;
   throw std::invalid_argument(fmt::format("[conform] unknown {} '{}' of a form", what, text));
 }
 }  // namespace

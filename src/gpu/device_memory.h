@@ -5,10 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <utility>
 #include <vector>
 
 #include "base/sizes.h"
+#include "gpu/owned.h"
 
 namespace evenkeel {
 
@@ -19,38 +19,30 @@ class DeviceMemory {
   explicit DeviceMemory(size_t bytes);
   template <class T>
   explicit DeviceMemory(const std::vector<T>& values) : DeviceMemory(values.size() * sizeof(T)) {
-    upload(values.data(), bytes_);
+    upload(values.data(), bytes());
   }
-  DeviceMemory(DeviceMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~DeviceMemory();
 
-  void* data() const { return data_; }
+  void* data() const { return piece_.get().data; }
   template <class T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return static_cast<T*>(data());
   }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return piece_.get().bytes; }
 
   // Both wait for all work of the device first. REQUIRES: the range lies inside.
   void upload(const void* from, size_t bytes, size_t offset = 0);
   void download(void* to, size_t bytes, size_t offset = 0) const;
   template <class T>
   std::vector<T> download() const {
-    std::vector<T> values(bytes_ / sizeof(T));
+    std::vector<T> values(bytes() / sizeof(T));
     download(values.data(), values.size() * sizeof(T));
     return values;
   }
   void fill(uint8_t byte);
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
+  static void give_back(const MemoryPiece& piece);
+  Owned<MemoryPiece, give_back> piece_;
 };
 
 // Hands out aligned pieces of one allocation; without memory it only counts. The same requests twice, the first time

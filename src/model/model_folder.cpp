@@ -13,6 +13,7 @@
 #include "base/sizes.h"
 #include "base/whole_file.h"
 #include "numerics/format.h"
+#include "numerics/names.h"
 
 namespace evenkeel {
 namespace {
@@ -84,8 +85,7 @@ class Settings {
 
 Type type_of(const Settings& s) {
   const std::string found = s.text("model_type", "nothing");
-  for (size_t n = 0; n < std::size(kTypeNames); ++n)
-    if (found == kTypeNames[n]) return static_cast<Type>(n);
+  if (const auto type = value_named<Type>(found, kTypeNames)) return *type;
   throw DataError(fmt::format("{}: model_type: expected one of {}, found {}", s.file(),
                               fmt::join(kTypeNames, ", "), found));
 }

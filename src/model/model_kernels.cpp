@@ -8,11 +8,7 @@ namespace evenkeel::EVENKEEL_TARGET {
 namespace {
 
 // --- Products
-// A block of kRows x kVectors accumulators lives in registers. Each step takes one column of A (broadcast)
-// and one row of the panel. AVX2 has 16 registers: 6 x 2 + 3. AVX-512 has 32: 6 x 4 + 5.
-constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
-constexpr int64_t kPanel = kBlockVectors * kLanes;
+constexpr int64_t kPanel = kProductVectors * kLanes;
 constexpr int64_t kAhead =
     12;  // steps between asking for a line of memory that no hardware foresees, and its use
 
@@ -33,12 +29,7 @@ __attribute__((noinline)) void block_product(int64_t depth, const float* __restr
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) row[n] = load(panel + k * kPanel + n * kLanes);
     __builtin_prefetch(a + (k + kAhead) * a_column);  // of a transposed A, every column is another line
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const Float factor = splat(a[m * a_row + k * a_column]);
-#pragma GCC unroll 4
-      for (int n = 0; n < kVectors; ++n) sum[m][n] = fma(factor, row[n], sum[m][n]);
-    }
+    add_outer_product(sum, a + k * a_column, a_row, row);
   }
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
@@ -74,27 +65,12 @@ EK_INLINE void block_rows(const PanelProduct& p, int64_t m) {
 
 template <int kVectors>
 void multiply_vectors(const PanelProduct& p) {
-  int64_t m = 0;
-  for (; p.rows - m >= kBlockRows; m += kBlockRows) block_rows<kBlockRows, kVectors>(p, m);
-  switch (p.rows - m) {
-    case 5:
-      return block_rows<5, kVectors>(p, m);
-    case 4:
-      return block_rows<4, kVectors>(p, m);
-    case 3:
-      return block_rows<3, kVectors>(p, m);
-    case 2:
-      return block_rows<2, kVectors>(p, m);
-    case 1:
-      return block_rows<1, kVectors>(p, m);
-    default:
-      return;
-  }
+  for_each_block(p.rows, [&]<int kRows>(int64_t m) { block_rows<kRows, kVectors>(p, m); });
 }
 
 void multiply_panel(const PanelProduct& p) {
   const int64_t vectors = (p.columns + kLanes - 1) / kLanes;
-  if constexpr (kBlockVectors > 2) {
+  if constexpr (kProductVectors > 2) {
     if (vectors == 4) return multiply_vectors<4>(p);
     if (vectors == 3) return multiply_vectors<3>(p);
   }
@@ -118,7 +94,7 @@ void pack_panel(float* panel, const float* b, int64_t b_row, int64_t b_column, i
       __builtin_prefetch(from + kAhead * b_row + 48);
     }
     if (columns == kPanel)
-      for (int n = 0; n < kBlockVectors; ++n) store(to + n * kLanes, load(from + n * kLanes));
+      for (int n = 0; n < kProductVectors; ++n) store(to + n * kLanes, load(from + n * kLanes));
     else
       for (int64_t n = 0; n < columns; ++n) to[n] = from[n];
   }

@@ -7,6 +7,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "numerics/names.h"
+
 namespace evenkeel {
 namespace {
 
@@ -97,8 +99,7 @@ int64_t ulp_distance(Format f, float a, float b) {
 }
 
 RoundingMode parse_rounding_mode(std::string_view text) {
-  for (size_t i = 0; i < std::size(kRoundingModeNames); ++i)
-    if (kRoundingModeNames[i] == text) return static_cast<RoundingMode>(i);
+  if (const auto mode = value_named<RoundingMode>(text, kRoundingModeNames)) return *mode;
   throw std::invalid_argument("unknown rounding mode '" + std::string(text) +
                               "': expected nearest_even, nearest_away, toward_zero, up, down or stochastic");
 }

@@ -3,6 +3,8 @@
 #include <charconv>
 #include <stdexcept>
 
+#include "numerics/names.h"
+
 namespace evenkeel {
 namespace {
 
@@ -21,8 +23,7 @@ ScaleGroup parse_group(std::string_view text, uint8_t& block) {
 }
 
 ScaleRule parse_rule(std::string_view text) {
-  for (size_t n = 0; n < kScaleRuleNames.size(); ++n)
-    if (kScaleRuleNames[n] == text) return static_cast<ScaleRule>(n);
+  if (const auto rule = value_named<ScaleRule>(text, kScaleRuleNames)) return *rule;
   throw std::invalid_argument("unknown scale '" + std::string(text) +
                               "': expected fp32, e4m3, e8m0 or e8m0_up");
 }

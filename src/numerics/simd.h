@@ -67,6 +67,44 @@ EK_INLINE Float fma(Float a, Float b, Float c) {
 #endif
 }
 
+// --- Products: a block of kRows x kVectors accumulators lives in registers. 16 registers (AVX2): 6 x 2 + 3. 32 registers
+// (AVX-512): 6 x 4 + 5.
+inline constexpr int kProductRows = 6;
+inline constexpr int kProductVectors = kLanes == 16 ? 4 : 2;
+
+// One step: a column of A, its values `a_row` apart, times a row of B.
+template <int kRows, int kVectors>
+EK_INLINE void add_outer_product(Float (&sum)[kRows][kVectors], const float* a, int64_t a_row,
+                                 const Float (&row)[kVectors]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+    const Float factor = splat(a[m * a_row]);
+#pragma GCC unroll 4
+    for (int n = 0; n < kVectors; ++n) sum[m][n] = fma(factor, row[n], sum[m][n]);
+  }
+}
+
+// body.operator()<kRows>(m) for rows [m, m + kRows): whole blocks, then what is left.
+template <class Body>
+EK_INLINE void for_each_block(int64_t rows, Body body) {
+  int64_t m = 0;
+  for (; rows - m >= kProductRows; m += kProductRows) body.template operator()<kProductRows>(m);
+  switch (rows - m) {
+    case 5:
+      return body.template operator()<5>(m);
+    case 4:
+      return body.template operator()<4>(m);
+    case 3:
+      return body.template operator()<3>(m);
+    case 2:
+      return body.template operator()<2>(m);
+    case 1:
+      return body.template operator()<1>(m);
+    default:
+      return;
+  }
+}
+
 EK_INLINE Int to_int(Float v) { return __builtin_convertvector(v, Int); }  // toward zero
 EK_INLINE Float to_float(Int v) { return __builtin_convertvector(v, Float); }
 

@@ -11,12 +11,12 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "numerics/cpu.h"
+#include "numerics/names.h"
 
 namespace evenkeel {
 
 Backend parse_backend(std::string_view text) {
-  for (size_t n = 0; n < std::size(kBackendNames); ++n)
-    if (text == kBackendNames[n]) return static_cast<Backend>(n);
+  if (const auto backend = value_named<Backend>(text, kBackendNames)) return *backend;
   throw std::invalid_argument(
       fmt::format("[train] expected a backend ({}), got '{}'", fmt::join(kBackendNames, ", "), text));
 }

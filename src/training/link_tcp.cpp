@@ -184,12 +184,7 @@ class TcpLink final : public Link {
     auto* to = static_cast<char*>(receive);
     const Header header = next(Verb::exchange, bytes);
     const size_t all = bytes * static_cast<size_t>(size_);
-    if (rank_ != 0) {
-      send_to(0, &header, sizeof header);
-      send_to(0, from, all);
-      receive_from(0, to, all);
-      return;
-    }
+    if (rank_ != 0) return ask_first_rank(header, from, all, to, all);
     relay_.resize(all * static_cast<size_t>(size_));  // (from, to, bytes)
     std::memcpy(relay_.data(), from, all);
     for (int r = 1; r < size_; ++r) {
@@ -210,12 +205,7 @@ class TcpLink final : public Link {
     auto* to = static_cast<char*>(receive);
     const Header header = next(Verb::gather, bytes);
     const size_t all = bytes * static_cast<size_t>(size_);
-    if (rank_ != 0) {
-      send_to(0, &header, sizeof header);
-      send_to(0, send, bytes);
-      receive_from(0, to, all);
-      return;
-    }
+    if (rank_ != 0) return ask_first_rank(header, send, bytes, to, all);
     std::memcpy(to, send, bytes);
     for (int r = 1; r < size_; ++r) {
       receive_header(r, header);
@@ -258,6 +248,12 @@ class TcpLink final : public Link {
     return {verb, number_++, bytes};
   }
 
+  // What every other rank does in a collective: sends its part, receives what the first rank makes of all.
+  void ask_first_rank(const Header& header, const void* send, size_t bytes, void* receive, size_t all) {
+    send_to(0, &header, sizeof header);
+    send_to(0, send, bytes);
+    receive_from(0, receive, all);
+  }
   void receive_header(int rank, const Header& expected) {
     Header found{};
     receive_from(rank, &found, sizeof found);

@@ -8,16 +8,16 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "model/matrix_product.h"
+#include "numerics/names.h"
 #include "training/optimizer_rates.h"
 #include "training/ranks.h"
 
 namespace evenkeel {
 
 OptimizerKind parse_optimizer(std::string_view text) {
-  for (size_t n = 0; n < std::size(kOptimizerNames); ++n)
-    if (text == kOptimizerNames[n]) return static_cast<OptimizerKind>(n);
-  require(false, "[optimizer] expected adamw or muon, got '{}'", text);
-  return OptimizerKind::adamw;
+  const auto kind = value_named<OptimizerKind>(text, kOptimizerNames);
+  require(kind.has_value(), "[optimizer] expected adamw or muon, got '{}'", text);
+  return *kind;
 }
 
 void validate(const OptimizerConfig& c, const Ranks* sharded_over) {

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "base/whole_file.h"
+#include "numerics/names.h"
 #include "records/run_records.h"
 
 namespace evenkeel {
@@ -195,12 +196,9 @@ class Reader {
   void key(std::string_view name, Enum& to, const Names& names, const About&) {
     const TomlValue* v = find(name);
     if (!v) return;
-    for (size_t n = 0; n < std::size(names); ++n)
-      if (v->string() == names[n]) {
-        to = static_cast<Enum>(n);
-        return;
-      }
-    v->refuse(one_of(names));
+    const auto value = value_named<Enum>(v->string(), names);
+    if (!value) v->refuse(one_of(names));
+    to = *value;
   }
   void changes(std::string_view name, std::vector<PlanChange>& to, const About&) {
     const TomlValue* v = find(name);
@@ -372,9 +370,9 @@ class Setter {
   template <class Enum, class Names>
   void key(std::string_view name, Enum& to, const Names& names, const About& about) {
     if (!is_wanted(name, one_of(names), about)) return;
-    const auto at = std::find(std::begin(names), std::end(names), plain_text());
-    if (at == std::end(names)) refuse();
-    to = static_cast<Enum>(at - std::begin(names));
+    const auto value = value_named<Enum>(plain_text(), names);
+    if (!value) refuse();
+    to = *value;
   }
   void changes(std::string_view name, std::vector<PlanChange>& to, const About& about) {
     if (!is_wanted(name, kExpectedChange, about)) return;

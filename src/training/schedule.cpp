@@ -6,14 +6,14 @@
 #include <numbers>
 
 #include "base/error.h"
+#include "numerics/names.h"
 
 namespace evenkeel {
 
 Course parse_course(std::string_view text) {
-  for (size_t n = 0; n < std::size(kCourseNames); ++n)
-    if (text == kCourseNames[n]) return static_cast<Course>(n);
-  require(false, "[schedule] expected constant, cosine, linear or wsd, got '{}'", text);
-  return Course::constant;
+  const auto course = value_named<Course>(text, kCourseNames);
+  require(course.has_value(), "[schedule] expected constant, cosine, linear or wsd, got '{}'", text);
+  return *course;
 }
 
 double Schedule::at(int64_t step) const {

@@ -1,10 +1,10 @@
 // The device's clock.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "gpu/cuda/check.h"
+#include "gpu/owned.h"
 #include "gpu/phase_time.h"
 
 namespace evenkeel {
@@ -12,27 +12,19 @@ namespace evenkeel {
 // When a stream comes to a place.
 class TimeMark {
  public:
-  TimeMark() { check_cuda(cudaEventCreate(&event_), "making an event"); }
-  TimeMark(TimeMark&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  TimeMark& operator=(TimeMark&& other) noexcept {
-    std::swap(event_, other.event_);
-    return *this;
-  }
-  ~TimeMark() {
-    if (event_) cudaEventDestroy(event_);
-  }
+  TimeMark() { check_cuda(cudaEventCreate(event_.place()), "making an event"); }
 
-  void set(cudaStream_t stream) { check_cuda(cudaEventRecord(event_, stream), "timing"); }
-  void wait() const { check_cuda(cudaEventSynchronize(event_), "running on the device"); }
+  void set(cudaStream_t stream) { check_cuda(cudaEventRecord(event_.get(), stream), "timing"); }
+  void wait() const { check_cuda(cudaEventSynchronize(event_.get()), "running on the device"); }
   // REQUIRES: the work up to both marks is done.
   double seconds_since(const TimeMark& begin) const {
     float milliseconds = 0;
-    check_cuda(cudaEventElapsedTime(&milliseconds, begin.event_, event_), "timing");
+    check_cuda(cudaEventElapsedTime(&milliseconds, begin.event_.get(), event_.get()), "timing");
     return static_cast<double>(milliseconds) * 1e-3;
   }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  Owned<cudaEvent_t, cudaEventDestroy> event_;
 };
 
 // Marks between the phases of a stream's work.

@@ -4,12 +4,11 @@
 
 namespace evenkeel {
 
-DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
-  if (bytes > 0) check_cuda(cudaMalloc(&data_, bytes), "taking device memory");
+DeviceMemory::DeviceMemory(size_t bytes) {
+  if (bytes > 0) check_cuda(cudaMalloc(&piece_.place()->data, bytes), "taking device memory");
+  piece_.place()->bytes = bytes;
 }
-DeviceMemory::~DeviceMemory() {
-  if (data_) cudaFree(data_);
-}
+void DeviceMemory::give_back(const MemoryPiece& piece) { cudaFree(piece.data); }
 void DeviceMemory::upload(const void* from, size_t bytes, size_t offset) {
   device_wait();
   if (bytes == 0) return;
@@ -23,8 +22,8 @@ void DeviceMemory::download(void* to, size_t bytes, size_t offset) const {
   check_cuda(cudaMemcpy(to, as<char>() + offset, bytes, cudaMemcpyDeviceToHost), "copying from the device");
 }
 void DeviceMemory::fill(uint8_t byte) {
-  if (bytes_ == 0) return;
-  check_cuda(cudaMemset(data_, byte, bytes_), "filling device memory");
+  if (bytes() == 0) return;
+  check_cuda(cudaMemset(data(), byte, bytes()), "filling device memory");
   device_wait();
 }
 

@@ -14,7 +14,7 @@ Graph Graph::record(cudaStream_t stream, const std::function<void()>& work) {
   }
   check_cuda(cudaStreamEndCapture(stream, &graph), "recording a graph");
   Graph made;
-  const cudaError_t status = cudaGraphInstantiate(&made.exec_, graph, 0);
+  const cudaError_t status = cudaGraphInstantiate(made.exec_.place(), graph, 0);
   cudaGraphDestroy(graph);
   check_cuda(status, "making a graph");
   return made;

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstddef>
-#include <utility>
 
 #include "gpu/cuda/check.h"
+#include "gpu/owned.h"
 
 namespace evenkeel {
 
@@ -12,28 +12,19 @@ namespace evenkeel {
 class PinnedMemory {
  public:
   PinnedMemory() = default;
-  explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
-    check_cuda(cudaMallocHost(&data_, bytes), "taking pinned memory");
-  }
-  PinnedMemory(PinnedMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  PinnedMemory& operator=(PinnedMemory&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  ~PinnedMemory() {
-    if (data_) cudaFreeHost(data_);
+  explicit PinnedMemory(size_t bytes) {
+    check_cuda(cudaMallocHost(&piece_.place()->data, bytes), "taking pinned memory");
+    piece_.place()->bytes = bytes;
   }
   template <class T>
   T* as(size_t offset = 0) const {
-    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset);
+    return reinterpret_cast<T*>(static_cast<char*>(piece_.get().data) + offset);
   }
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return piece_.get().bytes; }
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
+  static void give_back(const MemoryPiece& piece) { cudaFreeHost(piece.data); }
+  Owned<MemoryPiece, give_back> piece_;
 };
 
 }  // namespace evenkeel
