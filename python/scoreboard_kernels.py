@@ -218,14 +218,15 @@ def flex(compiled):
         state["mask"], state["run"] = mask_with(state["ahead"]), flex_attention
         if not compiled:
             return
-        import torch._inductor.config
-        import torch.fx.experimental._config
+        # By other names: `import torch.x` within a function would make `torch` a name of its own there.
+        from torch._inductor import config as inductor
+        from torch.fx.experimental import _config as symbols
 
         # A compilation takes ten seconds and more, so that few must do. Lengths are dynamic, and not taken to be one number
         # where they are equal by chance; all masks are one function.
-        if hasattr(torch.fx.experimental._config, "use_duck_shape"):
-            torch.fx.experimental._config.use_duck_shape = False
-        torch._inductor.config.compile_threads = 1
+        if hasattr(symbols, "use_duck_shape"):
+            symbols.use_duck_shape = False
+        inductor.compile_threads = 1
         torch._dynamo.config.cache_size_limit = 16
         # Short rows would have a kernel of their own, made for decoding.
         state["run"] = functools.partial(torch.compile(flex_attention, dynamic=True),
