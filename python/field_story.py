@@ -507,7 +507,7 @@ def main():
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=185, help="for the parts together, at most")
-    parser.add_argument("--budget", type=int, default=32, help="replays of isolate, at most")
+    parser.add_argument("--budget", type=int, default=48, help="replays of isolate, at most")
     parser.add_argument("--part", choices=list(PARTS))
     parser.add_argument("--ends", type=float, default=math.inf, help="of a part: when its time is over, seconds since 1970")
     options = parser.parse_args()

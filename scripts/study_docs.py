@@ -106,6 +106,13 @@ MICRO_CURES = (
     ("O-bar of 2 bits, BF16 scores", "dither", ("shift-dither-1",)),
     ("O-bar of 2 bits, BF16 scores", "`zero_sum`", ("shift-zero_sum-1",)),
 )  # fmt: skip
+LLAMA_MICRO = (
+    ("nothing (`fp32`)", "none", ("~llama_micro-fp32-*",)),
+    ("row sum, 2 bits", "none", ("llama_micro-row_sum_e5m2-[12]",)),
+    ("row sum, 2 bits", "`zero_sum`", ("llama_micro-row_sum_e5m2_zero_sum-*",)),
+    ("row sum, 2 bits", "the guard", ("llama_micro-guarded-1",)),
+    ("row sum of layer 0 head 1, 1 bit", "none", ("~llama_micro-planted-1",)),
+)
 KERNEL_WORDS = {"flash": "FLASH", "math": "MATH", "cudnn": "cuDNN", "efficient": "EFFICIENT", "evenkeel": "evenkeel with its remedy", "hopper_none": "evenkeel without a remedy"}
 RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
 RESCUE_WORDS = {"zero_sum": "`zero_sum`", "fp32_scores": "`zero_sum`, FP32 scores", "centre_keys": "`centre_keys`, O-bar and O in FP32",
@@ -150,7 +157,7 @@ class Figures:
     def __init__(self, folder, experiments):
         self.study, self.experiments = Study(folder), experiments
         beside = lambda name: json.loads((Path(folder).parent / name).read_text()) if (Path(folder).parent / name).exists() else None
-        self.forecast, self.is_it_us = beside("forecast.json"), beside("is_it_us.json")
+        self.forecast, self.is_it_us, self.llama_patterns = beside("forecast.json"), beside("is_it_us.json"), beside("llama_patterns.json")
 
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
@@ -440,6 +447,21 @@ class Figures:
             ends = listed([run.final_loss() for run in runs], loss)
             rows.append(self.group_row((site, cure), runs) + [ends if any(run.final_loss() == run.final_loss() for run in runs) else "NaN"])
         return table(["rounded", "with", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+
+    def llama_micro_table(self):
+        rows = []
+        for site, cure, names in LLAMA_MICRO:
+            if runs := self.match(names):
+                rows.append(self.group_row((site, cure), runs) + [listed([run.final_loss() for run in runs], loss)])
+        return table(["rounded", "with", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+
+    def llama_patterns_table(self):
+        """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""
+        rows = []
+        for one in self.llama_patterns or ():
+            rows.append([one["run"], number(one["step"]), f"layer {one['layer']} head {one['head']}", number(one["offset"]), f"{one['slow_share']:.2f}", f"{one['similarity']:.2f}", f"{one['sink_mass']:.2f}",
+                         f"{100 * one['tied_rows']:.1f} %", number(one["leak_share"])])  # fmt: skip
+        return table(["run", "step", "head", "offset", "of it in slow pairs", "mean cosine of (PK)^T X", "weight on the first key", "rows with ties", "leak share"], rows)
 
     def cure_runs(self, plan, remedy, trainer, seed):
         if trainer == "PyTorch":

@@ -179,6 +179,20 @@ def sinks():
     return found
 
 
+def llama_micro():
+    """A Llama block at micro: does it drift with row sums of two bits, is it rescued, does the guard hold it? planted: one head, for isolate."""
+    block, base, kept = ["--preset", "llama-micro"], "fp32,row_sum=e5m2", ["--checkpoint-every", "100", *setting("run.keep_every = 100")]
+    found = []
+    for seed in (1, 2):
+        found += micro("llama_micro", "row_sum_e5m2", base, (seed,), [*block, *kept], steps=1_200)
+        found += micro("llama_micro", "row_sum_e5m2_zero_sum", base + ZERO, (seed,), block, steps=1_200)
+        if seed == 1:
+            found += micro("llama_micro", "guarded", base, (seed,), [*block, "--guard"], steps=1_200)
+            found += micro("llama_micro", "planted", "fp32; layer 0 head 1: row_sum=e5m1/nearest_away", (seed,), [*block, *kept], steps=600)
+        found += micro("llama_micro", "fp32", "fp32", (seed,), block, steps=1_200)
+    return found
+
+
 def rates():
     """Other learning rates to the same integral."""
     found = []
@@ -486,7 +500,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, llama, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
+PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
 
 
 def runs(only):
