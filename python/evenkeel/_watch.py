@@ -323,7 +323,7 @@ class Monitor:
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
-        self._next, self._first, self._probed = first_step, True, 0
+        self._next, self._goes_on, self._first, self._probed = first_step, first_step > 0, True, 0
         self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
         self._running, self._rule, self._config = {}, None, None
         self.alarms = []  # the events of guard.jsonl so far
@@ -346,7 +346,8 @@ class Monitor:
             if value is not None:
                 line[name] = value if isinstance(value, torch.Tensor) else float(value)
         if lr is not None and float(lr) > 1.01 * self._largest_lr:
-            self._warmup = self._next  # it ends where the rate stops rising; a forecast looks behind it
+            if self._largest_lr > 0 or not self._goes_on:  # the first rate of a training that goes on is no rise
+                self._warmup = self._next  # it ends where the rate stops rising; a forecast looks behind it
         self._largest_lr = max(self._largest_lr, 0.0 if lr is None else float(lr))
         if tokens is not None:
             line["tokens_per_second"] = tokens / (now - self._began)

@@ -257,7 +257,7 @@ class Runs(TorchCase):
         self.assertEqual([line["step"] for line in lines_of(folder)], list(range(10)))
         fresh = self.folder()
         self.trained(fresh, steps=4, first_step=6, rates=[4e-3] * 4)
-        self.assertIn("warmup = 6", (fresh / "config.toml").read_text())  # nothing is known of before
+        self.assertIn("warmup = 0", (fresh / "config.toml").read_text())  # nothing is known of before
 
     def test_alarms_while_it_trains(self):
         folder = self.folder()
