@@ -32,7 +32,7 @@ inline constexpr double kForecastTimeLeft = 0.7, kForecastEarliest = 0.3, kForec
 inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.5;
 inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
 inline constexpr double kForecastLeastTime = 0.5;   // of the steps to `begin`, behind it
-// Warm-ups. Offsets of healthy runs grow fast so long: at GPT-2 124M every layer's did, to step 1,200 after a warm-up of 500.
+// Warm-ups. Offsets of healthy runs grow fast so long: with 124 M parameters every layer's did, to step 1,200 after a warm-up of 500.
 inline constexpr int64_t kForecastSettled = 3;
 // Before anything drifts, the leak's share of W_Q's gradient (probes.h), in the median head over the last window, says
 // whether something can. It was above this in every probed run that drifted. It does not say when, nor that it must. Where
