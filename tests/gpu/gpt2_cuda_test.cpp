@@ -24,6 +24,7 @@ namespace evenkeel {
 namespace {
 
 using namespace beside_cpu;
+using beside_cpu::kBf16, beside_cpu::kFp32;  // precisions, not the formats of that name
 
 // No folder can be made there, so that no product is timed: quicker, and as good.
 const int kNoCache = setenv("XDG_CACHE_HOME", "/dev/null", 1);
