@@ -108,7 +108,7 @@ template <class Pairs, int kHead>
 struct ExactDelta {
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads, kBlocksAtOnce = 2;
   static constexpr int kBlocks = kHead == 64 ? 2 : 1, kRows = kWarps * kBlocks * 16, kKeys = 64;
-  static constexpr int kRowCount = 2 * kBlocks, kWarpRows = kBlocks * 16, kSlots = 3;
+  static constexpr int kRowCount = 2 * kBlocks, kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = 2 * kQueryBytes + kSlots * kSlotBytes;
   static_assert(kSharedBytes <= kSmallSharedBytes);
@@ -119,7 +119,7 @@ struct ExactDelta {
   }
 
   const Problem& p;
-  const int warp, lane, tiles, b, h, g, row;
+  const int warp, lane, tiles, b, h, row;
   const Band band;
   const int first_tile, end_tile;
   const uint32_t q, grad, slots;
@@ -132,7 +132,6 @@ struct ExactDelta {
         tiles((p.sequences.T + kRows - 1) / kRows),
         b(static_cast<int>(blockIdx.x) / tiles / p.H),
         h(static_cast<int>(blockIdx.x) / tiles % p.H),
-        g(h / (p.H / p.G)),
         row((tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * kRows),
         band(p, b),
         first_tile(band.first_key_tile(row, kKeys)),
@@ -156,7 +155,8 @@ struct ExactDelta {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
           slots + to * kSlotBytes,
-          own_piece<kHead>(tensor.at(band.s.key_batch, g, band.s.first_key + tile * kKeys), tensor.stride[2]),
+          own_piece<kHead>(tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
+                           tensor.stride[2]),
           tensor.stride[2], band.s.keys - tile * kKeys, p.D);
     commit_copies();
   }
@@ -189,8 +189,8 @@ struct ExactDelta {
         }
       }
     }
+    slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
-  EK_DEVICE void leave_slot() { slot = slot == kSlots - 1 ? 0 : slot + 1; }
   EK_DEVICE int row_of(int r) const { return row + warp * kBlocks * 16 + r / 2 * 16 + lane / 4 + r % 2 * 8; }
 
   EK_DEVICE void run() {
@@ -209,17 +209,14 @@ struct ExactDelta {
     }
     for (int tile = end_tile - 1; tile >= first_tile; --tile) {
       Scores scores, dprobs;
-      const bool seen = band.some_seen(row + warp * kWarpRows, kWarpRows, tile * kKeys, kKeys);
       next_slot(p.k, tile);
-      if (seen) multiply(scores, q);
-      leave_slot();
+      multiply(scores, q);
       next_slot(p.v, tile);
-      if (seen) {
-        multiply(dprobs, grad);
-        if (!is_whole(tile)) shape(tile, scores);
-        add(scores, dprobs, shift, sum, weighted);
-      }
-      leave_slot();
+      multiply(dprobs, grad);
+      if (is_whole(tile))
+        add<true>(tile, scores, dprobs, shift, sum, weighted);
+      else
+        add<false>(tile, scores, dprobs, shift, sum, weighted);
     }
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
@@ -234,56 +231,29 @@ struct ExactDelta {
 
   // The warp's rows are there and see all of the tile, and no form changes their scores.
   EK_DEVICE bool is_whole(int tile) const {
+    constexpr int kWarpRows = kBlocks * 16;
     const int first = row + warp * kWarpRows;
     return !p.shaped && first + kWarpRows <= band.s.rows &&
            band.all_seen(first, kWarpRows, tile * kKeys, kKeys);
   }
-  // f(score, which of the thread's rows, column in the tile) over a thread's scores.
-  template <class F>
-  EK_DEVICE void each_score(Scores& scores, F f) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) f(scores[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
-  }
-  // Soft caps (scores become tanh) and slopes; what a row does not see is -inf.
-  EK_DEVICE void shape(int tile, Scores& scores) {
-    const int key = tile * kKeys;
-    if (p.softcap > 0) {
-      const float factor = p.scale / p.softcap;
-      each_score(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
-    }
-    if (p.slopes) {
-      const float slope = slope_of(p, h);
-      each_score(scores, [&](float& x, int r, int column) {
-        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
-      });
-    }
-    int first[kRowCount], end[kRowCount];
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) {
-      first[r] = band.first_key(row_of(r)) - key;
-      end[r] = row_of(r) < band.s.rows ? band.end_key(row_of(r)) - key : 0;
-    }
-    const Visible visible(p, b, h);
-    each_score(scores, [&](float& x, int r, int column) {
-      if (column < first[r] || column >= end[r] || (p.visible && !visible(row_of(r), key + column)))
-        x = -kInfinity;
-    });
-  }
-  EK_DEVICE void add(const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
+  template <bool kWhole>
+  EK_DEVICE void add(int tile, const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
                      float (&sum)[kRowCount], float (&weighted)[kRowCount]) {
+    const Visible visible(p, b, h);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int r = 2 * i + e / 2;
-          const float used = shift[r] == -kInfinity ? 0.0f : shift[r];  // all of its scores are -inf
-          const float prob = exp2_approx(fmaf(scores[i][n][e], p.score_log2, -used));
+          const int r = 2 * i + e / 2, own = row_of(r), key = tile * kKeys + 8 * n + lane % 4 * 2 + e % 2;
+          const bool seen = kWhole || (own < band.s.rows && key >= band.first_key(own) &&
+                                       key < band.end_key(own) && (!p.visible || visible(own, key)));
+          float score = scores[i][n][e];
+          if (!kWhole && p.softcap > 0) score = tanh_of(score * (p.scale / p.softcap));
+          if (!kWhole && p.slopes)
+            score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + band.offset - key)), score);
+          const float prob = seen ? exp2_approx(fmaf(score, p.score_log2, -shift[r])) : 0.0f;
           sum[r] += prob;
           weighted[r] = fmaf(prob, dprobs[i][n][e], weighted[r]);
         }
