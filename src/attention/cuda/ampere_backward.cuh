@@ -78,7 +78,7 @@ struct Backward {
   Shared& shared;
   const Item& item;
   const int thread, warp, lane;
-  int* due = nullptr;  // the turn of a row tile, to be passed on
+  int* due = nullptr;  // a turn to be passed on when its sums have arrived
 
   EK_DEVICE explicit Backward(const Problem& problem)
       : p(problem),
@@ -117,12 +117,10 @@ struct Backward {
         const RowTile next = next_rows(rows, step < heads * tiles);
         wait_for_copies<0>();
         __syncthreads();  // these rows are there; everybody is done with the last ones
-        pass_turn();
-        if (next.present) load_rows(next);
-        walk(rows, dk, dv);
+        walk(rows, next, dk, dv);
         rows = next;
       }
-      __syncthreads();
+      wait_for_copies<0>();
       pass_turn();
     }
     write_gradient(p.dk, dk, p.scale);
@@ -135,15 +133,15 @@ struct Backward {
         to, own_piece<kHead>(from.at(s.key_batch, item.g, s.first_key + item.key), from.stride[2]),
         from.stride[2], s.keys - item.key, p.D);
   }
-  // A tile of rows of a query head, and the half of the buffers that it takes. Not `present`: there is none.
+  // A tile of rows of a query head, and the half of the buffers that it takes. Not `present`: nothing is loaded.
   struct RowTile {
     int h, tile, stage;
     bool present;
   };
   EK_DEVICE RowTile next_rows(const RowTile& rows, bool present) const {
-    return rows.tile + 1 < item.end_row_tile
-               ? RowTile{rows.h, rows.tile + 1, 1 - rows.stage, present}
-               : RowTile{rows.h + 1, item.first_row_tile, 1 - rows.stage, present};
+    if (!present) return {rows.h, rows.tile, 1 - rows.stage, false};
+    return rows.tile + 1 < item.end_row_tile ? RowTile{rows.h, rows.tile + 1, 1 - rows.stage, true}
+                                             : RowTile{rows.h + 1, item.first_row_tile, 1 - rows.stage, true};
   }
   EK_DEVICE void load_rows(const RowTile& rows) {
     const Sequence& s = item.band.s;
@@ -151,7 +149,7 @@ struct Backward {
     const auto load = [&](uint32_t to, const Strided& from) {
       load_tile<kHead, kRows, kThreads>(
           to, own_piece<kHead>(from.at(s.query_batch, rows.h, s.first_row + row), from.stride[2]),
-          from.stride[2], s.rows - row, p.D);
+          from.stride[2], rows.present ? s.rows - row : 0, p.D);
     };
     load(shared_address(shared.q[rows.stage]), p.q);
     load(shared_address(shared.grad_output[rows.stage]), p.grad_output);
@@ -162,7 +160,7 @@ struct Backward {
     const int64_t at = static_cast<int64_t>(item.b * p.H + rows.h) * p.padded_rows + row;
     if (thread < (with_inverse ? 3 : 2) * kPieces)
       copy_16_async(shared_address(&shared.facts[rows.stage]) + static_cast<uint32_t>(thread * 16),
-                    from + at + thread % kPieces * 4, true);
+                    from + at + thread % kPieces * 4, rows.present);
     commit_copies();
   }
 
@@ -170,16 +168,17 @@ struct Backward {
   EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
   EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
 
-  // One tile of rows.
-  EK_DEVICE void walk(const RowTile& rows, Gradient& dk, Gradient& dv) {
+  // One tile of rows, while the next is loaded.
+  EK_DEVICE void walk(const RowTile& rows, const RowTile& next, Gradient& dk, Gradient& dv) {
     const int h = rows.h, tile = rows.tile;
     const uint32_t q = shared_address(shared.q[rows.stage]),
                    grad_output = shared_address(shared.grad_output[rows.stage]);
     if (!kAll && item.band.all_seen(tile * kRows, kRows, item.key, kKeys))
-      walk_rows<false>(rows, q, grad_output, dk, dv);
+      walk_rows<false>(rows, next, q, grad_output, dk, dv);
     else
-      walk_rows<true>(rows, q, grad_output, dk, dv);
-    const int64_t index = static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile;
+      walk_rows<true>(rows, next, q, grad_output, dk, dv);
+    pass_turn();
+    const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
     const int reached = load_relaxed(p.turn + index);  // early: it takes as long as the products
     __syncthreads();                                   // all of dS is there
     if constexpr (kParts > 1) {
@@ -194,11 +193,13 @@ struct Backward {
     add_dq(h, tile, index, reached, part);
   }
 
-  // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys.
+  // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys. The next rows'
+  // copies are started among the products, so that their addresses cost no time.
   template <bool kMasked>
-  EK_DEVICE void walk_rows(const RowTile& rows, uint32_t q, uint32_t grad_output, Gradient& dk,
-                           Gradient& dv) {
+  EK_DEVICE void walk_rows(const RowTile& rows, const RowTile& next, uint32_t q, uint32_t grad_output,
+                           Gradient& dk, Gradient& dv) {
     const Facts& facts = shared.facts[rows.stage];
+    if (kMasked) load_rows(next);
 #pragma unroll
     for (int n = 0; n < kWarpRows; n += kSub) {
       const int sub = part() * kWarpRows + n, row = rows.tile * kRows + sub;
@@ -216,6 +217,7 @@ struct Backward {
       Scores probs, dprobs;
       multiply(probs, shared_address(shared.k), q, sub);
       multiply(dprobs, shared_address(shared.v), grad_output, sub);
+      if (!kMasked && n == 0) load_rows(next);
       if constexpr (kMasked) mask(rows.h, row, probs);
       if constexpr (kAll)
         find_probs_of(p.rules_of(rows.h).consistent, facts, sub, probs, left);
@@ -455,7 +457,7 @@ struct Backward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * 4 + n) * 4 + e);
   }
-  // In its turn: after the parts of all later key tiles that see these rows. `index`: of the row tile; `reached`: its turn some
+  // In its turn: after the parts of all later key tiles that see these rows. `index`: of the part; `reached`: its turn some
   // time ago, read without an order. Nothing below is started before that number is known to be high enough, and sums are
   // added and read in the memory that all blocks share, never in a cache of this multiprocessor: so the order holds.
   EK_DEVICE void add_dq(int h, int tile, int64_t index, int reached, Part& part) {
@@ -463,7 +465,7 @@ struct Backward {
     const int first = item.band.first_key_tile(row, kKeys),
               last = item.band.end_key_tile(row, kRows, kKeys) - 1;
     // Consecutive lanes, consecutive numbers.
-    float* const sum = p.dq_sum + (index * kWarps + warp) * kPart + lane;
+    float* const sum = p.dq_sum + index * kPart + lane;
     if (own < last) {
       if (reached < last - own)
         while (load_acquire(p.turn + index) < last - own) let_others_run();
@@ -480,10 +482,12 @@ struct Backward {
       each_of(part, [&](float& x, int n) { add_in_memory(sum + n * kWarpThreads, x); });
     due = p.turn + index;
   }
-  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived; the
-  // other warps go on meanwhile. (With a release of its own for each warp, all of them waited at the same time.)
+  // Waits until this warp's sums are in memory; late, when they long are. One lane's release is for all: the others' sums
+  // come before it by the barrier of the warp.
   EK_DEVICE void pass_turn() {
-    if (thread == 0 && due) add_release(due, 1);
+    if (!due) return;
+    __syncwarp();
+    if (lane == 0) add_release(due, 1);
     due = nullptr;
   }
   EK_DEVICE void write_dq(int h, int tile_row, const Part& part) {

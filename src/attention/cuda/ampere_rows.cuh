@@ -28,8 +28,8 @@ struct RowFacts {
     const Band band(p, b);
     if (index == 0 && thread == 0) *p.next_item = 0;
     if (first == 0)
-      for (int n = thread; n < p.row_tiles; n += kThreads)
-        p.turn[static_cast<int64_t>(head) * p.row_tiles + n] = 0;
+      for (int n = thread; n < p.row_tiles * Tiles::kWarps; n += kThreads)
+        p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
 
     float delta[kRounds] = {};
     if (!rules.exact_delta && feature < p.D && first < band.s.rows) {
