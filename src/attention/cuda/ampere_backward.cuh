@@ -58,15 +58,12 @@ struct Backward {
     int first_row_tile, end_row_tile;
     Band band;
   };
-  struct Facts {  // of a tile's rows
-    float shift[kRows], delta[kRows], inverse[kRows];
-  };
   struct Shared {
     uint16_t k[kKeys * kHead], v[kKeys * kHead];
     uint16_t q[2][kRows * kHead], grad_output[2][kRows * kHead];
     uint16_t dscores[kKeys * kRows];                  // dS^T
     uint16_t probs[kParts == 1 ? 8 : kKeys * kRows];  // P^T, for the warp that shares the keys
-    Facts facts[2];
+    float shift[2][kRows], inverse[2][kRows], delta[2][kRows];
     Item item;
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
@@ -111,16 +108,17 @@ struct Backward {
     if (tiles > 0) {
       load_keys(shared_address(shared.k), p.k);
       load_keys(shared_address(shared.v), p.v);
-      RowTile rows{item.g * heads, item.first_row_tile, 0, true};
-      load_rows(rows);
-      for (int step = 1; step <= heads * tiles; ++step) {
-        const RowTile next = next_rows(rows, step < heads * tiles);
+      load_rows(item.g * heads, item.first_row_tile, 0);
+      int h = item.g * heads, tile = item.first_row_tile;
+      for (int step = 0; step < heads * tiles; ++step) {
+        const int next_tile = tile + 1 < item.end_row_tile ? tile + 1 : item.first_row_tile,
+                  next_h = tile + 1 < item.end_row_tile ? h : h + 1;
         wait_for_copies<0>();
-        __syncthreads();  // these rows are there; everybody is done with the last ones
-        walk(rows, next, dk, dv);
-        rows = next;
+        __syncthreads();  // this step's rows are there; everybody is done with the last one's
+        if (step + 1 < heads * tiles) load_rows(next_h, next_tile, (step + 1) % 2);
+        walk(h, tile, step % 2, dk, dv);
+        h = next_h, tile = next_tile;
       }
-      wait_for_copies<0>();
       pass_turn();
     }
     write_gradient(p.dk, dk, p.scale);
@@ -133,34 +131,26 @@ struct Backward {
         to, own_piece<kHead>(from.at(s.key_batch, item.g, s.first_key + item.key), from.stride[2]),
         from.stride[2], s.keys - item.key, p.D);
   }
-  // A tile of rows of a query head, and the half of the buffers that it takes. Not `present`: nothing is loaded.
-  struct RowTile {
-    int h, tile, stage;
-    bool present;
-  };
-  EK_DEVICE RowTile next_rows(const RowTile& rows, bool present) const {
-    if (!present) return {rows.h, rows.tile, 1 - rows.stage, false};
-    return rows.tile + 1 < item.end_row_tile ? RowTile{rows.h, rows.tile + 1, 1 - rows.stage, true}
-                                             : RowTile{rows.h + 1, item.first_row_tile, 1 - rows.stage, true};
-  }
-  EK_DEVICE void load_rows(const RowTile& rows) {
+  EK_DEVICE void load_rows(int h, int tile, int stage) {
     const Sequence& s = item.band.s;
-    const int row = rows.tile * kRows;
+    const int row = tile * kRows;
     const auto load = [&](uint32_t to, const Strided& from) {
       load_tile<kHead, kRows, kThreads>(
-          to, own_piece<kHead>(from.at(s.query_batch, rows.h, s.first_row + row), from.stride[2]),
-          from.stride[2], rows.present ? s.rows - row : 0, p.D);
+          to, own_piece<kHead>(from.at(s.query_batch, h, s.first_row + row), from.stride[2]), from.stride[2],
+          s.rows - row, p.D);
     };
-    load(shared_address(shared.q[rows.stage]), p.q);
-    load(shared_address(shared.grad_output[rows.stage]), p.grad_output);
-    // Each thread copies four numbers of one fact.
+    load(shared_address(shared.q[stage]), p.q);
+    load(shared_address(shared.grad_output[stage]), p.grad_output);
+    const int64_t at = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + row;
     constexpr int kPieces = kRows / 4;
-    const bool with_inverse = kInstance != Instance::plain && p.inverse;
-    const float* const from = thread < kPieces ? p.shift : thread < 2 * kPieces ? p.delta : p.inverse;
-    const int64_t at = static_cast<int64_t>(item.b * p.H + rows.h) * p.padded_rows + row;
-    if (thread < (with_inverse ? 3 : 2) * kPieces)
-      copy_16_async(shared_address(&shared.facts[rows.stage]) + static_cast<uint32_t>(thread * 16),
-                    from + at + thread % kPieces * 4, rows.present);
+    if (thread < kPieces)
+      copy_16_async(shared_address(shared.shift[stage] + thread * 4), p.shift + at + thread * 4, true);
+    if (thread >= kPieces && thread < 2 * kPieces)
+      copy_16_async(shared_address(shared.delta[stage] + (thread - kPieces) * 4),
+                    p.delta + at + (thread - kPieces) * 4, true);
+    if (kInstance != Instance::plain && p.inverse && thread >= 2 * kPieces && thread < 3 * kPieces)
+      copy_16_async(shared_address(shared.inverse[stage] + (thread - 2 * kPieces) * 4),
+                    p.inverse + at + (thread - 2 * kPieces) * 4, true);
     commit_copies();
   }
 
@@ -168,15 +158,14 @@ struct Backward {
   EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
   EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
 
-  // One tile of rows, while the next is loaded.
-  EK_DEVICE void walk(const RowTile& rows, const RowTile& next, Gradient& dk, Gradient& dv) {
-    const int h = rows.h, tile = rows.tile;
-    const uint32_t q = shared_address(shared.q[rows.stage]),
-                   grad_output = shared_address(shared.grad_output[rows.stage]);
+  // One tile of rows.
+  EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv) {
+    const uint32_t q = shared_address(shared.q[stage]),
+                   grad_output = shared_address(shared.grad_output[stage]);
     if (!kAll && item.band.all_seen(tile * kRows, kRows, item.key, kKeys))
-      walk_rows<false>(rows, next, q, grad_output, dk, dv);
+      walk_rows<false>(h, tile, stage, q, grad_output, dk, dv);
     else
-      walk_rows<true>(rows, next, q, grad_output, dk, dv);
+      walk_rows<true>(h, tile, stage, q, grad_output, dk, dv);
     pass_turn();
     const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
     const int reached = load_relaxed(p.turn + index);  // early: it takes as long as the products
@@ -193,18 +182,15 @@ struct Backward {
     add_dq(h, tile, index, reached, part);
   }
 
-  // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys. The next rows'
-  // copies are started among the products, so that their addresses cost no time.
+  // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys.
   template <bool kMasked>
-  EK_DEVICE void walk_rows(const RowTile& rows, const RowTile& next, uint32_t q, uint32_t grad_output,
-                           Gradient& dk, Gradient& dv) {
-    const Facts& facts = shared.facts[rows.stage];
-    if (kMasked) load_rows(next);
+  EK_DEVICE void walk_rows(int h, int tile, int stage, uint32_t q, uint32_t grad_output, Gradient& dk,
+                           Gradient& dv) {
 #pragma unroll
     for (int n = 0; n < kWarpRows; n += kSub) {
-      const int sub = part() * kWarpRows + n, row = rows.tile * kRows + sub;
+      const int sub = part() * kWarpRows + n;
       Operand left;
-      if (kMasked && !item.band.some_seen(row, kSub, item.key + warp_key(), kWarpKeys)) {
+      if (kMasked && !item.band.some_seen(tile * kRows + sub, kSub, item.key + warp_key(), kWarpKeys)) {
 #pragma unroll
         for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
@@ -217,15 +203,14 @@ struct Backward {
       Scores probs, dprobs;
       multiply(probs, shared_address(shared.k), q, sub);
       multiply(dprobs, shared_address(shared.v), grad_output, sub);
-      if (!kMasked && n == 0) load_rows(next);
-      if constexpr (kMasked) mask(rows.h, row, probs);
+      if constexpr (kMasked) mask(h, tile * kRows + sub, probs);
       if constexpr (kAll)
-        find_probs_of(p.rules_of(rows.h).consistent, facts, sub, probs, left);
+        find_probs_of(p.rules_of(h).consistent, stage, sub, probs, left);
       else
-        find_probs<kInstance == Instance::consistent, false>(facts, sub, probs, left);
+        find_probs<kInstance == Instance::consistent, false>(stage, sub, probs, left);
       if constexpr (kParts > 1) share(shared.probs, left, sub);
       accumulate(dv, left, grad_output, sub);
-      find_dscores(facts, sub, probs, dprobs, left);
+      find_dscores(stage, sub, probs, dprobs, left);
       share(shared.dscores, left, sub);
       accumulate(dk, left, q, sub);
     }
@@ -311,25 +296,25 @@ struct Backward {
           f(scores[i][n][e], i * 16 + e / 2 * 8 + lane / 4, 8 * n + lane % 4 * 2 + e % 2);
   }
 
-  EK_DEVICE void find_probs_of(bool consistent, const Facts& facts, int sub, Scores& scores, Operand& left) {
+  EK_DEVICE void find_probs_of(bool consistent, int stage, int sub, Scores& scores, Operand& left) {
     if (consistent && p.softcap > 0)
-      find_probs<true, true>(facts, sub, scores, left);
+      find_probs<true, true>(stage, sub, scores, left);
     else if (consistent)
-      find_probs<true, false>(facts, sub, scores, left);
+      find_probs<true, false>(stage, sub, scores, left);
     else if (p.softcap > 0)
-      find_probs<false, true>(facts, sub, scores, left);
+      find_probs<false, true>(stage, sub, scores, left);
     else
-      find_probs<false, false>(facts, sub, scores, left);
+      find_probs<false, false>(stage, sub, scores, left);
   }
   // S^T to P^T, packed for dV; left in `scores` is what dP - delta is multiplied by: P, or with a soft cap P (1 - tanh^2).
   template <bool kConsistent, bool kCapped>
-  EK_DEVICE void find_probs(const Facts& facts, int sub, Scores& scores, Operand& left) {
+  EK_DEVICE void find_probs(int stage, int sub, Scores& scores, Operand& left) {
 #pragma unroll
     for (int n = 0; n < kSub / 8; ++n) {
       const int column = sub + 8 * n + lane % 4 * 2;
-      const float2 shift = *reinterpret_cast<const float2*>(facts.shift + column);
+      const float2 shift = *reinterpret_cast<const float2*>(shared.shift[stage] + column);
       float2 inverse = {0, 0};
-      if (kConsistent) inverse = *reinterpret_cast<const float2*>(facts.inverse + column);
+      if (kConsistent) inverse = *reinterpret_cast<const float2*>(shared.inverse[stage] + column);
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
@@ -354,11 +339,10 @@ struct Backward {
     }
   }
   // dS^T = P^T (dP^T - delta), packed.
-  EK_DEVICE void find_dscores(const Facts& facts, int sub, const Scores& probs, const Scores& dprobs,
-                              Operand& left) {
+  EK_DEVICE void find_dscores(int stage, int sub, const Scores& probs, const Scores& dprobs, Operand& left) {
 #pragma unroll
     for (int n = 0; n < kSub / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(facts.delta + sub + 8 * n + lane % 4 * 2);
+      const float2 delta = *reinterpret_cast<const float2*>(shared.delta[stage] + sub + 8 * n + lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll

@@ -213,10 +213,7 @@ struct ExactDelta {
       multiply(scores, q);
       next_slot(p.v, tile);
       multiply(dprobs, grad);
-      if (is_whole(tile))
-        add<true>(tile, scores, dprobs, shift, sum, weighted);
-      else
-        add<false>(tile, scores, dprobs, shift, sum, weighted);
+      add(tile, scores, dprobs, shift, sum, weighted);
     }
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
@@ -229,14 +226,6 @@ struct ExactDelta {
     }
   }
 
-  // The warp's rows are there and see all of the tile, and no form changes their scores.
-  EK_DEVICE bool is_whole(int tile) const {
-    constexpr int kWarpRows = kBlocks * 16;
-    const int first = row + warp * kWarpRows;
-    return !p.shaped && first + kWarpRows <= band.s.rows &&
-           band.all_seen(first, kWarpRows, tile * kKeys, kKeys);
-  }
-  template <bool kWhole>
   EK_DEVICE void add(int tile, const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
                      float (&sum)[kRowCount], float (&weighted)[kRowCount]) {
     const Visible visible(p, b, h);
@@ -247,11 +236,10 @@ struct ExactDelta {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int r = 2 * i + e / 2, own = row_of(r), key = tile * kKeys + 8 * n + lane % 4 * 2 + e % 2;
-          const bool seen = kWhole || (own < band.s.rows && key >= band.first_key(own) &&
-                                       key < band.end_key(own) && (!p.visible || visible(own, key)));
-          float score = scores[i][n][e];
-          if (!kWhole && p.softcap > 0) score = tanh_of(score * (p.scale / p.softcap));
-          if (!kWhole && p.slopes)
+          const bool seen = own < band.s.rows && key >= band.first_key(own) && key < band.end_key(own) &&
+                            (!p.visible || visible(own, key));
+          float score = p.softcap > 0 ? tanh_of(scores[i][n][e] * (p.scale / p.softcap)) : scores[i][n][e];
+          if (p.slopes)
             score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + band.offset - key)), score);
           const float prob = seen ? exp2_approx(fmaf(score, p.score_log2, -shift[r])) : 0.0f;
           sum[r] += prob;
