@@ -268,8 +268,8 @@ class Runs(TorchCase):
         event = monitor.alarms[0]
         self.assertEqual((event["kind"], event["heads"][0]), ("warning", [1, 0]))
         self.assertIn(f'evenkeel.patch(plan="flash2; {event["plan"]}")', event["next_command"])
-        told = [str(one.message) for one in caught]  # a forecast of the failure may come first
-        self.assertTrue(any(f"step {event['step']}: {event['words']}" in words for words in told), told)
+        said = [str(one.message) for one in caught]  # a forecast of the failure may come first
+        self.assertTrue(any(f"step {event['step']}: {event['words']}" in words for words in said), said)
         self.assertIn("log-sum-exp", event["words"])
         self.assertEqual(json.loads((folder / "guard.jsonl").read_text().splitlines()[0]), event)
         self.assertEqual(sum(numbers["evenkeel/alarm"] for numbers in told), len(monitor.alarms))
