@@ -41,9 +41,9 @@ def line_of(text, place):
 
 
 def printed(program, arguments):
-    """What the program prints, without a blank line at its ends."""
+    """What the program prints, without a blank line at its ends. An exit code of 1 is a finding, and what it found is printed."""
     done = subprocess.run([program, *shlex.split(arguments)], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode not in (0, 1):
         raise ValueError(f"evenkeel {arguments}: exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout.strip("\n") + "\n"
 
