@@ -461,11 +461,20 @@ class Scoreboard(TorchCase):
 class FieldStory(TorchCase):
     """The judgement of python/field_story.py on planted courses; the story itself takes a minute (its size tiny)."""
 
-    def judged(self, story):
+    def judged(self, story, folder=None):
         import field_story
 
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            return field_story.judged(story), said.getvalue()
+            return field_story.judged(story, folder or self.folder()), said.getvalue()
+
+    def losses(self, bad_from):
+        """A folder with the records of both runs, 1,000 steps; the unguarded one's loss is a tenth higher from a step on."""
+        folder = self.folder()
+        for run, begin in (("unguarded", bad_from), ("guarded", 1000)):
+            (folder / run).mkdir()
+            (folder / run / "metrics.jsonl").write_text("".join(
+                json.dumps({"step": step, "loss": 3.3 if step >= begin else 3.0}) + "\n" for step in range(1000)))
+        return folder
 
     def test_what_holds_and_what_does_not(self):
         import field_story
@@ -476,14 +485,19 @@ class FieldStory(TorchCase):
         self.assertEqual(field_story.course(grown)["drift_from"], 625)  # 1.02^125 is 12, 1.02^100 is 7
         back = {**grown, 975: 11.0}
         self.assertIsNone(field_story.course(back)["drift_from"])  # it came back
-        told = [{"at": 100, "failure_at": 300}, {"at": 200, "failure_at": None}, {"at": 300, "failure_at": 900}]
+        interval = {"earliest": 400, "latest": 2000}
+        told = [{"at": 100, "failure_at": 300, **interval}, {"at": 200, "failure_at": None}, {"at": 300, "failure_at": 900, **interval}]
         self.assertEqual(field_story.lasting(told)["at"], 300)
         self.assertIsNone(field_story.lasting(told[:2]))
         self.assertIsNone(field_story.lasting([]))
-        story = {"unguarded": {"forecasts": told, **field_story.course(grown)},
-                 "guarded": {"in": "a loop", "events": [{"step": 600, "kind": "remedy", "heads": [[1, 2]]}], **field_story.course(flat)},
-                 "isolate": {"verdict": {"cause": "drift", "sites": ["output"], "words": "Drift"}}}
-        self.assertEqual(self.judged(story)[0], 0)
+        story = {"unguarded": {"forecasts": told, "alarms": [{"step": 250, "heads": [[1, 2]]}], "worst_head": [1, 2], "steps": 1000, **field_story.course(grown)},
+                 "guarded": {"in": "a loop", "events": [{"step": 600, "kind": "remedy", "heads": [[1, 2]]}], "steps": 1000, **field_story.course(flat)},
+                 "isolate": {"verdict": {"cause": "drift", "sites": ["output"], "words": "Drift"}}, "seconds": 1}
+        folder = self.losses(bad_from=600)
+        code, said = self.judged(story, folder)
+        self.assertEqual(code, 0, said)
+        self.assertIn("| the loss | 800 |", said)
+        self.assertIn("NO   Monitor's forecast", self.judged(story, self.losses(bad_from=0))[1])  # it came too late
         self.assertEqual(self.judged({})[0], 3)  # nothing ran
         self.assertEqual(self.judged({**story, "isolate": {"failed": "code 1"}})[0], 3)
         for part, change, words in (("unguarded", field_story.course(flat), "NO   the unguarded run drifts"),
@@ -491,7 +505,7 @@ class FieldStory(TorchCase):
                                     ("guarded", {"events": []}, "NO   Guard remedied"),
                                     ("guarded", field_story.course(grown), "NO   the guarded run's offset"),
                                     ("isolate", {"verdict": {"cause": "healthy", "sites": []}}, "NO   isolate")):
-            code, said = self.judged({**story, part: {**story[part], **change}})
+            code, said = self.judged({**story, part: {**story[part], **change}}, folder)
             self.assertEqual(code, 1, said)
             self.assertIn(words, said)
 
