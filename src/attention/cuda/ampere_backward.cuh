@@ -49,7 +49,7 @@ struct Backward {
   static constexpr int kPart = 32 * 32;  // numbers of a warp's part of dQ
   using Scores = float[kKeyBlocks][kSub / 8][4];
   using Gradient = float[kKeyBlocks][kFeatures / 8][4];
-  using Operand = uint32_t[kKeyBlocks][kSub / 16][4];  // Scores, packed
+  using Operand = uint32_t[kSub / 16][kKeyBlocks][4];  // Scores, packed: by 16 rows
   using Part = float[2][4][4];
 
   // The work of this block; in shared memory, as registers are short.
@@ -191,12 +191,7 @@ struct Backward {
       const int sub = part() * kWarpRows + n;
       Operand left;
       if (kMasked && !item.band.some_seen(tile * kRows + sub, kSub, item.key + warp_key(), kWarpKeys)) {
-#pragma unroll
-        for (int i = 0; i < kKeyBlocks; ++i)
-#pragma unroll
-          for (int step = 0; step < kSub / 16; ++step)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) left[i][step][e] = 0;
+        clear(left);
         share(shared.dscores, left, sub);
         continue;
       }
@@ -218,12 +213,7 @@ struct Backward {
 
   // c = rows of a key tile (this warp's) times rows [sub, sub + kSub) of a row tile, transposed.
   EK_DEVICE void multiply(Scores& c, uint32_t keys, uint32_t rows, int sub) {
-#pragma unroll
-    for (int i = 0; i < kKeyBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kSub / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
+    clear(c);
     const auto own = Piece<kHead>::across(keys, warp_key(), lane);
     const auto others = Piece<kHead>::along(rows, sub, lane);
 #pragma unroll
@@ -231,15 +221,8 @@ struct Backward {
       uint32_t left[kKeyBlocks][4];
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], own.at(i, step));
-#pragma unroll
-      for (int n = 0; n < kSub / 16; ++n) {
-        uint32_t right[4];
-        load_matrices(right, others.at(n, step));
-#pragma unroll
-        for (int i = 0; i < kKeyBlocks; ++i) {
-          multiply_pair<Pairs>(c[i][2 * n], c[i][2 * n + 1], left[i], right);
-        }
-      }
+      multiply_step<Pairs, kSub / 16>(
+          c, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, others.at(n, step)); });
     }
   }
 
@@ -324,7 +307,7 @@ struct Backward {
           const float slope_x = 1 - x * x, slope_y = 1 - y * y;  // with a soft cap
           x = exp2_approx(fmaf(x, p.score_log2, -shift.x));
           y = exp2_approx(fmaf(y, p.score_log2, -shift.y));
-          uint32_t& packed = left[i][n / 2][n % 2 * 2 + r];
+          uint32_t& packed = left[n / 2][i][n % 2 * 2 + r];
           if (kConsistent) {  // the forward's rounded probabilities, over their sum
             packed = Pairs::pack(x, y);
             x = Pairs::low(packed) * inverse.x;
@@ -347,7 +330,7 @@ struct Backward {
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          left[i][n / 2][n % 2 * 2 + r] =
+          left[n / 2][i][n % 2 * 2 + r] =
               Pairs::pack(probs[i][n][2 * r] * (dprobs[i][n][2 * r] - delta.x),
                           probs[i][n][2 * r + 1] * (dprobs[i][n][2 * r + 1] - delta.y));
     }
@@ -363,7 +346,7 @@ struct Backward {
         for (int r = 0; r < 2; ++r) {
           const int own = warp_key() + i * 16 + 8 * r + lane / 4;
           *reinterpret_cast<uint32_t*>(to + tile_offset<kRows>(own, sub / 8 + n) + lane % 4 * 4) =
-              left[i][n / 2][n % 2 * 2 + r];
+              left[n / 2][i][n % 2 * 2 + r];
         }
   }
   // This warp's features of rows [row, ...) of a row tile, as the right operand.
@@ -374,16 +357,12 @@ struct Backward {
   EK_DEVICE void accumulate(Gradient& sum, const Operand& left, uint32_t rows, int sub) {
     const auto others = own_features(rows, sub);
 #pragma unroll
-    for (int step = 0; step < kSub / 16; ++step)
-#pragma unroll
-      for (int n = 0; n < kFeatures / 16; ++n) {
-        uint32_t right[4];
-        load_matrices_transposed(right, others.at(step, n));
-#pragma unroll
-        for (int i = 0; i < kKeyBlocks; ++i) {
-          multiply_pair<Pairs>(sum[i][2 * n], sum[i][2 * n + 1], left[i][step], right);
-        }
-      }
+    for (int step = 0; step < kSub / 16; ++step) accumulate_step(sum, left[step], others, step);
+  }
+  EK_DEVICE void accumulate_step(Gradient& sum, const uint32_t (&left)[kKeyBlocks][4],
+                                 const Piece<kHead>& others, int step) {
+    multiply_step<Pairs, kFeatures / 16>(
+        sum, left, [&](uint32_t(&right)[4], int n) { load_matrices_transposed(right, others.at(step, n)); });
   }
   // The same with rows [row, row + kWarpRows) that another warp shared.
   EK_DEVICE void accumulate_shared(Gradient& sum, uint32_t shared_left, uint32_t rows, int row) {
@@ -394,15 +373,7 @@ struct Backward {
       uint32_t left[kKeyBlocks][4];
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], keys.at(i, row / 16 + step));
-#pragma unroll
-      for (int n = 0; n < kFeatures / 16; ++n) {
-        uint32_t right[4];
-        load_matrices_transposed(right, others.at(step, n));
-#pragma unroll
-        for (int i = 0; i < kKeyBlocks; ++i) {
-          multiply_pair<Pairs>(sum[i][2 * n], sum[i][2 * n + 1], left[i], right);
-        }
-      }
+      accumulate_step(sum, left, others, step);
     }
   }
 

@@ -190,12 +190,7 @@ struct Forward {
   }
 
   EK_DEVICE void find_scores() {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+    clear(s);
     if (kKeepQ && !has_queries) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_queries(kept[kKeepQ ? step : 0], step);
@@ -206,16 +201,9 @@ struct Forward {
     for (int step = 0; step < kSteps; ++step) {
       uint32_t left[kBlocks][4];
       if constexpr (!kKeepQ) load_queries(left, step);
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t right[4];
-        load_matrices(right, keys.at(n, step));
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          const uint32_t(&a)[4] = kKeepQ ? kept[kKeepQ ? step : 0][i] : left[i];
-          multiply_pair<Pairs>(s[i][2 * n], s[i][2 * n + 1], a, right);
-        }
-      }
+      multiply_step<Pairs, kKeys / 16>(
+          s, kKeepQ ? kept[kKeepQ ? step : 0] : left,
+          [&](uint32_t(&right)[4], int n) { load_matrices(right, keys.at(n, step)); });
     }
     if (kAll && p.softcap > 0) {
       const float factor = p.scale / p.softcap;
@@ -341,15 +329,8 @@ struct Forward {
             state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
         }
       }
-#pragma unroll
-      for (int n = 0; n < kHead / 16; ++n) {
-        uint32_t right[4];
-        load_matrices_transposed(right, values.at(step, n));
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          multiply_pair<Pairs>(o[i][2 * n], o[i][2 * n + 1], left[i], right);
-        }
-      }
+      multiply_step<Pairs, kHead / 16>(
+          o, left, [&](uint32_t(&right)[4], int n) { load_matrices_transposed(right, values.at(step, n)); });
     }
   }
 

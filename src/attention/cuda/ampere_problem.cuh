@@ -22,12 +22,31 @@ enum class Instance {
   all,  // everything else: soft caps, slopes, masks of their own, dither, paper_capped, plans that differ in kind
 };
 
-// Two neighbouring products of 8 columns: `right` is what load_matrices gives of 16.
-template <class Pairs>
-EK_DEVICE void multiply_pair(float (&first)[4], float (&second)[4], const uint32_t (&left)[4],
-                             const uint32_t (&right)[4]) {
-  Pairs::multiply_add(first, left, right[0], right[1]);
-  Pairs::multiply_add(second, left, right[2], right[3]);
+template <class T, int kBlocks, int kColumns>
+EK_DEVICE void clear(T (&numbers)[kBlocks][kColumns][4]) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) numbers[i][n][e] = 0;
+}
+
+// sum += left times 16 kPairs columns. load(right, n) fetches 16 of them, and each serves all blocks of 16 rows.
+template <class Pairs, int kPairs, int kBlocks, int kColumns, class Load>
+EK_DEVICE void multiply_step(float (&sum)[kBlocks][kColumns][4], const uint32_t (&left)[kBlocks][4],
+                             Load load) {
+  static_assert(2 * kPairs == kColumns);
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    uint32_t right[4];
+    load(right, n);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      Pairs::multiply_add(sum[i][2 * n], left[i], right[0], right[1]);
+      Pairs::multiply_add(sum[i][2 * n + 1], left[i], right[2], right[3]);
+    }
+  }
 }
 
 // --- Arguments

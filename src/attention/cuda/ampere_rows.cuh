@@ -166,12 +166,7 @@ struct ExactDelta {
     load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
   }
   EK_DEVICE void multiply(Scores& s, uint32_t rows) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+    clear(s);
     const auto keys = Piece<kHead>::along(slots + slot * kSlotBytes, 0, lane);
 #pragma unroll
     for (int step = 0; step < kHead / 16; ++step) {
@@ -179,15 +174,8 @@ struct ExactDelta {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i)
         load_matrices(left[i], Piece<kHead>::across(rows, warp * kBlocks * 16, lane).at(i, step));
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t right[4];
-        load_matrices(right, keys.at(n, step));
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          multiply_pair<Pairs>(s[i][2 * n], s[i][2 * n + 1], left[i], right);
-        }
-      }
+      multiply_step<Pairs, kKeys / 16>(
+          s, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, keys.at(n, step)); });
     }
     slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
