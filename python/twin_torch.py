@@ -7,7 +7,8 @@ the trainer's, and a cure to be the kernel's.
                   [--stabiliser NAME] [--batches FILE] [--tokens FILE] [--every N] [--device cuda|cpu]
 
 RUN is a folder of `evenkeel train` with AdamW and a constant learning rate behind its warm-up; STEP one of its checkpoints.
-It stops at step --steps (default: as many as the batches have). Another run's batches.bin can be given by --batches.
+It stops at step --steps (default: as many as the batches have). Another run's batches.bin can be given by --batches; steps
+behind the record's end get the batches that RUN would have drawn by its seed.
 --attention fp32 computes it by its definition in FP32; --plan and --stabiliser are for evenkeel. TWIN/metrics.jsonl has step, loss, gradient_norm and, every N
 steps, largest_score and offset by layer and head, so that `evenkeel report RUN TWIN` shows both.
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
@@ -47,6 +48,42 @@ def read_batches(path):
     _, sequences, tokens, _ = BATCHES.unpack_from(data)
     steps = (len(data) - BATCHES.size) // (8 * sequences)
     return np.frombuffer(data, "<i8", steps * sequences, BATCHES.size).reshape(steps, sequences), tokens
+
+
+def random_words(seed, steps, tensor, elements):
+    """(steps, elements): src/numerics/random.h's random_bits of the streams of steps 0, 1, ... (Philox4x32-10)."""
+    low = np.uint64(0xFFFFFFFF)
+    element = np.arange(elements, dtype=np.uint64)[None, :]
+    counter = element // np.uint64(64) * np.uint64(16) + element % np.uint64(16)
+    step = np.arange(steps, dtype=np.uint64)[:, None]
+    words = [np.broadcast_to(word, (steps, elements)) for word in (counter & low, counter >> np.uint64(32), np.uint64(tensor), step)]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        first, second = np.uint64(0xD2511F53) * words[0], np.uint64(0xCD9E8D57) * words[2]
+        words = [second >> np.uint64(32) ^ words[1] ^ np.uint64(keys[0]), second & low, first >> np.uint64(32) ^ words[3] ^ np.uint64(keys[1]), first & low]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.choose(np.broadcast_to(element % np.uint64(64) // np.uint64(16), (steps, elements)).astype(np.int64), words)
+
+
+def drawn_batches(seed, steps, sequences, tokens, source):
+    """(steps, sequences): where `evenkeel train` with this seed begins its sequences (batch_offsets of src/training/token_file.cpp)."""
+    words = random_words(seed, steps, 0x62617463, 2 * sequences)
+    places, high, low = np.uint64(source - tokens + 1), words[:, 0::2], words[:, 1::2]
+    expect(source - tokens + 1 < 2**32, "fewer than 2^32 tokens", source)
+    # The high half of (high 2^32 + low) places, in 64 bits.
+    return ((high * places + (low * places >> np.uint64(32))) >> np.uint64(32)).astype(np.int64)
+
+
+def batches_of(path, seed, steps):
+    """(steps, sequences) from the record at `path`, and drawn where it ends; tokens a sequence. The drawn ones must agree with the record."""
+    starts, tokens = read_batches(path)
+    steps = steps or len(starts)
+    if steps > len(starts):
+        _, sequences, _, source = BATCHES.unpack_from(path.read_bytes())
+        drawn = drawn_batches(seed, steps, sequences, tokens, source)
+        expect(len(starts) > 0 and (drawn[: len(starts)] == starts).all(), f"batches drawn by seed {seed} in {path}", "others")
+        starts = drawn
+    return starts[:steps], tokens
 
 
 def read_tokens(path):
@@ -202,12 +239,12 @@ def main():
     checkpoint = folder / "checkpoints" / f"step-{step:08}"
     expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
     config = read_config(folder)
-    starts, length = read_batches(options.batches or folder / "batches.bin")
-    steps = options.steps or len(starts)
-    expect(step < steps <= len(starts), f"steps above {step}, of which the record has batches ({len(starts)})", steps)
+    starts, length = batches_of(options.batches or folder / "batches.bin", config["data"]["seed"], options.steps)
+    steps = len(starts)
+    expect(step < steps, f"steps above {step}", steps)
     device, heads = torch.device(options.device), config["model"]["heads"]
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype(np.int32)).to(device)
-    starts = torch.from_numpy(starts[:steps].copy()).to(device)
+    starts = torch.from_numpy(starts.copy()).to(device)
     place = torch.arange(length, device=device)
     attention = fp32_attention if options.attention == "fp32" else sdpa
     model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, attention).to(device)

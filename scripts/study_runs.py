@@ -29,7 +29,7 @@ class Run:
     more: list = field(default_factory=list)  # further options of `train`
     branch: tuple = ()  # (name of another run, step): goes on from there
     torch: str = ""  # in PyTorch, with this attention kernel of its own (python/twin_torch.py)
-    batches: str = ""  # of torch: the run whose batches it takes
+    batches: str = ""  # of torch: the run whose batches it takes; none: drawn by the seed
 
     @property
     def folder(self):
@@ -118,7 +118,7 @@ def size():
         found += gpt2("size", "flash2", "flash2", 20_000, (seed,))
         found += gpt2("size", "wide_output", "flash2" + WIDE, 20_000, (seed,))
     found += gpt2("size", "first", "flash2", 1, more=["--checkpoint-every", "1"])
-    found += gpt2("size", "flash", "", 20_000, branch=("size-first-1", 1), torch="flash", batches="size-flash2-1")
+    found += gpt2("size", "flash", "", 20_000, branch=("size-first-1", 1), torch="flash")
     found += gpt2("size", "paper", "bf16_all,row_sum=fp32", 20_000)
     return found
 
