@@ -442,8 +442,8 @@ NAMED_SYSTEMS = ("fp8_fa3", "fp8_deepseek", "mxfp8", "nvfp4", "sage_int8", "turb
 
 
 def formats():
-    """Formats below BF16, on the CPU (shared scales have no GPU kernels yet): the systems of papers with and without the sum
-    kept, and what their papers blame, site by site."""
+    """Formats below BF16, on the CPU: the systems of papers with and without the sum kept, and what their papers blame, site by
+    site."""
     found = []
     for system in NAMED_SYSTEMS:
         found += micro("formats", system, system, (1, 2, 3))
@@ -479,6 +479,15 @@ def formats():
     return found
 
 
+def eight_bits():
+    """All operands of attention's products in 8 bits at nano, on the any-plan kernels: with the sum kept, and as they are."""
+    found = []
+    for system in ("mxfp8", "fp8_deepseek", "hifloat8", "sage_int8"):
+        found += nano("eight_bits", system + "_zero_sum", system + ZERO, 9_000, more=VALIDATE)
+        found += nano("eight_bits", system, system, 9_000, more=VALIDATE)
+    return found
+
+
 def law():
     """Runs at micro with what the law of drift needs: bits, learning rate and batch around one failing run."""
     found = micro("law", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES, steps=1_500)
@@ -500,7 +509,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats)
+PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):
