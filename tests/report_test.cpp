@@ -183,6 +183,16 @@ TEST_F(ReportTest, has_every_panel_in_the_order_of_the_story) {
   EXPECT_LT(html.find("id=\"offset-0-0\""), html.find("id=\"loss-chart\""));
 }
 
+TEST_F(ReportTest, panels_without_probes_are_named_once) {
+  std::string text;
+  for (int64_t step = 0; step < 30; ++step) text += line_of(step, 3, 2, 100, false).dump() + "\n";
+  const std::string html = page_of({make("a", {{"metrics.jsonl", text}, {"config.toml", kConfig}})});
+  EXPECT_EQ(times(html, "has no full set of probes"), 1u);
+  EXPECT_TRUE(has(html, "What this page lacks: spectral norms, W_Q by head."));
+  EXPECT_FALSE(has(html, "<section id=\"norms\""));
+  EXPECT_TRUE(has(html, "<section id=\"ties\""));  // of facts, which are there
+}
+
 TEST_F(ReportTest, a_verdict_fills_the_chain) {
   const Json verdict = {
       {"schema", 1},

@@ -337,6 +337,9 @@ std::optional<std::pair<double, double>> common_range(std::span<const Chart> cha
   return std::pair(range.low, range.high);
 }
 
+// Below this height a telephone has no room for every label of the y axis (page.css).
+constexpr double kLow = 180;
+
 std::string draw(const Chart& chart) {
   const std::optional<Layout> layout = layout_of(chart);
   if (!layout) return nothing(chart.title);
@@ -346,10 +349,12 @@ std::string draw(const Chart& chart) {
               fmt::format("class=\"chart{}\" id=\"{}\" data-x=\"{} {}\" data-y=\"{} {}\" data-log=\"{}\" "
                           "data-box=\"{:.1f} {:.1f} "
                           "{:.1f} {:.1f}\" data-xname=\"{}\" data-yname=\"{}\"",
-                          chart.small ? " small" : "", chart.id, plain(plot.x.low), plain(plot.x.high),
-                          fmt::format("{:.9g}", plot.y.low), fmt::format("{:.9g}", plot.y.high),
-                          chart.log_y ? 1 : 0, plot.left, plot.top, plot.width, plot.height,
-                          escape(chart.x_label), escape(chart.y_label)));
+                          chart.small           ? " small"
+                          : chart.height < kLow ? " low"
+                                                : "",
+                          chart.id, plain(plot.x.low), plain(plot.x.high), fmt::format("{:.9g}", plot.y.low),
+                          fmt::format("{:.9g}", plot.y.high), chart.log_y ? 1 : 0, plot.left, plot.top,
+                          plot.width, plot.height, escape(chart.x_label), escape(chart.y_label)));
   svg += fmt::format(
       "<defs><clipPath id=\"{}-clip\"><rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" "
       "height=\"{:.1f}\"/></clipPath></defs>\n",

@@ -51,15 +51,16 @@ std::string lead_part(const PageData& data) {
                                "scope=\"col\">rule</th><th scope=\"col\">alarm in</th></tr></thead>"
                                "<tbody>\n{}</tbody></table></div></details>\n",
                                meanings),
-      fmt::format("<p>{}</p><p>{}</p>",
-                  data.loss_moved ? fmt::format("The loss moved at step {}.", count(*data.loss_moved))
-                                  : "The loss has not moved yet, or has no healthy twin to move from.",
-                  healthy > 0
-                      ? fmt::format("Each raises its alarm at the lowest level that none of the {} healthy "
-                                    "run{} of this page comes to.",
-                                    healthy, healthy == 1 ? "" : "s")
-                      : "No healthy run is on this page: levels are those for a run that stands "
-                        "alone, and false alarms are not known."));
+      fmt::format(
+          "<p>{}</p><p>{}</p>",
+          data.loss_moved ? fmt::format("The loss moved at step {}.", count(*data.loss_moved))
+                          : "The loss has not moved yet, or has no healthy twin to move from.",
+          healthy > 0
+              ? fmt::format("Each raises its alarm at the lowest level that {} of this page {} not reach.",
+                            healthy == 1 ? "the healthy run" : fmt::format("the {} healthy runs", healthy),
+                            healthy == 1 ? "does" : "do")
+              : "No healthy run is on this page: levels are those for a run that stands "
+                "alone, and false alarms are not known."));
 }
 
 }  // namespace evenkeel

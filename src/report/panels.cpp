@@ -256,6 +256,7 @@ std::string body_of(const PageData& data) {
                                                                       {"heads", "W_Q"},
                                                                       {"ties", "Ties"},
                                                                       {"leak", "Leak"},
+                                                                      {"probes", "Not recorded"},
                                                                       {"capture", "Inside a head"},
                                                                       {"directions", "Directions"},
                                                                       {"features", "Features"},

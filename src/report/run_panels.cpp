@@ -21,11 +21,13 @@ size_t points_a_head(const RunRecords& run) {
       400);
 }
 
-std::string no_probes(const RunRecords& run) {
+// One section for all panels that need probes, where the run has none. panels: their names.
+std::string no_probes(const RunRecords& run, const std::string& panels) {
   std::string command = "evenkeel train";
   if (run.config) command += " --config " + shell_word(record_path(run.folder, RecordFile::config).string());
-  return missing(fmt::format("{} recorded no full set of probes. They are made by", run.label),
-                 command + " --probe-every 50 --out NEW_RUN");
+  return section("probes", "Not recorded", panels,
+                 missing(fmt::format("{} has no full set of probes. They are made by", run.label),
+                         command + " --probe-every 50 --out NEW_RUN"));
 }
 
 // Side by side, as many as there is room for; few are drawn larger.
@@ -104,13 +106,12 @@ std::string norms_panel(const PageData& data) {
     map.row_height = std::clamp(84.0 / static_cast<double>(map.values.size()), 10.0, 26.0);
     maps += draw(map);
   }
-  const std::string content =
-      maps.empty() ? no_probes(run) : fmt::format("<div class=\"multiples wide\">\n{}</div>\n", maps);
+  if (maps.empty()) return "";
   return section(
       "norms", "Spectral norms over layers and steps",
       fmt::format("The {} of every weight matrix of {}, a row a {}: a layer that drifts lights up alone.",
                   term("spectral norm"), escape(run.label), term("layer")),
-      content);
+      fmt::format("<div class=\"multiples wide\">\n{}</div>\n", maps));
 }
 
 // --- Small multiples: a chart a layer, a curve a head
@@ -148,21 +149,15 @@ std::vector<Chart> by_layer(const PageData& data, const RunRecords& run, const S
 std::string heads_panel(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
   const Series* const series = find_series(run, "norm_q");
-  std::string content;
-  if (series) {
-    std::vector<Chart> charts = by_layer(data, run, *series, "wq", true);
-    const auto range = common_range(charts);
-    for (Chart& chart : charts) {
-      chart.y_range = range;
-      chart.y_label = "spectral norm of W_Q, log axis";
-      chart.description = fmt::format(
-          "Spectral norm of W_Q of each head of {} against steps, on a logarithmic axis common to all "
-          "layers.",
-          chart.title);
-    }
-    content = multiples(std::move(charts), 1056);
-  } else {
-    content = no_probes(run);
+  if (!series) return "";
+  std::vector<Chart> charts = by_layer(data, run, *series, "wq", true);
+  const auto range = common_range(charts);
+  for (Chart& chart : charts) {
+    chart.y_range = range;
+    chart.y_label = "spectral norm of W_Q, log axis";
+    chart.description = fmt::format(
+        "Spectral norm of W_Q of each head of {} against steps, on a logarithmic axis common to all layers.",
+        chart.title);
   }
   return section(
       "heads", "W_Q by head",
@@ -172,7 +167,7 @@ std::string heads_panel(const PageData& data) {
                       ? fmt::format("; <span class=\"c0\">head {} of layer {}</span> is the one to watch",
                                     data.head, data.layer)
                       : ""),
-      content);
+      multiples(std::move(charts), 1056));
 }
 
 // --- Ties
@@ -212,28 +207,23 @@ std::string ties_panel(const PageData& data) {
     losses.y.erase(losses.y.begin(), losses.y.begin() + static_cast<std::ptrdiff_t>(begun));
     loss.lines.push_back(std::move(losses));
   }
-  std::string content;
-  if (ties.lines.empty()) {
-    content = no_probes(data.runs[data.subject]);
-  } else {
-    double low = 0, high = 1;
-    for (const Line& line : ties.lines)
-      if (!line.x.empty()) high = std::max(high, line.x.back());
-    ties.id = "ties-chart", ties.title = "Ties", ties.y_label = "rows with a tie, % (the head that has most)";
-    ties.description =
-        "Share of rows in which another score ties with the largest, of the head that has most, against "
-        "steps; bands are twice the standard error.";
-    ties.zero_y = true, ties.height = 210, ties.x_range = std::pair(low, high);
-    loss.id = "ties-loss", loss.title = "Loss", loss.y_label = "loss, nats a token";
-    loss.description = "The loss of the same runs on the same axis of steps.";
-    loss.height = 190, loss.x_range = std::pair(low, high);
-    content = draw(ties) + draw(loss);
-  }
+  if (ties.lines.empty()) return "";
+  double low = 0, high = 1;
+  for (const Line& line : ties.lines)
+    if (!line.x.empty()) high = std::max(high, line.x.back());
+  ties.id = "ties-chart", ties.title = "Ties", ties.y_label = "rows with a tie, % (the head that has most)";
+  ties.description =
+      "Share of rows in which another score ties with the largest, of the head that has most, against "
+      "steps; bands are twice the standard error.";
+  ties.zero_y = true, ties.height = 210, ties.x_range = std::pair(low, high);
+  loss.id = "ties-loss", loss.title = "Loss", loss.y_label = "loss, nats a token";
+  loss.description = "The loss of the same runs on the same axis of steps.";
+  loss.height = 190, loss.x_range = std::pair(low, high);
   return section(
       "ties", "Ties against loss",
       fmt::format("A {} is what scores of a coarse format end in: does it climb before the {} does?",
                   term("tie"), term("loss")),
-      content);
+      draw(ties) + draw(loss));
 }
 
 // --- The leak
@@ -323,10 +313,11 @@ std::string leak_panel(const PageData& data) {
   const std::string where =
       data.head >= 0 ? fmt::format("layer {} head {}", data.layer, data.head) : "the head of interest";
   const std::string content = charts.drawn(where);
+  if (content.empty()) return "";
   return section(
       "leak", "The sum that should be zero",
       fmt::format("The {} and the {} of {}, in every run.", term("leak"), term("delta error"), where),
-      content.empty() ? no_probes(data.runs[data.subject]) : content,
+      content,
       fmt::format("<p>In exact arithmetic each {} of dS sums to zero. What is left drives the {}, whether it "
                   "has one sign (the curve walks away) or not "
                   "(it wanders).</p><p>Shaded: the {}.</p>",
@@ -402,7 +393,18 @@ std::string offset_panel(const PageData& data) {
 }
 
 std::string run_panels(const PageData& data) {
-  return norms_panel(data) + heads_panel(data) + ties_panel(data) + leak_panel(data);
+  static constexpr std::pair<std::string (*)(const PageData&), const char*> kPanels[] = {
+      {norms_panel, "spectral norms"},
+      {heads_panel, "W_Q by head"},
+      {ties_panel, "ties against loss"},
+      {leak_panel, "the sum that should be zero"}};
+  std::string drawn, absent;
+  for (const auto& [panel, what] : kPanels) {
+    const std::string one = panel(data);
+    drawn += one;
+    if (one.empty()) absent += fmt::format("{}{}", absent.empty() ? "What this page lacks: " : ", ", what);
+  }
+  return drawn + (absent.empty() ? "" : no_probes(data.runs[data.subject], absent + "."));
 }
 
 }  // namespace evenkeel
