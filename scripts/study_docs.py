@@ -498,7 +498,7 @@ class Figures:
         rows = []
         for run in sorted(runs, key=lambda run: (run.plan, run.seed)):
             drift, (value, step), validation = self.study.drift(run), run.largest("offset"), run.validation()
-            rows.append([f"`{run.plan}`" if run.plan else f"PyTorch, {run.in_torch}", str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
+            rows.append([f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}", str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
                          number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), self.end_excess(run),
                          f"{validation[1]:.4f}" if validation else NONE])  # fmt: skip
         return table(["plan", "seed", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "validation loss"], rows)
