@@ -113,6 +113,9 @@ LLAMA_MICRO = (
     ("row sum, 2 bits", "the guard", ("llama_micro-guarded-1",)),
     ("row sum of layer 0 head 1, 1 bit", "none", ("~llama_micro-planted-1",)),
 )
+# The systems of papers (src/attention/precision_plan.h), and what a reader of the papers looks for.
+FORMATS = (("fp8_fa3", "FlashAttention-3, FP8"), ("fp8_deepseek", "DeepSeek-V3's FP8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4 (Attn-QAT)"), ("sage_int8", "SageBwd, INT8"),
+           ("turbo", "TurboAttention, INT8"), ("hifloat8", "HiFloat8"), ("pasa_fp16", "PASA, FP16"))  # fmt: skip
 KERNEL_WORDS = {"flash": "FLASH", "math": "MATH", "cudnn": "cuDNN", "efficient": "EFFICIENT", "evenkeel": "evenkeel with its remedy", "hopper_none": "evenkeel without a remedy"}
 RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
 RESCUE_WORDS = {"zero_sum": "`zero_sum`", "fp32_scores": "`zero_sum`, FP32 scores", "centre_keys": "`centre_keys`, O-bar and O in FP32",
@@ -454,6 +457,17 @@ class Figures:
             if runs := self.match(names):
                 rows.append(self.group_row((site, cure), runs) + [listed([run.final_loss() for run in runs], loss)])
         return table(["rounded", "with", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
+
+    def formats_table(self):
+        """The systems of papers at micro, as published and with the sum kept; losses against FP32 with the same seed, at the same steps."""
+        rows = []
+        for system, words in FORMATS:
+            for remedy in ("none", "zero_sum", "consistent"):
+                runs = self.match([f"~formats-{system}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
+                if runs:
+                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
+                    rows.append(self.group_row((f"{words} (`{system}`)", f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
+        return table(["system", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
 
     def llama_patterns_table(self):
         """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""
