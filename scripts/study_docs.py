@@ -114,7 +114,7 @@ LLAMA_MICRO = (
     ("row sum of layer 0 head 1, 1 bit", "none", ("~llama_micro-planted-1",)),
 )
 # The systems of papers (src/attention/precision_plan.h), and what a reader of the papers looks for.
-FORMATS = (("fp8_fa3", "FlashAttention-3, FP8"), ("fp8_deepseek", "DeepSeek-V3's FP8"), ("mxfp8", "MXFP8"), ("nvfp4", "NVFP4 (Attn-QAT)"), ("sage_int8", "SageBwd, INT8"),
+FORMATS = (("fp8_fa3", "FlashAttention-3, FP8"), ("fp8_deepseek", "DeepSeek-V3's FP8"), ("mxfp8", "MXFP8"), ("nvfp4", "Attn-QAT, NVFP4"), ("sage_int8", "SageBwd, INT8"),
            ("turbo", "TurboAttention, INT8"), ("hifloat8", "HiFloat8"), ("pasa_fp16", "PASA, FP16"))  # fmt: skip
 KERNEL_WORDS = {"flash": "FLASH", "math": "MATH", "cudnn": "cuDNN", "efficient": "EFFICIENT", "evenkeel": "evenkeel with its remedy", "hopper_none": "evenkeel without a remedy"}
 RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
