@@ -44,6 +44,40 @@ std::string as_typed(const std::string& command) {
   return EVENKEEL_PROGRAM + command.substr(8);
 }
 
+// A remedy that brings the symptom's head within the limit and leaves another head beyond it does not heal: the words say why.
+TEST(Judge, names_the_head_that_keeps_a_remedy_from_healing) {
+  const auto trial = [](double first, double second) {
+    Trial t;
+    t.health.head_offset = {first, second};
+    t.health.offset = std::max(first, second);
+    t.health.residual_share = t.health.residual_bias = {0, 0};
+    return t;
+  };
+  const Trial recorded = trial(12420, 30), control = trial(40, 30), remedy = trial(42, 89);
+  Evidence e;
+  e.symptom.kind = Symptom::Kind::offset;
+  e.symptom.layer = e.symptom.head = e.symptom.index = 0;
+  e.recorded = e.placebo = e.alone_guilty = &recorded;
+  e.control = e.control_placebo = e.cured = &control;
+  e.zero_sum = &remedy;
+  e.measure = Evidence::Measure::offset;
+  e.limit = {81, 10, true};
+  e.guilty = {0}, e.sites = {Site::row_sum};
+  RunConfig config;
+  config.model.heads = 2;
+  std::string chain;
+  for (const std::string& link : judge(e, "run", config).evidence) chain += link + "\n";
+  EXPECT_NE(
+      chain.find("offset 42 (as recorded 12420, control in FP32 40, limit 81; another head has 89): does "
+                 "not heal"),
+      std::string::npos)
+      << chain;
+  EXPECT_NE(chain.find("offset 40 (as recorded 12420, control in FP32 40, limit 81): heals"),
+            std::string::npos)
+      << chain;
+  EXPECT_NE(chain.find("as recorded: offset 12420,"), std::string::npos) << chain;  // no exponent
+}
+
 TEST(SmallestCure, finds_one_a_pair_and_all) {
   const std::vector<int64_t> units = {5, 0, 7, 3, 1, 2, 6, 4};
   const std::vector<std::set<int64_t>> planted = {{5},    {4},       {0, 6},

@@ -201,9 +201,10 @@ TEST_F(RanksCli, a_request_to_stop_at_one_rank_saves_and_ends_all) {
     kill(ranks[asked].pid(), asked == 0 ? SIGINT : SIGTERM);
     expect_codes(ranks, 0);
     const int64_t step = find_checkpoints(folder / run / "checkpoints").back().step;
-    EXPECT_NE(ranks[0].out().find(fmt::format("stopped after step {}; go on with: evenkeel train --resume {}",
-                                              step, (folder / run).string())),
-              std::string::npos)
+    EXPECT_NE(
+        ranks[0].out().find(fmt::format("stopped after step {}; continue with: evenkeel train --resume {}",
+                                        step, (folder / run).string())),
+        std::string::npos)
         << ranks[0].out();
     expect_nothing_half_written(run);
   }

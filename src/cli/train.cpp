@@ -75,7 +75,7 @@ std::string notes() {
 
 void declare(Options& options, TrainCommand& command) {
   options.value("--out", "RUN", "the run's folder, new or empty", command.out);
-  options.value("--resume", "RUN", "go on with a run from its newest checkpoint", command.resume);
+  options.value("--resume", "RUN", "continue a run from its newest checkpoint", command.resume);
   options.value("--branch", "RUN@STEP",
                 "a new run from that checkpoint of another, with its settings where no option says otherwise",
                 command.branch);
@@ -283,7 +283,8 @@ void print_end(const std::string& folder, const Trainer& last) {
     fmt::print("{}: {}. The newest checkpoints are in {}/checkpoints.\nnext: {}\n", finding->kind,
                finding->words, folder, isolate_command(folder));
   else if (!last.done())
-    fmt::print("stopped after step {}; go on with: evenkeel train --resume {}\n", last.next_step(), folder);
+    fmt::print("stopped after step {}; continue with: evenkeel train --resume {}\n", last.next_step(),
+               folder);
   else
     fmt::print("done: {} steps in {}\n", last.next_step(), folder);
 }

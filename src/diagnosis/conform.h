@@ -48,8 +48,8 @@ struct ConformInputs {
 
 inline constexpr float kKeyConstant = 0.5f;
 
-// A kernel under test: writes out.{o, dq, dk, dv} for the config, every element of them in every call; lse or nothing of it
-// (with a keel: lse too); and delta, residual, residual_floor unless they are read off dQ (conform's constant_feature).
+// A kernel under test. Every call writes every element of out.{o, dq, dk, dv}, and all of lse or nothing of it (with a keel:
+// all of it). It also writes delta, residual and residual_floor, unless they are read off dQ (conform's constant_feature).
 using ConformKernel = std::function<void(const AttentionProblem&, const AttentionInputs&,
                                          View<const float> grad_output, AttentionBuffers&)>;
 

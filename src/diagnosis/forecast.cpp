@@ -226,9 +226,8 @@ std::string in_words(const HeadForecast& head) {
           : fmt::format(", {:+.2g} ({:+.2g} to {:+.2g}) e-foldings in 1,000 steps", 1000 * head.growth,
                         1000 * (head.growth - kForecastSureness * head.growth_error),
                         1000 * (head.growth + kForecastSureness * head.growth_error));
-  const std::string offset = std::isnan(head.offset) ? ""
-                             : head.offset < 1000    ? fmt::format("offset {:.3g}{}", head.offset, growth)
-                                                     : fmt::format("offset {:.0f}{}", head.offset, growth);
+  const std::string offset =
+      std::isnan(head.offset) ? "" : fmt::format("offset {}{}", offset_text(head.offset), growth);
   switch (head.outlook) {
     case Outlook::too_short:
       return "too few records to say";

@@ -47,6 +47,10 @@ std::string in_words(const DriftLimit& l) {
   return fmt::format("limit {:.0f}: twice the largest head of the FP32 control", l.limit);
 }
 
+std::string offset_text(double offset) {
+  return offset >= 1e3 && offset < 1e6 ? fmt::format("{:.0f}", offset) : fmt::format("{:.3g}", offset);
+}
+
 double mend_limit(const std::vector<double>& of_heads) {
   return std::max(limit_from_run(of_heads).limit / 2, kLowestDriftLimit);
 }

@@ -34,6 +34,8 @@ DriftLimit limit_from_run(const std::vector<double>& of_heads);
 DriftLimit limit_from_control(const std::vector<double>& of_heads);
 // "limit 160: 8 times 20, the median head of the FP32 control"
 std::string in_words(const DriftLimit& limit);
+// An offset for a reader: three digits, all of them from 1,000 to a million ("8.35", "739", "10257").
+std::string offset_text(double offset);
 
 // Where the guard acts: half way to the limit, so that it acts before a head has drifted; never below
 // kLowestDriftLimit. Of offsets or, in the guard, of log-sum-exps.

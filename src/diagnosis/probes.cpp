@@ -9,6 +9,7 @@
 #include "base/sizes.h"
 #include "base/threads.h"
 #include "diagnosis/double_kernels.h"
+#include "diagnosis/health.h"
 #include "records/schema.h"
 
 namespace evenkeel {
@@ -510,8 +511,8 @@ std::string in_words(const HeadProbe& p, const std::string& name) {
                        p.nonfinite);
   // What FP32 leaves by itself is some 1e-6 of delta; BF16's one rounding of O some 1e-3.
   constexpr double kLeak = 1e-4, kDrifted = 100;
-  const std::string common = fmt::format("the offset is {:.3g} (the scores of a row spread by {:.3g})",
-                                         p.largest_row_mean, p.row_spread);
+  const std::string common = fmt::format("the offset is {} (the scores of a row spread by {})",
+                                         offset_text(p.largest_row_mean), offset_text(p.row_spread));
   if (p.residual_share < kLeak)
     return fmt::format(
         "{}: no leak: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,

@@ -270,16 +270,20 @@ std::string sites_in_words(const std::vector<Site>& sites) {
 }
 
 std::string figures(const Trial& t) {
-  return fmt::format("offset {:.3g}, log-sum-exp {:.3g}, loss {:.4f}, gradient norm {:.3g}", t.health.offset,
-                     t.health.lse, t.health.loss, t.health.gradient_norm);
+  return fmt::format("offset {}, log-sum-exp {}, loss {:.4f}, gradient norm {:.3g}",
+                     offset_text(t.health.offset), offset_text(t.health.lse), t.health.loss,
+                     t.health.gradient_norm);
 }
 
 // What a replay gave, beside the recorded course and the control: "offset 201 (as recorded 950, control 171, limit 342)".
 std::string compared(const Evidence& e, const Trial& t) {
-  if (e.measure == Evidence::Measure::offset)
-    return fmt::format("offset {:.0f} (as recorded {:.0f}, control in FP32 {:.0f}, limit {:.0f})",
-                       std::exp(e.outcome(t)), std::exp(e.outcome(*e.recorded)),
-                       std::exp(e.outcome(*e.control)), e.limit.limit);
+  if (e.measure == Evidence::Measure::offset) {
+    const double offset = std::exp(e.outcome(t)), limit = e.limit.limit;
+    const bool drifts_elsewhere = offset <= limit && t.health.offset > limit;
+    return fmt::format("offset {:.0f} (as recorded {:.0f}, control in FP32 {:.0f}, limit {:.0f}{})", offset,
+                       std::exp(e.outcome(*e.recorded)), std::exp(e.outcome(*e.control)), limit,
+                       drifts_elsewhere ? fmt::format("; another head has {:.0f}", t.health.offset) : "");
+  }
   return fmt::format("loss {:.4f} (as recorded {:.4f}, control in FP32 {:.4f})", t.health.loss,
                      e.recorded->health.loss, e.control->health.loss);
 }
@@ -291,8 +295,8 @@ void add_control(const Evidence& e, const RunConfig& config, std::vector<std::st
   if (e.symptom.kind == Symptom::Kind::offset) {
     const auto n = static_cast<size_t>(e.symptom.layer * config.model.heads + e.symptom.head);
     if (n < e.recorded->health.head_offset.size())
-      chain.back() += fmt::format("; layer {} head {}, where the symptom is: offset {:.3g}", e.symptom.layer,
-                                  e.symptom.head, e.recorded->health.head_offset[n]);
+      chain.back() += fmt::format("; layer {} head {}, where the symptom is: offset {}", e.symptom.layer,
+                                  e.symptom.head, offset_text(e.recorded->health.head_offset[n]));
   }
   if (e.control)
     chain.push_back(fmt::format("control, all in FP32 on the same batches: {}; {}", figures(*e.control),
@@ -376,7 +380,7 @@ std::string words_of_rounding(const Evidence& e, Cause cause, const std::string&
 std::string placebos_in_words(const Evidence& e) {
   const bool by_offset = e.measure == Evidence::Measure::offset;
   const auto figure = [&](const Trial* t) {
-    return by_offset ? fmt::format("{:.3g}", std::exp(e.outcome(*t))) : fmt::format("{:.4f}", e.outcome(*t));
+    return by_offset ? offset_text(std::exp(e.outcome(*t))) : fmt::format("{:.4f}", e.outcome(*t));
   };
   std::vector<std::string> figures = {figure(e.placebo)};
   for (const Trial* trial : e.more_placebos) figures.push_back(figure(trial));

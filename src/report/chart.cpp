@@ -359,7 +359,7 @@ std::string draw(const Chart& chart) {
       "<defs><clipPath id=\"{}-clip\"><rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" "
       "height=\"{:.1f}\"/></clipPath></defs>\n",
       chart.id, plot.left, plot.top - 3, plot.width + 2, plot.height + 3);
-  svg += axes_of(chart, *layout) + rules_of(chart, *layout) + curves_of(chart, *layout) +
+  svg += axes_of(chart, *layout) + curves_of(chart, *layout) + rules_of(chart, *layout) +
          ends_of(chart, *layout) + lanes_of(chart, *layout) + "</svg>\n";
   return fmt::format("<figure class=\"drawing{}\">{}<div class=\"scroll\">{}</div>{}</figure>\n",
                      chart.small ? " small" : "", legend_of(chart, *layout), svg,

@@ -43,6 +43,8 @@ std::string lead_part(const PageData& data) {
                             l.head >= 0 ? fmt::format("layer {} head {}", l.layer, l.head) : "the whole run");
   }
   const int64_t healthy = data.leads[0].healthy;
+  const bool some_false =
+      std::ranges::any_of(data.leads, [](const LeadTime& l) { return l.false_alarms > 0; });
   return section(
       "lead", "Lead time of each indicator", lead,
       draw(plot) + fmt::format("<details class=\"data\"><summary>What each of them is</summary><div "
@@ -58,7 +60,10 @@ std::string lead_part(const PageData& data) {
           healthy > 0
               ? fmt::format("Each raises its alarm at the lowest level that {} of this page {} not reach.",
                             healthy == 1 ? "the healthy run" : fmt::format("the {} healthy runs", healthy),
-                            healthy == 1 ? "does" : "do")
+                            healthy == 1 ? "does" : "do") +
+                    (some_false
+                         ? " A false alarm is one of a healthy run, by the level of the other healthy runs."
+                         : "")
               : "No healthy run is on this page: levels are those for a run that stands "
                 "alone, and false alarms are not known."));
 }

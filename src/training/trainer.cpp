@@ -75,7 +75,7 @@ std::unique_ptr<Trainer> Trainer::start(const fs::path& folder, const RunConfig&
   std::error_code error;
   require_data(
       !ranks->first() || !fs::exists(folder, error) || fs::is_empty(folder, error),
-      "{}: expected a new or an empty folder for the run, found files in it; --resume goes on with a run",
+      "{}: expected a new or an empty folder for the run, found files in it; --resume continues a run",
       folder.string());
   take_device(ranks->launch());
   BackendChoice choice = choose_backend(config.backend, cuda_device());
