@@ -123,6 +123,39 @@ TEST(Ampere, less_shared_memory) {
   }
 }
 
+// Tiles of 256 features, whose products end with the head: both sizes of tiles, every instance.
+const Case kCausal256{{1, 2, 1, 70, 100, 256}, {.causal = true, .scale = 0.0625f}, "causal_256"},
+    kFull192{{1, 1, 1, 70, 90, 192}, {.scale = 0.0625f}, "full_192"},
+    kWindow136{
+        {1, 1, 1, 70, 130, 136}, {.window_left = 30, .window_right = 10, .scale = 0.125f}, "window_136"},
+    kSoftcap200{{1, 1, 1, 40, 70, 200}, {.causal = true, .softcap = 3, .scale = 0.125f}, "softcap_200"},
+    kRagged160{{3, 2, 1, 70, 70, 160}, {.causal = true, .ragged = true, .scale = 0.125f}, "ragged_160"};
+
+TEST(Ampere, heads_above_128) {
+  for (const Case* c : {&kCausal256, &kFull192, &kWindow136, &kSoftcap200})
+    for (bool small : {false, true})
+      for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
+        if (cases::kSanitized && (c != &kWindow136 || !small)) continue;
+        const Problem p = make_problem(*c);
+        PrecisionPlan plan = plan_of(stabiliser);
+        plan.keel = 1e-2f;
+        expect_in_bounds(p.with(plan), p, std::string(c->name) + ", " + stabiliser + (small ? ", small" : ""),
+                         {.small = small});
+      }
+}
+
+TEST(Ampere, heads_above_128_with_the_other_stabilisers_in_fp16_and_packed) {
+  const Problem ragged = make_problem(kRagged160), halves = in_fp16(make_problem(kSoftcap200));
+  for (bool small : {false, true}) {
+    for (const char* stabiliser : {"none", "paper_capped", "dither"})
+      expect_in_bounds(ragged.with(plan_of(stabiliser)), ragged, stabiliser,
+                       {.sequences = true, .small = small});
+    expect_in_bounds(halves.with(plan_of("wide_output", TensorType::fp16)), halves, "fp16",
+                     {.type = TensorType::fp16, .small = small});
+    if (cases::kSanitized) return;
+  }
+}
+
 TEST(Ampere, sequences_without_padding) {
   for (const char* stabiliser : {"wide_output", "zero_sum"}) {
     const Problem p = make_problem(kRagged);
@@ -199,19 +232,22 @@ TEST(Ampere, slopes_sinks_and_the_gradient_of_the_log_sum) {
 
 // Warps in either order, blocks one by one or many at once and waiting for each other.
 TEST(Ampere, the_same_bits_in_any_order) {
-  for (const Case* c : {&kCausal64, &kFull96, &kWindowCausal}) {
-    if (cases::kSanitized && c != &kFull96) continue;
-    const Problem p = make_problem(*c);
+  const auto expect_same_bits = [](const Case& c, bool small) {
+    const Problem p = make_problem(c);
     const AttentionProblem config = p.with(plan_of("zero_sum"));
-    const AttentionBuffers first = emulated::run(config, p);
-    for (const How& how :
-         {How{.order = Order::descending}, How{.order = Order::descending, .blocks_at_once = 7}}) {
+    const AttentionBuffers first = emulated::run(config, p, {.small = small});
+    for (const How& how : {How{.order = Order::descending, .small = small},
+                           How{.order = Order::descending, .blocks_at_once = 7, .small = small}}) {
       const AttentionBuffers again = emulated::run(config, p, how);
       for (auto member : {&AttentionBuffers::o, &AttentionBuffers::lse, &AttentionBuffers::delta,
                           &AttentionBuffers::dq, &AttentionBuffers::dk, &AttentionBuffers::dv})
-        EXPECT_EQ((first.*member).values(), (again.*member).values()) << c->name;
+        EXPECT_EQ((first.*member).values(), (again.*member).values()) << c.name;
     }
-  }
+  };
+  expect_same_bits(kFull96, false);
+  if (cases::kSanitized) return;
+  for (const Case* c : {&kCausal64, &kWindowCausal, &kCausal256}) expect_same_bits(*c, false);
+  expect_same_bits(kCausal256, true);
 }
 
 // The mean error of delta over rows, as a part of delta.

@@ -63,6 +63,19 @@ TEST(KernelChoice, hopper_takes_flash2_with_the_fast_stabilisers) {
   }
 }
 
+TEST(KernelChoice, larger_heads_run_in_the_ampere_class) {
+  for (int64_t D : {136, 192, 256}) {
+    AttentionProblem p = problem();
+    p.D = D;
+    const KernelChoice choice = choose_kernel(p, kHopper);
+    EXPECT_EQ(choice.kernel, "ampere") << D;
+    EXPECT_NE(choice.why.find("the Hopper kernels do not take head size " + std::to_string(D)),
+              std::string::npos)
+        << choice.why;
+    EXPECT_EQ(choose_kernel(p, device(8, 6)).kernel, "ampere") << D;
+  }
+}
+
 TEST(KernelChoice, the_wide_output_is_16_bits_and_said_so) {
   for (const char* plan : {"flash2,stabiliser=wide_output", "flash2,stabiliser=consistent",
                            "flash2,stabiliser=consistent,output_for_delta=fp32",
@@ -253,7 +266,11 @@ TEST(KernelChoice, nobody_takes_what_is_beyond_every_limit) {
     change(p);
     expect_refused(word, [&] { choose_kernel(p, kHopper); });
   };
-  refuse("head size 136 (any up to 128 is taken)", [](auto& p) { p.D = 136; });
+  refuse("head size 264 (a multiple of 8 up to 256 is taken)", [](auto& p) { p.D = 264; });
+  refuse("head size 136 (any up to 128 is taken)", [](auto& p) {
+    p.D = 136;
+    p.plans = {parse_plan("bf16_all")};
+  });
   refuse("head size 129", [](auto& p) { p.D = 129; });
   refuse("fp64 tensors (bf16, fp32 are taken)", [](auto& p) {
     p.type = TensorType::fp64;

@@ -11,7 +11,8 @@ DEFAULT_PLANS = {torch.bfloat16: "flash2,stabiliser=wide_output", torch.float16:
                  torch.float32: "fp32", torch.float64: "fp32"}
 DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32),
           "cpu": (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
-LARGEST_HEADS = _library.largest_heads()  # asked once, here: code that torch compiles cannot ask the library
+# Asked once, here: code that torch compiles cannot ask the library.
+LARGEST_HEADS, COMMON_HEADS = _library.largest_heads(), _library.largest_heads(of=min)
 
 
 def whole_plan(dtype, plan, stabiliser):
@@ -44,9 +45,9 @@ def under_autocast(*tensors):
     return tuple(t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16, torch.float32) else t for t in tensors)
 
 
-def unsuited(q, k, v):
-    """What is wrong with q, k and v: the exception's type and words; None where nothing is. Not an exception itself: its
-    words could not be read in code that torch compiles."""
+def unsuited(q, k, v, plan=None, stabiliser=None):
+    """What is wrong with q, k and v, or why no kernels take them with this plan (whole_plan): the exception's type and words;
+    None where nothing is. Not an exception itself: its words could not be read in code that torch compiles."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             return TypeError, f"expected {name} to be a tensor, found {type(t).__name__}"
@@ -80,23 +81,28 @@ def unsuited(q, k, v):
     if device != "cuda":
         return None
     why = unsuited_gpu(q.device.index or 0)
-    if why is None and q.dtype == torch.float16:
-        refused = refusal(q.device.index or 0, "float16", int(D), DEFAULT_PLANS[q.dtype], False, False)
+    # FP16 and larger heads are for some kernels alone, which do not take every plan.
+    if why is None and (q.dtype == torch.float16 or D > COMMON_HEADS.get(device, D)):
+        refused = refusal(q.device.index or 0, dtype_name(q), int(H), int(D), whole_plan(q.dtype, plan, stabiliser), False, False)
         why = (ValueError, refused) if refused else None
     return why
 
 
+def dtype_name(t):
+    return str(t.dtype).replace("torch.", "")
+
+
 @_coverage.at_compilation
-def refusal(gpu, dtype, D, plan, slopes, sinks):
+def refusal(gpu, dtype, H, D, plan, slopes, sinks):
     """Why no kernels take such calls; "" where some do. gpu: its number, or -1 for the CPU; dtype: its name."""
-    return _asked_refusal(gpu, dtype, D, plan, slopes, sinks)
+    return _asked_refusal(gpu, dtype, H, D, plan, slopes, sinks)
 
 
 @functools.lru_cache(maxsize=1024)
-def _asked_refusal(gpu, dtype, D, plan, slopes, sinks):
+def _asked_refusal(gpu, dtype, H, D, plan, slopes, sinks):
     device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
     for text in _ops.plans_of(plan):
-        kernel, why = _kernel_of(device, getattr(torch, dtype), (1, 1, 1, 1, 1, D), _ops.Forms(slopes=slopes, sinks=sinks),
+        kernel, why = _kernel_of(device, getattr(torch, dtype), (1, H, H, 1, 1, D), _ops.Forms(slopes=slopes, sinks=sinks),
                                  (text, False, 0.0, 0.0, -1, -1, 0, 0))
         if kernel == "refused":
             return why.replace(f"{_ops.NAME}: ", "", 1)
@@ -106,7 +112,7 @@ def _asked_refusal(gpu, dtype, D, plan, slopes, sinks):
 def taken_by_a_kernel(q, v, plan, slopes=False, sinks=False):
     """Whether some kernels take such calls with slopes by distance, with sinks."""
     gpu = q.device.index or 0 if q.device.type == "cuda" else -1
-    return not refusal(gpu, str(q.dtype).replace("torch.", ""), int(max(q.shape[3], v.shape[3])), plan, slopes, sinks)
+    return not refusal(gpu, dtype_name(q), int(q.shape[1]), int(max(q.shape[3], v.shape[3])), plan, slopes, sinks)
 
 
 @_coverage.at_compilation
@@ -211,7 +217,7 @@ def listed(door, q, k, forms, options):
         *before, _, layer = options
         kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k), forms,
                                  (_ops.plans_of(before[0])[0], *before[1:], 0, layer))
-    _coverage.note(door, _coverage.shape_text(q), str(q.dtype).replace("torch.", ""), kernel, options[0], why)
+    _coverage.note(door, _coverage.shape_text(q), dtype_name(q), kernel, options[0], why)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,7 +265,7 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
     wrap = lambda o: o
     if all(isinstance(t, torch.Tensor) for t in (q, k, v)):
         (q, k, v), wrap = local_tensors(function, *under_autocast(q, k, v))
-    require(unsuited(q, k, v), function)
+    require(unsuited(q, k, v, plan, stabiliser), function)
     if visible is not None:
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         require(unsuited_mask(visible, shape, q.device), function)
@@ -306,7 +312,7 @@ def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, caus
     require(next(((TypeError, f"expected {name} to be a tensor, found {type(t).__name__}") for name, t in zip("qkv", (q, k, v))
                   if not isinstance(t, torch.Tensor)), None), function)
     q, k, v = under_autocast(q, k, v)
-    require(unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v))), function)
+    require(unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v)), plan, stabiliser), function)
     check_starts(q, k, starts_q, starts_k, function)
     plan = whole_plan(q.dtype, plan, stabiliser)
     features = v.shape[2]

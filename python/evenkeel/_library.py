@@ -154,15 +154,15 @@ def kernel_families():
         families.append(family)
 
 
-def largest_heads():
-    """The largest head size that some family takes, by device type. A device that takes any is not in it; without a
-    library nothing is: the first call says that it is missing."""
+def largest_heads(of=max):
+    """The largest head size that some family takes (of=min: every family), by device type. A device that takes any is not in
+    it; without a library nothing is: the first call says that it is missing."""
     try:
         families = kernel_families()
     except EvenkeelError:
         return {}
     sizes = {name: [f.largest_head for f in families if f.device == device] for name, device in (("cpu", CPU), ("cuda", CUDA))}
-    return {name: max(found) for name, found in sizes.items() if 0 not in found}
+    return {name: of(found) for name, found in sizes.items() if 0 not in found}
 
 
 def library_version():

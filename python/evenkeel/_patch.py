@@ -44,12 +44,12 @@ def fall_back(why, original, strict, *arguments, **options):
     return original(*arguments, **options)
 
 
-def _reason(query, key, value, attn_mask, dropout_p, is_causal, more):
+def _reason(query, key, value, attn_mask, dropout_p, is_causal, more, plan, stabiliser):
     if more:
         return TypeError, f"expected no other keywords, found {', '.join(sorted(more))}"
     if dropout_p > 0:
         return ValueError, f"expected dropout_p of 0, found {dropout_p}"
-    why = unsuited(query, key, value)
+    why = unsuited(query, key, value, plan, stabiliser)
     if why is None and attn_mask is not None:
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         why = unsuited_mask(attn_mask, shape, query.device)
@@ -69,7 +69,7 @@ def _routed(original, plan, stabiliser, strict):
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             if attn_mask is not None and attn_mask.dim() == 3:
                 attn_mask = attn_mask.unsqueeze(1)
-        why = _reason(query, key, value, attn_mask, dropout_p, is_causal, more)
+        why = _reason(query, key, value, attn_mask, dropout_p, is_causal, more, plan, stabiliser)
         if why is None and scale == 0:
             why = ValueError, "expected a scale other than 0, found 0"
         if why is None and key.shape[1] != query.shape[1] and not enable_gqa:
@@ -118,7 +118,7 @@ def _routed_varlen(original, plan, stabiliser, strict):
             why = TypeError, f"expected no other arguments, found {', '.join(sorted(asked)) or positional}"
         else:
             q, k, v = under_autocast(query, key, value)
-            why = unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v)))
+            why = unsuited(*(t.transpose(0, 1).unsqueeze(0) if t.dim() == 3 else t for t in (q, k, v)), plan, stabiliser)
         if why is not None:
             _coverage.not_taken("varlen_attn", why, strict, query)
             given = {**more, **({} if scale is None else {"scale": scale}),

@@ -36,7 +36,7 @@ def _not_taken(q, k, v, dropout_p, alibi_slopes, scale, softcap, plan, stabilise
         return ValueError, f"expected dropout_p of 0, found {dropout_p}"
     if scale == 0:
         return ValueError, "expected a scale other than 0, found 0"
-    why = unsuited(q, k, v)
+    why = unsuited(q, k, v, plan, stabiliser)
     if why is not None or alibi_slopes is None:
         return why
     if alibi_slopes.dim() != 1 or softcap:

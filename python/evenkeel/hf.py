@@ -73,7 +73,7 @@ def _forward(plan, stabiliser, strict):
         causal = bool(is_causal) and (T > 1 or packing[0] is not None) and mask is None
         window = (int(sliding_window) - 1, -1) if sliding_window and mask is None and causal and N > sliding_window else (-1, -1)
         q, k, v = under_autocast(query, key, value)
-        why = unsuited(q, k, v)
+        why = unsuited(q, k, v, plan, stabiliser)
         if why is None and mask is not None:
             why = unsuited_mask(mask, (q.shape[0], q.shape[1], T, N), q.device)
         if why is None and dropout > 0:

@@ -207,11 +207,11 @@ constexpr KernelFamily kFamilies[] = {
      hopper_fp8_prepare,
      hopper_fp8_forward,
      hopper_fp8_backward},
-    // hopper's plans and forms by mma.sync.
+    // hopper's plans and forms by mma.sync, and larger heads: tiles have 64, 128 or 256 features.
     {"ampere",
      "the Ampere-class kernels",
      /*on_gpu=*/true,
-     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8,
+     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), /*largest_head=*/256, /*head_step=*/8,
       kGpuAlignment},
      any_plan_device_not_taken,
      fused_plan_not_taken,

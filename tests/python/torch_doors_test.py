@@ -173,6 +173,27 @@ class Forms(DoorCase):
                          sites + ",keel=1; head 1: output=fp32")
         self.assertEqual(_ops.in_format("flash2", BF16), "flash2")
 
+    def test_larger_heads_are_asked_for_with_their_plan(self):
+        """On a GPU, which need not be here: tensors that say so."""
+
+        class OnGpu(torch.Tensor):
+            device = property(lambda self: torch.device("cuda", 0))
+
+        asked = []
+        refuse = lambda *call: asked.append(call) or ("no" if "float32" in call or "bf16_all" in call else "")
+        with unittest.mock.patch.object(_attention, "refusal", refuse), \
+                unittest.mock.patch.object(_attention, "unsuited_gpu", lambda _: None):
+            made = lambda D, D_v, dtype=BF16: [torch.zeros(1, 2, 4, d, dtype=dtype).as_subclass(OnGpu) for d in (D, D, D_v)]
+            self.assertIsNone(_attention.unsuited(*made(128, 64)))
+            self.assertEqual(asked, [])  # every family takes these
+            for D, D_v in ((192, 128), (256, 256), (64, 136)):
+                self.assertIsNone(_attention.unsuited(*made(D, D_v), stabiliser="zero_sum"))
+                self.assertEqual(asked[-1], (0, "bfloat16", 2, max(D, D_v), "flash2,stabiliser=zero_sum", False, False))
+            self.assertEqual(_attention.unsuited(*made(192, 192, torch.float32)), (ValueError, "no"))
+            self.assertEqual(_attention.unsuited(*made(192, 192), "bf16_all"), (ValueError, "no"))
+            kind, words = _attention.unsuited(*made(264, 128))
+            self.assertIn("from 1 to 256", words)
+
     def test_a_recording_has_calls_as_captures_know_them(self):
         q, k, v = drawn(*[(1, 2, 6, 8)] * 3)
         recording = _recording.Recording(torch.nn.Linear(1, 1))

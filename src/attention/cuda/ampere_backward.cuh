@@ -5,21 +5,20 @@
 // see these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that
 // P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K.
 //
-// A warp owns 32 keys and 64 features of dK and dV. With head size 128 two warps share their keys: each finds the scores of
-// half of the rows, uses them itself, and takes the other half's P^T and dS^T from shared memory. So no score is found twice,
-// and a matrix of Q or dO that is loaded serves two products.
+// A warp owns 32 keys and 64 features of dK and dV. With head size 128 two warps share their keys (four with 256): each finds
+// the scores of its share of the rows, uses them itself, and takes the others' P^T and dS^T from shared memory. So no score is
+// found twice, and a matrix of Q or dO that is loaded serves two products.
 //
 // dQ's parts from different key tiles are added in device memory in FP32, in one order, the last key tile first: the same
 // bits every time. Items are taken in that order from a counter, so a block only ever waits for blocks that run. A warp's
-// part of dQ is 32 rows x 32 features; whoever comes last adds its own, scales, rounds and writes.
+// part of dQ is 32 rows x 32 features (64 with head size 256); whoever comes last adds its own, scales, rounds and writes.
 #pragma once
 
 #include "attention/cuda/ampere_problem.cuh"
 
 namespace evenkeel::ampere {
 
-// Registers of a thread: dK and dV take 128, scores and dP kKeyBlocks kSub. kSmall: for multiprocessors with 100 KB of shared
-// memory (sm_86, 89, 120).
+// Registers of a thread: dK and dV take 128, scores and dP kKeyBlocks kSub. kSmall: for less shared memory.
 template <int kHead, bool kSmall>
 struct BackwardTiles {
   static_assert(kHead == 64 || kHead == 128);
@@ -29,11 +28,25 @@ struct BackwardTiles {
   static constexpr int kRows = kHead == 128 && kSmall ? 32 : 64;
   static constexpr int kSub = kHead == 128 && kSmall ? 16 : 32;  // rows of scores that a warp finds at a time
   static constexpr int kBlocksAtOnce = kHead == 64 ? 2 : 1;
-  // Warps that share their keys.
-  static constexpr int kParts = kHead / kFeatures;
+  static constexpr int kStages = 2;                 // tiles of rows that are on their way or in use
+  static constexpr int kPartFeatures = 32;          // a warp's, of dQ
+  static constexpr int kParts = kHead / kFeatures;  // warps that share their keys
   static constexpr int kKeys = kWarps / kParts * kKeyBlocks * 16;
 };
-inline constexpr size_t kSmallSharedBytes = 99 << 10;
+// 64 keys x 64 rows in 210 KB, or 32 x 32 in 69 KB: two stages more of it would be 1 KB too many.
+template <bool kSmall>
+struct BackwardTiles<256, kSmall> {
+  static constexpr int kWarps = kSmall ? 4 : 8;
+  static constexpr int kKeyBlocks = kSmall ? 1 : 2;
+  static constexpr int kFeatures = kSmall ? 128 : 64;
+  static constexpr int kRows = kSmall ? 32 : 64;
+  static constexpr int kSub = 16;
+  static constexpr int kBlocksAtOnce = kSmall ? 2 : 1;
+  static constexpr int kStages = kSmall ? 1 : 2;
+  static constexpr int kPartFeatures = 64;
+  static constexpr int kParts = 256 / kFeatures;
+  static constexpr int kKeys = kWarps / kParts * kKeyBlocks * 16;
+};
 
 template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles = BackwardTiles<kHead, kSmall>>
 struct Backward {
@@ -41,16 +54,18 @@ struct Backward {
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads;
   static constexpr int kKeyBlocks = Tiles::kKeyBlocks, kKeys = Tiles::kKeys, kRows = Tiles::kRows,
                        kSub = Tiles::kSub, kFeatures = Tiles::kFeatures, kParts = Tiles::kParts,
-                       kBlocksAtOnce = Tiles::kBlocksAtOnce;
+                       kBlocksAtOnce = Tiles::kBlocksAtOnce, kStages = Tiles::kStages,
+                       kPartFeatures = Tiles::kPartFeatures;
   static constexpr int kWarpKeys = kKeyBlocks * 16, kWarpRows = kRows / kParts;  // of a warp's scores
-  static_assert(kWarpRows % kSub == 0 && (kParts == 1 || (kParts == 2 && kSub == kWarpRows)));
-  static constexpr int kRowParts = kRows / 32;  // of dQ: its warps' parts beside each other are kHead / 32
-  static_assert(kRowParts * (kHead / 32) == kWarps);
-  static constexpr int kPart = 32 * 32;  // numbers of a warp's part of dQ
+  static_assert(kWarpRows % kSub == 0 && (kParts == 1 || kSub == kWarpRows));
+  static constexpr int kRowParts = kRows / 32;  // of dQ
+  static_assert(kRowParts * (kHead / kPartFeatures) == kWarps);
+  static constexpr int kPart = 32 * kPartFeatures;  // numbers of a warp's part of dQ
+  static_assert(kStages == 2 || kParts > 1);
   using Scores = float[kKeyBlocks][kSub / 8][4];
   using Gradient = float[kKeyBlocks][kFeatures / 8][4];
   using Operand = uint32_t[kSub / 16][kKeyBlocks][4];  // Scores, packed: by 16 rows
-  using Part = float[2][4][4];
+  using Part = float[2][kPartFeatures / 8][4];
 
   // The work of this block; in shared memory, as registers are short.
   struct Item {
@@ -60,10 +75,10 @@ struct Backward {
   };
   struct Shared {
     uint16_t k[kKeys * kHead], v[kKeys * kHead];
-    uint16_t q[2][kRows * kHead], grad_output[2][kRows * kHead];
+    uint16_t q[kStages][kRows * kHead], grad_output[kStages][kRows * kHead];
     uint16_t dscores[kKeys * kRows];                  // dS^T
     uint16_t probs[kParts == 1 ? 8 : kKeys * kRows];  // P^T, for the warp that shares the keys
-    float shift[2][kRows], inverse[2][kRows], delta[2][kRows];
+    float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
     Item item;
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
@@ -106,8 +121,8 @@ struct Backward {
     Gradient dk = {}, dv = {};
     const int heads = p.H / p.G, tiles = item.end_row_tile - item.first_row_tile;
     if (tiles > 0) {
-      load_keys(shared_address(shared.k), p.k);
-      load_keys(shared_address(shared.v), p.v);
+      load_keys(shared_address(shared.k), p.k, Side::keys);
+      load_keys(shared_address(shared.v), p.v, Side::values);
       load_rows(item.g * heads, item.first_row_tile, 0);
       int h = item.g * heads, tile = item.first_row_tile;
       for (int step = 0; step < heads * tiles; ++step) {
@@ -115,32 +130,39 @@ struct Backward {
                   next_h = tile + 1 < item.end_row_tile ? h : h + 1;
         wait_for_copies<0>();
         __syncthreads();  // this step's rows are there; everybody is done with the last one's
-        if (step + 1 < heads * tiles) load_rows(next_h, next_tile, (step + 1) % 2);
-        walk(h, tile, step % 2, dk, dv);
+        if constexpr (kStages == 2) {
+          if (step + 1 < heads * tiles) load_rows(next_h, next_tile, (step + 1) % 2);
+          walk(h, tile, step % 2, dk, dv, [] {});
+        } else {
+          walk(h, tile, 0, dk, dv, [&] {
+            if (step + 1 < heads * tiles) load_rows(next_h, next_tile, 0);
+          });
+        }
         h = next_h, tile = next_tile;
       }
       pass_turn();
     }
-    write_gradient(p.dk, dk, p.scale);
-    write_gradient(p.dv, dv, 1.0f);
+    write_gradient(p.dk, dk, p.scale, Side::keys);
+    write_gradient(p.dv, dv, 1.0f, Side::values);
   }
 
-  EK_DEVICE void load_keys(uint32_t to, const Strided& from) {
+  EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
+  EK_DEVICE void load_keys(uint32_t to, const Strided& from, Side side) {
     const Sequence& s = item.band.s;
     load_tile<kHead, kKeys, kThreads>(
         to, own_piece<kHead>(from.at(s.key_batch, item.g, s.first_key + item.key), from.stride[2]),
-        from.stride[2], s.keys - item.key, p.D);
+        from.stride[2], s.keys - item.key, size(side));
   }
   EK_DEVICE void load_rows(int h, int tile, int stage) {
     const Sequence& s = item.band.s;
     const int row = tile * kRows;
-    const auto load = [&](uint32_t to, const Strided& from) {
+    const auto load = [&](uint32_t to, const Strided& from, Side side) {
       load_tile<kHead, kRows, kThreads>(
           to, own_piece<kHead>(from.at(s.query_batch, h, s.first_row + row), from.stride[2]), from.stride[2],
-          s.rows - row, p.D);
+          s.rows - row, size(side));
     };
-    load(shared_address(shared.q[stage]), p.q);
-    load(shared_address(shared.grad_output[stage]), p.grad_output);
+    load(shared_address(shared.q[stage]), p.q, Side::keys);
+    load(shared_address(shared.grad_output[stage]), p.grad_output, Side::values);
     const int64_t at = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + row;
     constexpr int kPieces = kRows / 4;
     if (thread < kPieces)
@@ -158,8 +180,9 @@ struct Backward {
   EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
   EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
 
-  // One tile of rows.
-  EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv) {
+  // One tile of rows. load_next(): with one stage, called as soon as nobody needs these rows.
+  template <class LoadNext>
+  EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv, LoadNext load_next) {
     const uint32_t q = shared_address(shared.q[stage]),
                    grad_output = shared_address(shared.grad_output[stage]);
     if (!kAll && item.band.all_seen(tile * kRows, kRows, item.key, kKeys))
@@ -170,13 +193,24 @@ struct Backward {
     const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
     const int reached = load_relaxed(p.turn + index);  // early: it takes as long as the products
     __syncthreads();                                   // all of dS is there
-    if constexpr (kParts > 1) {
-      const int others = (1 - part()) * kWarpRows;
-      if (item.band.some_seen(tile * kRows + others, kWarpRows, item.key + warp_key(), kWarpKeys)) {
-        accumulate_shared(dv, shared_address(shared.probs), grad_output, others);
-        accumulate_shared(dk, shared_address(shared.dscores), q, others);
+    const auto take_from = [&](int other) {
+      const int rows = other * kWarpRows;
+      if (item.band.some_seen(tile * kRows + rows, kWarpRows, item.key + warp_key(), kWarpKeys)) {
+        accumulate_shared(dv, shared_address(shared.probs), grad_output, rows, Side::values);
+        accumulate_shared(dk, shared_address(shared.dscores), q, rows, Side::keys);
       }
+    };
+    if constexpr (kParts == 2) {
+      take_from(1 - part());
+    } else if constexpr (kParts > 2) {
+#pragma unroll 1
+      for (int n = 1; n < kParts; ++n) take_from((part() + n) % kParts);
     }
+    if constexpr (kStages == 1) {
+      __syncthreads();
+      load_next();
+    }
+    if (kChunked<kHead> && part_feature() >= p.D) return;
     Part part = {};
     multiply_dq(part);
     add_dq(h, tile, index, reached, part);
@@ -196,34 +230,37 @@ struct Backward {
         continue;
       }
       Scores probs, dprobs;
-      multiply(probs, shared_address(shared.k), q, sub);
-      multiply(dprobs, shared_address(shared.v), grad_output, sub);
+      multiply(probs, shared_address(shared.k), q, sub, Side::keys);
+      multiply(dprobs, shared_address(shared.v), grad_output, sub, Side::values);
       if constexpr (kMasked) mask(h, tile * kRows + sub, probs);
       if constexpr (kAll)
         find_probs_of(p.rules_of(h).consistent, stage, sub, probs, left);
       else
         find_probs<kInstance == Instance::consistent, false>(stage, sub, probs, left);
       if constexpr (kParts > 1) share(shared.probs, left, sub);
-      accumulate(dv, left, grad_output, sub);
+      accumulate(dv, left, grad_output, sub, Side::values);
       find_dscores(stage, sub, probs, dprobs, left);
       share(shared.dscores, left, sub);
-      accumulate(dk, left, q, sub);
+      accumulate(dk, left, q, sub, Side::keys);
     }
   }
 
   // c = rows of a key tile (this warp's) times rows [sub, sub + kSub) of a row tile, transposed.
-  EK_DEVICE void multiply(Scores& c, uint32_t keys, uint32_t rows, int sub) {
+  EK_DEVICE void multiply(Scores& c, uint32_t keys, uint32_t rows, int sub, Side side) {
     clear(c);
     const auto own = Piece<kHead>::across(keys, warp_key(), lane);
     const auto others = Piece<kHead>::along(rows, sub, lane);
+    each_chunk<kHead>(size(side), [&](int first_step) {
 #pragma unroll
-    for (int step = 0; step < kHead / 16; ++step) {
-      uint32_t left[kKeyBlocks][4];
+      for (int m = 0; m < kChunk<kHead> / 16; ++m) {
+        const int step = first_step + m;
+        uint32_t left[kKeyBlocks][4];
 #pragma unroll
-      for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], own.at(i, step));
-      multiply_step<Pairs, kSub / 16>(
-          c, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, others.at(n, step)); });
-    }
+        for (int i = 0; i < kKeyBlocks; ++i) load_matrices(left[i], own.at(i, step));
+        multiply_step<Pairs, kSub / 16>(
+            c, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, others.at(n, step)); });
+      }
+    });
   }
 
   // Soft-capped scores become tanh first; what is masked, -inf. `row`: of the first column. Rows behind the end have P = 0 by
@@ -354,7 +391,10 @@ struct Backward {
     return Piece<kHead>::across(rows + static_cast<uint32_t>(part() * kFeatures * 2), row, lane);
   }
   // sum += left (keys x rows [sub, sub + kSub)) times those rows of a row tile.
-  EK_DEVICE void accumulate(Gradient& sum, const Operand& left, uint32_t rows, int sub) {
+  EK_DEVICE void accumulate(Gradient& sum, const Operand& left, uint32_t rows, int sub, Side side) {
+    if constexpr (kChunked<kHead>) {
+      if (is_behind(side)) return;
+    }
     const auto others = own_features(rows, sub);
 #pragma unroll
     for (int step = 0; step < kSub / 16; ++step) accumulate_step(sum, left[step], others, step);
@@ -364,8 +404,13 @@ struct Backward {
     multiply_step<Pairs, kFeatures / 16>(
         sum, left, [&](uint32_t(&right)[4], int n) { load_matrices_transposed(right, others.at(step, n)); });
   }
+  // Do this warp's features lie behind the head's end?
+  EK_DEVICE bool is_behind(Side side) const { return part() * kFeatures >= size(side); }
   // The same with rows [row, row + kWarpRows) that another warp shared.
-  EK_DEVICE void accumulate_shared(Gradient& sum, uint32_t shared_left, uint32_t rows, int row) {
+  EK_DEVICE void accumulate_shared(Gradient& sum, uint32_t shared_left, uint32_t rows, int row, Side side) {
+    if constexpr (kChunked<kHead>) {
+      if (is_behind(side)) return;
+    }
     const auto keys = Piece<kRows>::across(shared_left, warp_key(), lane);
     const auto others = own_features(rows, row);
 #pragma unroll
@@ -379,8 +424,8 @@ struct Backward {
 
   // ------------------------------------------------------------------------------------------------------- dQ
   EK_DEVICE int part_row() const { return warp % kRowParts * 32; }
-  EK_DEVICE int part_feature() const { return warp / kRowParts * 32; }
-  // This warp's 32 rows x 32 features of dS K.
+  EK_DEVICE int part_feature() const { return warp / kRowParts * kPartFeatures; }
+  // This warp's 32 rows x kPartFeatures of dS K.
   EK_DEVICE void multiply_dq(Part& part) {
     // dS^T has the keys as rows: read transposed.
     const Piece<kRows> dscores{
@@ -390,15 +435,15 @@ struct Backward {
                             tile_offset<kHead>(lane & 15, part_feature() / 8 + (lane >> 4))};
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t left[2][4], right[2][4];
+      uint32_t left[2][4], right[kPartFeatures / 16][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) load_matrices_transposed(left[m], dscores.at(step, m));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) load_matrices_transposed(right[n], keys.at(step, n));
+      for (int n = 0; n < kPartFeatures / 16; ++n) load_matrices_transposed(right[n], keys.at(step, n));
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < kPartFeatures / 8; ++n)
           Pairs::multiply_add(part[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
     }
   }
@@ -408,9 +453,9 @@ struct Backward {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int n = 0; n < kPartFeatures / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * 4 + n) * 4 + e);
+        for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * (kPartFeatures / 8) + n) * 4 + e);
   }
   // In its turn: after the parts of all later key tiles that see these rows. `index`: of the part; `reached`: its turn some
   // time ago, read without an order. Nothing below is started before that number is known to be high enough, and sums are
@@ -451,15 +496,18 @@ struct Backward {
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int i = tile_row + part_row() + 16 * m + lane / 4 + 8 * r,
-                  feature = part_feature() + lane % 4 * 8;
-        write_blocks<Pairs>(part[m], r, p.scale,
-                            p.dq.at(item.band.s.query_batch, h, item.band.s.first_row + i) + feature,
-                            i < written && feature < p.D, i < item.band.s.rows);
+        const int i = tile_row + part_row() + 16 * m + lane / 4 + 8 * r;
+#pragma unroll
+        for (int n = 0; n < kPartFeatures / 8; n += 4) {
+          const int feature = part_feature() + lane % 4 * 8 + 8 * n;
+          write_blocks<Pairs>(part[m] + n, r, p.scale,
+                              p.dq.at(item.band.s.query_batch, h, item.band.s.first_row + i) + feature,
+                              i < written && feature < p.D, i < item.band.s.rows);
+        }
       }
   }
 
-  EK_DEVICE void write_gradient(const Strided& to, const Gradient& sum, float scale) {
+  EK_DEVICE void write_gradient(const Strided& to, const Gradient& sum, float scale, Side side) {
     const int written = p.sequences.key_offsets ? item.band.s.keys : p.sequences.N;
 #pragma unroll
     for (int i = 0; i < kKeyBlocks; ++i)
@@ -470,7 +518,7 @@ struct Backward {
 #pragma unroll
         for (int n = 0; n < kFeatures / 8; n += 4) {
           const int feature = part() * kFeatures + 8 * (n + lane % 4);
-          write_blocks<Pairs>(sum[i] + n, r, scale, row + feature, own < written && feature < p.D,
+          write_blocks<Pairs>(sum[i] + n, r, scale, row + feature, own < written && feature < size(side),
                               own < item.band.s.keys);
         }
       }

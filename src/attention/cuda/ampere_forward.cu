@@ -5,8 +5,7 @@ namespace evenkeel {
 
 std::shared_ptr<const FamilyPlan> ampere_prepare(const AttentionProblem& problem) {
   auto plan = std::make_shared<ampere::Plan>();
-  plan->small = cuda_device().shared_bytes <
-                ampere::Backward<Bf16Pairs, 128, false, ampere::Instance::plain>::kSharedBytes;
+  plan->small = ampere::needs_small(problem, cuda_device().shared_bytes);
   plan->sizes = ampere::pass_sizes(problem, plan->small);
   return plan;
 }

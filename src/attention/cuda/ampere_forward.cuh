@@ -75,8 +75,9 @@ struct Rows {
   }
 };
 
-// Registers of a thread: O takes kBlocks kHead / 2, scores kBlocks kKeys / 2, Q where it is kept kBlocks kHead / 4.
-template <int kHead>
+// Registers of a thread: O takes kBlocks kHead / 2, scores kBlocks kKeys / 2, Q where it is kept kBlocks kHead / 4. kSmall: for
+// less shared memory.
+template <int kHead, bool kSmall>
 struct ForwardTiles {
   static constexpr int kWarps = 4;
   static constexpr int kBlocks = 2;            // of 16 rows, a warp's
@@ -84,8 +85,17 @@ struct ForwardTiles {
   static constexpr bool kKeepQ = kHead == 64;  // in registers
   static constexpr int kBlocksAtOnce = 2;      // on a multiprocessor, by registers
 };
+// O alone takes 128 registers with 16 rows a warp.
+template <bool kSmall>
+struct ForwardTiles<256, kSmall> {
+  static constexpr int kWarps = kSmall ? 4 : 8;
+  static constexpr int kBlocks = 1;
+  static constexpr int kKeys = kSmall ? 32 : 64;
+  static constexpr bool kKeepQ = false;
+  static constexpr int kBlocksAtOnce = kSmall ? 2 : 1;
+};
 
-template <class Pairs, int kHead, Instance kInstance, class Tiles = ForwardTiles<kHead>>
+template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles = ForwardTiles<kHead, kSmall>>
 struct Forward {
   static constexpr bool kAll = kInstance == Instance::all;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kBlocks = Tiles::kBlocks,
@@ -94,9 +104,12 @@ struct Forward {
   static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
   static constexpr bool kKeepQ = Tiles::kKeepQ;
   static constexpr int kSteps = kHead / 16;  // of the product over features
+  static constexpr int kChunks = kHead / kChunk<kHead>;
   static constexpr int kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
+  static_assert(!kSmall || kSharedBytes <= kSmallSharedBytes);
+  using Blocks = float[kChunk<kHead> / 8][4];
 
   const Problem& p;
   const int thread, warp, lane;
@@ -111,7 +124,7 @@ struct Forward {
 
   uint32_t kept[kKeepQ ? kSteps : 1][kBlocks][4];
   float s[kBlocks][kKeys / 8][4];
-  float o[kBlocks][kHead / 8][4] = {};
+  float o[kChunks][kBlocks][kChunk<kHead> / 8][4] = {};
   float used[kRowCount];  // the shift of `s`
   Rows<kRowCount> state;
 
@@ -149,8 +162,8 @@ struct Forward {
       const int g = h / (p.H / p.G), key = sequence.first_key + (end_tile - 1) * kKeys;
       next_key = own_piece<kHead>(p.k.at(sequence.key_batch, g, key), p.k.stride[2]);
       next_value = own_piece<kHead>(p.v.at(sequence.key_batch, g, key), p.v.stride[2]);
-      load_keys(next_key, p.k.stride[2], end_tile - 1, 0);
-      load_keys(next_value, p.v.stride[2], end_tile - 1, 1);
+      load_keys(next_key, p.k.stride[2], end_tile - 1, 0, Side::keys);
+      load_keys(next_value, p.v.stride[2], end_tile - 1, 1, Side::values);
       for (int tile = end_tile - 1; tile >= first_tile; --tile) walk(tile);
     }
     write();
@@ -160,10 +173,11 @@ struct Forward {
   EK_DEVICE int row_of(int r) const { return warp_row() + r / 2 * 16 + lane / 4 + r % 2 * 8; }
   EK_DEVICE int warp_row() const { return row + warp * kBlocks * 16; }
   EK_DEVICE uint32_t slot_at(int n) const { return slots + n * kSlotBytes; }
+  EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
 
-  EK_DEVICE void load_keys(const uint16_t*& from, int64_t stride, int tile, int to) {
+  EK_DEVICE void load_keys(const uint16_t*& from, int64_t stride, int tile, int to, Side side) {
     if (tile >= first_tile) {
-      load_tile<kHead, kKeys, kThreads>(slot_at(to), from, stride, band.s.keys - tile * kKeys, p.D);
+      load_tile<kHead, kKeys, kThreads>(slot_at(to), from, stride, band.s.keys - tile * kKeys, size(side));
       from -= kKeys * stride;
     }
     commit_copies();
@@ -172,21 +186,21 @@ struct Forward {
   // One key tile. What arrives next but one takes the slot that was used last.
   EK_DEVICE void walk(int tile) {
     const bool seen = band.some_seen(warp_row(), kBlocks * 16, tile * kKeys, kKeys);
-    next_slot(next_key, p.k.stride[2], tile);
+    next_slot(next_key, p.k.stride[2], tile, Side::keys);
     if (seen) {
       find_scores();
       mask(tile);
       move_shifts();
     }
     slot = slot == kSlots - 1 ? 0 : slot + 1;
-    next_slot(next_value, p.v.stride[2], tile);
+    next_slot(next_value, p.v.stride[2], tile, Side::values);
     if (seen) add_values();
     slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
-  EK_DEVICE void next_slot(const uint16_t*& from, int64_t stride, int tile) {
+  EK_DEVICE void next_slot(const uint16_t*& from, int64_t stride, int tile, Side side) {
     wait_for_copies<1>();
     __syncthreads();
-    load_keys(from, stride, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
+    load_keys(from, stride, tile - 1, slot == 0 ? kSlots - 1 : slot - 1, side);
   }
 
   EK_DEVICE void find_scores() {
@@ -197,14 +211,17 @@ struct Forward {
       has_queries = true;
     }
     const auto keys = Piece<kHead>::along(slot_at(slot), 0, lane);
+    each_chunk<kHead>(size(Side::keys), [&](int first_step) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t left[kBlocks][4];
-      if constexpr (!kKeepQ) load_queries(left, step);
-      multiply_step<Pairs, kKeys / 16>(
-          s, kKeepQ ? kept[kKeepQ ? step : 0] : left,
-          [&](uint32_t(&right)[4], int n) { load_matrices(right, keys.at(n, step)); });
-    }
+      for (int n = 0; n < kChunk<kHead> / 16; ++n) {
+        const int step = first_step + n;
+        uint32_t left[kBlocks][4];
+        if constexpr (!kKeepQ) load_queries(left, step);
+        multiply_step<Pairs, kKeys / 16>(
+            s, kKeepQ ? kept[kKeepQ ? step : 0] : left,
+            [&](uint32_t(&right)[4], int m) { load_matrices(right, keys.at(m, step)); });
+      }
+    });
     if (kAll && p.softcap > 0) {
       const float factor = p.scale / p.softcap;
       each_score([&](float& x, int, int) { x = tanh_of(x * factor); });
@@ -290,11 +307,13 @@ struct Forward {
       state.sum[r] *= factor[r];
     }
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
+    for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-      for (int n = 0; n < kHead / 8; ++n)
+      for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) o[i][n][e] *= factor[2 * i + e / 2];
+        for (int n = 0; n < kChunk<kHead> / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[c][i][n][e] *= factor[2 * i + e / 2];
   }
   EK_DEVICE void count_ties(const float (&most)[kRowCount], int (&ties)[kRowCount]) {
     float threshold[kRowCount];
@@ -309,28 +328,48 @@ struct Forward {
   // O += P V, with P rounded. l sums P, or the rounded P where they are consistent.
   EK_DEVICE void add_values() {
     const auto values = Piece<kHead>::across(slot_at(slot), 0, lane);
+    const auto multiply = [&](int chunk, const uint32_t(&left)[kBlocks][4], int step) {
+      multiply_step<Pairs, kChunk<kHead> / 16>(o[chunk], left, [&](uint32_t(&right)[4], int n) {
+        load_matrices_transposed(right, values.at(step, chunk * (kChunk<kHead> / 16) + n));
+      });
+    };
+    if constexpr (kChunked<kHead>) {  // one branch a chunk, and long products behind it
+      uint32_t left[kKeys / 16][kBlocks][4];
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t left[kBlocks][4];
+      for (int step = 0; step < kKeys / 16; ++step) find_probs(left[step], step);
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        if (chunk * kChunk<kHead> < size(Side::values)) {
 #pragma unroll
-        for (int n = 2 * step; n < 2 * step + 2; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& x = s[i][n][e];
-            x = exp2_approx(fmaf(x, p.score_log2, -used[2 * i + e / 2]));
-            if (!consistent()) state.sum[2 * i + e / 2] += x;
-          }
-        pack_left<Pairs>(left[i], s[i][2 * step], s[i][2 * step + 1]);
-        if (consistent()) {
-#pragma unroll
-          for (int n = 0; n < 4; ++n)
-            state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
+          for (int step = 0; step < kKeys / 16; ++step) multiply(chunk, left[step], step);
         }
+    } else {
+#pragma unroll
+      for (int step = 0; step < kKeys / 16; ++step) {
+        uint32_t left[kBlocks][4];
+        find_probs(left, step);
+        multiply(0, left, step);
       }
-      multiply_step<Pairs, kHead / 16>(
-          o, left, [&](uint32_t(&right)[4], int n) { load_matrices_transposed(right, values.at(step, n)); });
+    }
+  }
+  // P of 16 keys, packed.
+  EK_DEVICE void find_probs(uint32_t (&left)[kBlocks][4], int step) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[i][n][e];
+          x = exp2_approx(fmaf(x, p.score_log2, -used[2 * i + e / 2]));
+          if (!consistent()) state.sum[2 * i + e / 2] += x;
+        }
+      pack_left<Pairs>(left[i], s[i][2 * step], s[i][2 * step + 1]);
+      if (consistent()) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
+      }
     }
   }
 
@@ -345,18 +384,26 @@ struct Forward {
       // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
       const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
       const float factor = sum == 0 ? 0.0f : 1.0f / sum;  // no key in sight: O = 0
-      float(&blocks)[kHead / 8][4] = o[r / 2];
 #pragma unroll
-      for (int n = 0; n < kHead / 8; ++n) blocks[n][r % 2 * 2] *= factor, blocks[n][r % 2 * 2 + 1] *= factor;
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        Blocks& blocks = o[chunk][r / 2];
 #pragma unroll
-      for (int n = 0; n < kHead / 8; n += 4) {
-        const int feature = 8 * (n + lane % 4);
-        write_blocks<Pairs>(blocks + n, r % 2, 1.0f,
-                            p.o.at(band.s.query_batch, h, band.s.first_row + i) + feature,
-                            i < written && feature < p.D, exists);
+        for (int n = 0; n < kChunk<kHead> / 8; ++n)
+          blocks[n][r % 2 * 2] *= factor, blocks[n][r % 2 * 2 + 1] *= factor;
+#pragma unroll
+        for (int n = 0; n < kChunk<kHead> / 8; n += 4) {
+          const int feature = chunk * kChunk<kHead> + 8 * (n + lane % 4);
+          write_blocks<Pairs>(blocks + n, r % 2, 1.0f,
+                              p.o.at(band.s.query_batch, h, band.s.first_row + i) + feature,
+                              i < written && feature < size(Side::values), exists);
+        }
       }
       const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
-      if (p.residue) write_residue(blocks, r % 2, at, i < T, exists);
+      if (p.residue) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+          write_residue(o[chunk][r / 2], r % 2, at, chunk * kChunk<kHead>, i < T, exists);
+      }
       if (lane % 4 != 0 || i >= T) continue;
       const bool sees = exists && sum != 0;
       p.lse[at] = exists ? log_sum(state.shift[r], of_keys, sink) : -kInfinity;
@@ -366,14 +413,14 @@ struct Forward {
       }
     }
   }
-  EK_DEVICE void write_residue(const float (&blocks)[kHead / 8][4], int r, int64_t at, bool present,
+  EK_DEVICE void write_residue(const Blocks& blocks, int r, int64_t at, int first_feature, bool present,
                                bool exists) {
     // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
     // gradients have one sign do not add up.
     const HeadRules& of_head = p.rules_of(h);  // read again: registers are short before
     const uint32_t start = row_noise(p.random(of_head), static_cast<uint32_t>(at)) + lane % 4 * 0x1000u;
 #pragma unroll
-    for (int n = 0; n < kHead / 8; n += 4) {
+    for (int n = 0; n < kChunk<kHead> / 8; n += 4) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -384,9 +431,9 @@ struct Forward {
                                 : 0u;
       }
       quad_transpose(words);
-      const int feature = 8 * (n + lane % 4);
-      if (present && feature < p.D)
-        *reinterpret_cast<uint2*>(p.residue + at * p.D + feature) =
+      const int feature = first_feature + 8 * (n + lane % 4);
+      if (present && feature < size(Side::values))
+        *reinterpret_cast<uint2*>(p.residue + at * size(Side::values) + feature) =
             exists ? uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)}
                    : uint2{0, 0};
     }

@@ -58,16 +58,23 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   return parts.used();
 }
 
-// f.operator()<Pairs, kHead, kSmall>() with what the problem needs. `small`: on multiprocessors with less shared memory.
+// f.operator()<Pairs, kHead, kSmall>() with what the problem needs. `small`: on multiprocessors with less shared memory than
+// the larger tiles need (needs_small).
 template <class F>
 void with_kernels_of(const AttentionProblem& problem, bool small, F f) {
   const auto with_head = [&]<class Pairs>() {
-    if (problem.D <= 64)
-      f.template operator()<Pairs, 64, false>();
-    else if (small)
-      f.template operator()<Pairs, 128, true>();
+    const auto with_size = [&]<int kHead>() {
+      if (small)
+        f.template operator()<Pairs, kHead, true>();
+      else
+        f.template operator()<Pairs, kHead, false>();
+    };
+    if (problem.D > 128)
+      with_size.template operator()<256>();
+    else if (problem.D > 64)
+      with_size.template operator()<128>();
     else
-      f.template operator()<Pairs, 128, false>();
+      f.template operator()<Pairs, 64, false>();
   };
   if (problem.type == TensorType::fp16)
     with_head.template operator()<Fp16Pairs>();
@@ -75,19 +82,28 @@ void with_kernels_of(const AttentionProblem& problem, bool small, F f) {
     with_head.template operator()<Bf16Pairs>();
 }
 
+// Does a multiprocessor of so much shared memory for a block need the smaller tiles?
+inline bool needs_small(const AttentionProblem& problem, size_t shared_bytes) {
+  bool needs = false;
+  with_kernels_of(problem, /*small=*/false, [&]<class Pairs, int kHead, bool kSmall>() {
+    needs = shared_bytes < Backward<Pairs, kHead, kSmall, Instance::all>::kSharedBytes;
+  });
+  return needs;
+}
+
 // f.operator()<Instance>() with the one that the problem needs.
-template <class F>
+template <int kHead, class F>
 void with_instance_of(const AttentionProblem& problem, F f) {
   const auto any = [&](auto rule) { return any_head(problem, rule); };
   const bool consistent = any([](const HeadRules&r) { return r.consistent; }),
              other = any([](const HeadRules&r) { return !r.consistent; }),
              moved = any([](const HeadRules&r) { return r.dither || r.paper_capped; });
-  if (score_forms(problem).shaped || moved || (consistent && other))
+  if (score_forms(problem).shaped || moved || (consistent && other) || (consistent && kChunked<kHead>))
     f.template operator()<Instance::all>();
-  else if (consistent)
-    f.template operator()<Instance::consistent>();
-  else
+  else if (!consistent)
     f.template operator()<Instance::plain>();
+  else if constexpr (!kChunked<kHead>)
+    f.template operator()<Instance::consistent>();
 }
 
 inline PassSizes pass_sizes(const AttentionProblem& problem, bool small) {
@@ -113,7 +129,7 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
   p.B = static_cast<int>(problem.B);
   p.H = static_cast<int>(problem.H);
   p.G = static_cast<int>(problem.G);
-  p.D = static_cast<int>(problem.D);
+  p.D = p.Dv = static_cast<int>(problem.D);
   p.rules = head_rules(problem.plans[0]);
   p.step = problem.step;
   p.layer = problem.layer;
@@ -135,8 +151,9 @@ template <class Pairs, int kHead, bool kSmall, class Launch>
 void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                   void* workspace, Launch& launch) {
   const Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
-  with_instance_of(problem, [&]<Instance kInstance>() {
-    using Kernel = Forward<Pairs, kHead, kInstance>;
+  constexpr bool kSmaller = kSmall && kChunked<kHead>;  // the others need at most 80 KB
+  with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
+    using Kernel = Forward<Pairs, kHead, kSmaller, kInstance>;
     launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
   });
 }
@@ -156,7 +173,7 @@ void backward_pass(const AttentionProblem& problem, const PassInputs& in, const 
   using Facts = RowFacts<Pairs, kHead, BackwardTiles<kHead, kSmall>>;
   launch.template run<Facts>(Facts::blocks(p), p);
   if (p.dsinks) launch.template run<SinkGradient>(p.H, p);
-  with_instance_of(problem, [&]<Instance kInstance>() {
+  with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
     using Kernel = Backward<Pairs, kHead, kSmall, kInstance>;
     launch.template run<Kernel>(Kernel::blocks(p), p);
   });

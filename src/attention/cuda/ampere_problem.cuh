@@ -14,6 +14,27 @@ using namespace gpu;
 
 inline constexpr int kWarpThreads = 32;
 
+// Heads of more than 128 features have one size of tiles, 256, and a size of their own for values. Products over features
+// and over values go through them a chunk at a time, and leave out the chunks behind the head's end.
+template <int kHead>
+inline constexpr bool kChunked = kHead > 128;
+template <int kHead>
+inline constexpr int kChunk = kChunked<kHead> ? 64 : kHead;
+enum class Side { keys, values };  // whose features: q's and k's, or those of v and o
+// f(a chunk's first step of 16 features) over the chunks of a head of `size` features.
+template <int kHead, class F>
+EK_DEVICE void each_chunk(int size, F f) {
+  if constexpr (kChunked<kHead>) {
+#pragma unroll 1
+    for (int feature = 0; feature < size; feature += kChunk<kHead>) f(feature / 16);
+  } else {
+    f(0);
+  }
+}
+
+// Of a block, on multiprocessors with 100 KB (sm_86, 89, 120).
+inline constexpr size_t kSmallSharedBytes = 99 << 10;
+
 // What an instance of the kernels takes. A branch that is never taken still costs: it parts products from what could run
 // beside them, and rules that are read at run time take registers.
 enum class Instance {
@@ -83,9 +104,15 @@ struct Problem : ScoreForms {
   float* dq_sum;                   // sums of accumulators, as the threads hold them
   int *turn, *next_item;
 
+  int Dv;  // features of v, o and their gradients; D where the tiles are not chunked
+
   EK_DEVICE const HeadRules& rules_of(int h) const { return table ? table[h] : rules; }
   EK_DEVICE RandomKey random(const HeadRules& rules_of_head) const {
     return {rules_of_head.seed, device_step ? *device_step : step, layer * 64 + 63};
+  }
+  template <int kHead>
+  EK_DEVICE int size(Side side) const {
+    return kChunked<kHead> && side == Side::values ? Dv : D;
   }
 };
 
@@ -104,13 +131,15 @@ template <int kHead, int kRows, int kThreads>
 EK_DEVICE void load_tile(uint32_t tile, const uint16_t* from, int64_t stride, int exist, int D) {
   constexpr int kPieces = kHead / 8, kStep = kThreads / kPieces;
   static_assert(kThreads % kPieces == 0 && kRows % kStep == 0);
-  static_assert(kStep % 8 == 0);  // so that pieces of all of them are permuted alike
+  static_assert(kStep % 8 == 0 || (kStep == 4 && kPieces >= 8));
   const int thread = static_cast<int>(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
   const uint32_t to = tile + tile_offset<kHead>(row, piece);
   const int present = piece * 8 < D ? exist - row : 0;
 #pragma unroll
   for (int n = 0; n < kRows; n += kStep) {
-    copy_16_async(to + static_cast<uint32_t>(n * kTileRowBytes<kHead>), from, n < present);
+    // Every eighth row's pieces are permuted alike.
+    copy_16_async((to + static_cast<uint32_t>(n * kTileRowBytes<kHead>)) ^ static_cast<uint32_t>(n % 8 << 4),
+                  from, n < present);
     from += kStep * stride;
   }
 }

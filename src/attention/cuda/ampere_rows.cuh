@@ -32,7 +32,8 @@ struct RowFacts {
         p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
 
     float delta[kRounds] = {};
-    if (!rules.exact_delta && feature < p.D && first < band.s.rows) {
+    const int size = p.template size<kHead>(Side::values);
+    if (!rules.exact_delta && feature < size && first < band.s.rows) {
       Eight eights[kRounds];  // all are on their way before the first is used
       const auto row_of = [&](int n) { return min(first + n * kAtOnce + thread / kLanes, band.s.rows - 1); };
 #pragma unroll
@@ -47,7 +48,7 @@ struct RowFacts {
 #pragma unroll
         for (int n = 0; n < kRounds; ++n)
           eights[n].residue = *reinterpret_cast<const uint2*>(
-              p.residue + (static_cast<int64_t>(head) * p.sequences.T + row_of(n)) * p.D + feature);
+              p.residue + (static_cast<int64_t>(head) * p.sequences.T + row_of(n)) * size + feature);
       }
 #pragma unroll
       for (int n = 0; n < kRounds; ++n) delta[n] = dot(eights[n]);
@@ -107,7 +108,8 @@ struct RowFacts {
 template <class Pairs, int kHead>
 struct ExactDelta {
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads, kBlocksAtOnce = 2;
-  static constexpr int kBlocks = kHead == 64 ? 2 : 1, kRows = kWarps * kBlocks * 16, kKeys = 64;
+  static constexpr int kBlocks = kHead == 64 ? 2 : 1, kRows = kWarps * kBlocks * 16,
+                       kKeys = kChunked<kHead> ? 16 : 64;
   static constexpr int kRowCount = 2 * kBlocks, kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = 2 * kQueryBytes + kSlots * kSlotBytes;
@@ -145,39 +147,48 @@ struct ExactDelta {
     if (p.rules_of(block.h).exact_delta) block.run();
   }
 
-  EK_DEVICE void load_rows(uint32_t to, const Strided& tensor) {
+  EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
+  EK_DEVICE void load_rows(uint32_t to, const Strided& tensor, Side side) {
     const Sequence& s = band.s;
     load_tile<kHead, kRows, kThreads>(
         to, own_piece<kHead>(tensor.at(s.query_batch, h, s.first_row + row), tensor.stride[2]),
-        tensor.stride[2], s.rows - row, p.D);
+        tensor.stride[2], s.rows - row, size(side));
   }
-  EK_DEVICE void load_keys(const Strided& tensor, int tile, int to) {
+  EK_DEVICE void load_keys(const Strided& tensor, int tile, int to, Side side) {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
           slots + to * kSlotBytes,
           own_piece<kHead>(tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
                            tensor.stride[2]),
-          tensor.stride[2], band.s.keys - tile * kKeys, p.D);
+          tensor.stride[2], band.s.keys - tile * kKeys, size(side));
     commit_copies();
   }
-  EK_DEVICE void next_slot(const Strided& tensor, int tile) {
+  EK_DEVICE void next_slot(const Strided& tensor, int tile, Side side) {
     wait_for_copies<1>();
     __syncthreads();
-    load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1);
+    load_keys(tensor, tile - 1, slot == 0 ? kSlots - 1 : slot - 1, side);
   }
-  EK_DEVICE void multiply(Scores& s, uint32_t rows) {
+  EK_DEVICE void multiply(Scores& s, uint32_t rows, Side side) {
     clear(s);
     const auto keys = Piece<kHead>::along(slots + slot * kSlotBytes, 0, lane);
+    if constexpr (kChunked<kHead>) {
+      each_chunk<kHead>(size(side), [&](int first_step) {
 #pragma unroll
-    for (int step = 0; step < kHead / 16; ++step) {
-      uint32_t left[kBlocks][4];
+        for (int n = 0; n < kChunk<kHead> / 16; ++n) multiply_features(s, rows, keys, first_step + n);
+      });
+    } else {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-        load_matrices(left[i], Piece<kHead>::across(rows, warp * kBlocks * 16, lane).at(i, step));
-      multiply_step<Pairs, kKeys / 16>(
-          s, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, keys.at(n, step)); });
+      for (int step = 0; step < kHead / 16; ++step) multiply_features(s, rows, keys, step);
     }
     slot = slot == kSlots - 1 ? 0 : slot + 1;
+  }
+  EK_DEVICE void multiply_features(Scores& s, uint32_t rows, const Piece<kHead>& keys, int step) {
+    uint32_t left[kBlocks][4];
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+      load_matrices(left[i], Piece<kHead>::across(rows, warp * kBlocks * 16, lane).at(i, step));
+    multiply_step<Pairs, kKeys / 16>(
+        s, left, [&](uint32_t(&right)[4], int n) { load_matrices(right, keys.at(n, step)); });
   }
   EK_DEVICE int row_of(int r) const { return row + warp * kBlocks * 16 + r / 2 * 16 + lane / 4 + r % 2 * 8; }
 
@@ -190,17 +201,17 @@ struct ExactDelta {
                      ? p.lse[static_cast<int64_t>(b * p.H + h) * p.sequences.T + row_of(r)] * kLog2E
                      : -kInfinity;
     if (first_tile < end_tile) {
-      load_rows(q, p.q);
-      load_rows(grad, p.grad_output);
-      load_keys(p.k, end_tile - 1, 0);
-      load_keys(p.v, end_tile - 1, 1);
+      load_rows(q, p.q, Side::keys);
+      load_rows(grad, p.grad_output, Side::values);
+      load_keys(p.k, end_tile - 1, 0, Side::keys);
+      load_keys(p.v, end_tile - 1, 1, Side::values);
     }
     for (int tile = end_tile - 1; tile >= first_tile; --tile) {
       Scores scores, dprobs;
-      next_slot(p.k, tile);
-      multiply(scores, q);
-      next_slot(p.v, tile);
-      multiply(dprobs, grad);
+      next_slot(p.k, tile, Side::keys);
+      multiply(scores, q, Side::keys);
+      next_slot(p.v, tile, Side::values);
+      multiply(dprobs, grad, Side::values);
       add(tile, scores, dprobs, shift, sum, weighted);
     }
 #pragma unroll
