@@ -90,10 +90,12 @@ typedef struct evenkeel_attention {
   /* Backward will be given a gradient of L: only kernels that take one are chosen. */
   int32_t with_grad_lse;
   int32_t reserved; /* 0 */
+  /* Features of v, o and their gradients; 0 (default): D. Callers whose struct_size ends before it have D. */
+  int64_t Dv;
 } evenkeel_attention;
 
-/* What a pass reads and writes. Tensors are (B, H, T, D) for q, o and their gradients, (B, G, N, D) for k, v and
- * theirs; rows are (B, H, T), contiguous. */
+/* What a pass reads and writes. Tensors are (B, H, T, D) for q and its gradient, (B, G, N, D) for k and its own; with Dv in
+ * the place of D for o and for v; rows are (B, H, T), contiguous. */
 typedef struct evenkeel_forward {
   uint64_t struct_size;
   evenkeel_tensor q, k, v;

@@ -5,9 +5,9 @@ usage: bench_attention.py REQUEST.json > RESULT.json
 `evenkeel bench attention --gpu` writes the request and reads the result; it decides what is measured and judges. Here
 is only the stopwatch. Exit code 77: there is no PyTorch that sees a GPU.
 
-A request has `library` (libevenkeel.so), `rounds`, and `groups`. A group has a `shape` (B, H, T, D), a `layout` (bthd or
-bhtd), a share of `tied` rows, and `contestants`. These are {"name": "fa2"}, {"name": "cudnn"}, or {"name": ..., "plan": ...,
-"facts": ...}. Each pass of each contestant is captured in a CUDA graph of several calls over
+A request has `library` (libevenkeel.so), `rounds`, and `groups`. A group has a `shape` (B, H, T, D), a `value_size` (D_v), a
+`layout` (bthd or bhtd), a share of `tied` rows, and `contestants`. These are {"name": "fa2"}, {"name": "cudnn"},
+{"name": "efficient"}, or {"name": ..., "plan": ..., "facts": ...}. Each pass of each contestant is captured in a CUDA graph of several calls over
 several sets of tensors (together larger than the cache), and the graphs take turns, in another order every round.
 """
 
@@ -62,18 +62,18 @@ class Library:
 
 
 class TensorSet:
-    """q, k, v and dO of one problem, (B, H, T, D) views; contestants keep their own results beside."""
+    """q, k, v and dO of one problem, (B, H, T, D or D_v) views; contestants keep their own results beside."""
 
-    def __init__(self, shape, layout, tied, seed):
+    def __init__(self, shape, value_size, layout, tied, seed):
         B, H, T, D = shape
         generator = torch.Generator("cuda").manual_seed(seed)
 
-        def tensor():
+        def tensor(D):
             size = (B, T, H, D) if layout == "bthd" else (B, H, T, D)
             x = torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
             return x.transpose(1, 2) if layout == "bthd" else x
 
-        self.q, self.k, self.v, self.grad_output = (tensor() for _ in range(4))
+        self.q, self.k, self.v, self.grad_output = (tensor(size) for size in (D, D, value_size, value_size))
         if tied == 1:  # every key twice: the maximum of every row is shared
             self.k[:, :, 1::2] = self.k[:, :, 0 : 2 * (T // 2) : 2]
         elif tied > 0:  # keys 0 and 1 alike, and some rows that look for them
@@ -83,13 +83,13 @@ class TensorSet:
 
 
 class Ours:
-    def __init__(self, library, spec, shape, workspace_of):
+    def __init__(self, library, spec, shape, value_size, workspace_of):
         self.library = library
         a = self.attention = Attention()
         library.c.evenkeel_attention_defaults(ctypes.byref(a), ctypes.sizeof(a))
         a.device, a.type, a.causal = 1, 0, 1
         a.B, a.H, a.T, a.D = shape
-        a.G, a.N = a.H, a.T
+        a.G, a.N, a.Dv = a.H, a.T, value_size
         a.plan = spec["plan"].encode()
         a.with_facts = int(spec.get("facts", False))
         kernel, why, sizes = ctypes.c_char_p(), ctypes.c_char_p(), Sizes()
@@ -106,7 +106,7 @@ class Ours:
             a = self.attention
             rows = dict(device="cuda", dtype=torch.float32)
             own = self.kept[id(s)] = {
-                "o": torch.empty_like(s.q),
+                "o": torch.empty_like(s.grad_output),
                 "lse": torch.empty(a.B, a.H, a.T, **rows),
                 "saved": torch.empty(max(1, self.saved_bytes), device="cuda", dtype=torch.uint8),
                 "dq": torch.empty_like(s.q),
@@ -192,7 +192,22 @@ class CuDnn(FlashAttention2):
         )
 
 
-RIVALS = {"fa2": FlashAttention2, "cudnn": CuDnn}
+class Efficient(FlashAttention2):
+    kernel = "PyTorch's memory-efficient attention"
+    why = "aten._scaled_dot_product_efficient_attention"
+
+    def forward(self, s):
+        out = aten._scaled_dot_product_efficient_attention(s.q, s.k, s.v, None, True, 0.0, True)
+        self.kept.setdefault(id(s), {})["forward"] = out
+
+    def backward(self, s):
+        o, lse, seed, offset = self.kept[id(s)]["forward"]
+        self.kept[id(s)]["backward"] = aten._scaled_dot_product_efficient_attention_backward(
+            s.grad_output, s.q, s.k, s.v, None, o, lse, seed, offset, 0.0, [True, True, True, False], True
+        )
+
+
+RIVALS = {"fa2": FlashAttention2, "cudnn": CuDnn, "efficient": Efficient}
 
 # --- measuring
 
@@ -239,10 +254,10 @@ def difference(ours, theirs):
 
 
 def run_group(group, library, rounds, shuffle):
-    shape = group["shape"]
+    shape, value_size = group["shape"], group["value_size"]
     B, H, T, D = shape
     count = max(2, math.ceil(SETS_BYTES / (3 * 2 * B * H * T * D)))
-    sets = [TensorSet(shape, group["layout"], group["tied"], seed) for seed in range(count)]
+    sets = [TensorSet(shape, value_size, group["layout"], group["tied"], seed) for seed in range(count)]
     workspaces = {}
 
     def workspace_of(size):  # contestants take turns: one is enough
@@ -257,7 +272,7 @@ def run_group(group, library, rounds, shuffle):
         results.append(result)
         try:
             rival = RIVALS.get(spec["name"])
-            contestant = rival() if rival else Ours(library, spec, shape, workspace_of)
+            contestant = rival() if rival else Ours(library, spec, shape, value_size, workspace_of)
             result["kernel"], result["why"] = contestant.kernel, contestant.why
             contestant.forward(sets[0])
             contestant.backward(sets[0])

@@ -53,16 +53,17 @@ SOME_FAMILIES = ["random", "one_signed_v", "ties_2", "ties_2_tail", "ties_4_tail
                  "scores_100", "common_offset", "subnormal_v", "loss_feedback"]
 
 
-def tensors(B, H, G, T, N, D, dtype=BF16, seed=1, packed=False):
+def tensors(B, H, G, T, N, D, dtype=BF16, seed=1, packed=False, D_v=None):
     """q, k, v that need gradients, and dO. packed: views of one (B, T, 3 H D) tensor, as GPT-2 has them."""
+    D_v = D if D_v is None else D_v
     draw = torch.Generator("cuda").manual_seed(seed)
     make = lambda *shape: torch.randn(shape, device="cuda", dtype=dtype, generator=draw)
     if packed:
         parts = make(B, T, 3 * H * D).split(H * D, dim=2)
         q, k, v = (t.view(B, T, H, D).transpose(1, 2).detach().requires_grad_() for t in parts)
     else:
-        q, k, v = (t.requires_grad_() for t in (make(B, H, T, D), make(B, G, N, D), make(B, G, N, D)))
-    return q, k, v, make(B, H, T, D)
+        q, k, v = (t.requires_grad_() for t in (make(B, H, T, D), make(B, G, N, D), make(B, G, N, D_v)))
+    return q, k, v, make(B, H, T, D_v)
 
 
 def exact(q, k, v, d_o, visible=None):
@@ -106,6 +107,9 @@ def kernels(_):
              (dict(B=2, H=3, G=1, T=31, N=77, D=20), False), (dict(B=1, H=2, G=2, T=1, N=5, D=64), False),
              (dict(B=2, H=4, G=2, T=300, N=300, D=64, dtype=torch.float16), True),
              (dict(B=1, H=2, G=2, T=77, N=190, D=128, dtype=torch.float16), False),
+             (dict(B=2, H=4, G=2, T=300, N=300, D=256), True), (dict(B=1, H=4, G=4, T=300, N=300, D=192, D_v=128), True),
+             (dict(B=1, H=2, G=1, T=130, N=190, D=64, D_v=40, dtype=torch.float16), False),
+             (dict(B=1, H=2, G=2, T=70, N=130, D=72, D_v=200), False),
              (dict(B=1, H=2, G=2, T=70, N=70, D=64, dtype=torch.float32), True),
              (dict(B=3, H=4, G=4, T=96, N=96, D=32, dtype=torch.float32, packed=True), True)]
     for case, causal in cases:
@@ -117,6 +121,13 @@ def kernels(_):
         print(f"  {case}, causal {causal}: {error:.1e}")
         must(error < limit, f"expected an error below {limit}, found {error} for {case}")
         worst = max(worst, error)
+    # Through PyTorch's own door.
+    q, k, v, d_o = tensors(1, 4, 4, 300, 300, 192, D_v=128)
+    with evenkeel.patched(strict=True):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    must(apart([o], [F.scaled_dot_product_attention(q, k, v, is_causal=True)]) < 1e-2, "head sizes 192 and 128 by the door")
+    found = [call for call in evenkeel.coverage() if call["door"] == "scaled_dot_product_attention"]
+    must(found and found[-1]["kernel"] == "ampere", f"expected the Ampere-class kernels for head size 192, found {found}")
     # Strides that the fast kernels do not read, a mask, a gradient that is one number everywhere.
     q, k, v, d_o = tensors(2, 4, 4, 96, 96, 64)
     odd = [torch.empty(t.shape[:3] + (65,), device="cuda", dtype=BF16)[..., 1:].copy_(t.detach()).requires_grad_()
@@ -131,7 +142,7 @@ def kernels(_):
     evenkeel.attention(q, k, v).sum().backward()
     must(bool(torch.isfinite(q.grad).all()), "a gradient that is one number everywhere")
     for bad, words in ((tensors(1, 1, 1, 8, 8, 20, dtype=torch.float16)[:3], "20"), ((q.double(), k.double(), v.double()), "float64"),
-                       ((q, k.cpu(), v), "cpu"), (tensors(1, 1, 1, 8, 8, 136)[:3], "136"), ((q[0], k, v), "4 axes")):
+                       ((q, k.cpu(), v), "cpu"), (tensors(1, 1, 1, 8, 8, 264)[:3], "264"), ((q[0], k, v), "4 axes")):
         try:
             evenkeel.attention(*bad)
         except (TypeError, ValueError) as error:

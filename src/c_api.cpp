@@ -114,7 +114,7 @@ AttentionProblem problem_of(const evenkeel_attention& a) {
   };
   const auto of_sequences = [&](const int32_t* numbers) { return counted(numbers, a.B); };
   AttentionProblem p;
-  p.B = a.B, p.H = a.H, p.G = a.G, p.T = a.T, p.N = a.N, p.D = a.D;
+  p.B = a.B, p.H = a.H, p.G = a.G, p.T = a.T, p.N = a.N, p.D = a.D, p.Dv = a.Dv;
   p.type = static_cast<TensorType>(a.type);
   p.plans = plans_of(a);
   p.scale = a.scale;

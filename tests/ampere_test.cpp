@@ -156,6 +156,22 @@ TEST(Ampere, heads_above_128_with_the_other_stabilisers_in_fp16_and_packed) {
   }
 }
 
+TEST(Ampere, values_of_another_size) {
+  for (const cases::Narrowed& c : cases::kNarrowed)
+    for (const char* stabiliser : {"wide_output", "zero_sum"})
+      for (bool small : {false, true}) {
+        if (cases::kSanitized && !small) continue;
+        const Problem wide = c.wide(), narrow = c.narrow();
+        const AttentionProblem config = wide.with(plan_of(stabiliser));
+        attention_runs::expect_narrowed(emulated::run(config, wide, {.small = small}),
+                                        emulated::run(config, narrow, {.small = small}), c.name);
+      }
+  const Problem packed = cases::kNarrowed[3].narrow();
+  const AttentionProblem config = packed.with(plan_of("wide_output"));
+  attention_runs::expect_narrowed(emulated::run(config, packed),
+                                  emulated::run(config, packed, {.sequences = true}), "packed");
+}
+
 TEST(Ampere, sequences_without_padding) {
   for (const char* stabiliser : {"wide_output", "zero_sum"}) {
     const Problem p = make_problem(kRagged);

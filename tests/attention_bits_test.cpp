@@ -1,4 +1,4 @@
-// What never changes a bit of CPU attention: tiles of rows, threads, plans by head, strides, lengths.
+// What never changes a bit of CPU attention: tiles of rows, threads, plans by head, strides, lengths, zeros.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -175,6 +175,26 @@ TEST(AttentionBits, StridesNeverChangeOne) {
       expect_bits("dk", backward.dk, expected.dk);
       expect_bits("dv", backward.dv, expected.dv);
     }
+  }
+}
+
+// A zero adds nothing to any sum; the definition agrees with itself, too. Random numbers are numbered by feature: no plan draws.
+TEST(AttentionBits, ValuesOfAnotherSizeEqualTheProblemFilledWithZeros) {
+  for (const cases::Narrowed& c : cases::kNarrowed) {
+    const Problem wide = c.wide(), narrow = c.narrow();
+    ASSERT_NE(narrow.in.v.shape[3], narrow.in.q.shape[3]);
+    for (const char* plan :
+         {"fp32", "bf16_all,keel=0.1", "flash2,stabiliser=consistent", "flash2,stabiliser=zero_sum",
+          "flash2,stabiliser=dither,accumulate=tensor_core"}) {
+      const AttentionProblem config = wide.with(parse_plan(plan));
+      const AttentionBuffers found = run(config, narrow);
+      EXPECT_EQ(found.o.shape()[3], c.narrow_Dv);
+      EXPECT_EQ(found.dk.shape()[3], c.narrow_D);
+      expect_narrowed(run(config, wide), found, std::string(c.name) + ", " + plan);
+    }
+    const AttentionProblem config = wide.with(parse_plan("fp32,keel=0.1"));
+    expect_narrowed(attention_reference(config, wide.in, wide.grad_output),
+                    attention_reference(config, narrow.in, narrow.grad_output), c.name);
   }
 }
 

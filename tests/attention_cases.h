@@ -380,6 +380,35 @@ inline Problem make_problem(const Case& c, uint64_t seed = 1) {
   return p;
 }
 
+// Keys of D features and values of Dv, and the same problem filled up with zeros to the larger of both: what they have in
+// common has the same bits wherever sums have a fixed order.
+struct Narrowed : Case {
+  int64_t narrow_D, narrow_Dv;
+
+  Problem wide() const {
+    Problem p = make_problem(*this);
+    const auto fill_up = [](View<float> x, int64_t from) {
+      fill_view(
+          x, [&](int64_t b, int64_t h, int64_t i, int64_t d) { return d < from ? *x.at(b, h, i, d) : 0.0f; });
+    };
+    fill_up(p.q(), narrow_D), fill_up(p.k(), narrow_D);
+    fill_up(p.v(), narrow_Dv), fill_up(p.grad(), narrow_Dv);
+    return p;
+  }
+  Problem narrow() const {
+    Problem p = wide();
+    p.in.q.shape[3] = p.in.k.shape[3] = narrow_D;
+    p.in.v.shape[3] = p.grad_output.shape[3] = narrow_Dv;
+    return p;
+  }
+};
+inline const Narrowed kNarrowed[] = {
+    {{{1, 2, 1, 70, 90, 192}, {.causal = true, .scale = 0.0625f}, "192_128"}, 192, 128},
+    {{{1, 1, 1, 40, 70, 256}, {.window_left = 30, .softcap = 3, .scale = 0.0625f}, "256_64"}, 256, 64},
+    {{{1, 1, 1, 40, 50, 200}, {.hide = Hide::some, .scale = 0.125f}, "136_200"}, 136, 200},
+    {{{3, 2, 2, 40, 50, 160}, {.ragged = true, .scale = 0.125f}, "40_160"}, 40, 160},
+};
+
 // Does row i of head h see key j? By the definition, and not by what the implementations share.
 inline bool sees(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t j) {
   const AttentionMask& mask = p.config.mask;

@@ -65,6 +65,8 @@ std::vector<Invalid> invalid_problems() {
       {"expected N from 1 to 2^31 - 1, got 2147483648", [](auto& p) { p.N = int64_t{1} << 31; },
        [](auto& a) { a.N = int64_t{1} << 31; }},
       {"expected D from 1 to 2^31 - 1, got 0", [](auto& p) { p.D = 0; }, [](auto& a) { a.D = 0; }},
+      {"expected Dv from 1 to 2^31 - 1, or 0 for D, got -1", [](auto& p) { p.Dv = -1; },
+       [](auto& a) { a.Dv = -1; }},
       {"expected query heads in whole groups for 3 key/value heads, got 4 query heads",
        [](auto& p) { p.G = 3; }, [](auto& a) { a.G = 3; }},
       {"expected fewer than 2^48 elements a tensor", [](auto& p) { p.B = p.T = INT32_MAX; },
@@ -178,8 +180,8 @@ TEST(AttentionProblem, CallsOnViewsRefuseTheSame) {
     SCOPED_TRACE(invalid.words);
     AttentionProblem p = valid();
     invalid.change(p);
-    const bool by_sizes =
-        p.B != kB || p.G != kG || p.T != kT || p.N != kN || p.D != kD || p.type == TensorType::fp64;
+    const bool by_sizes = p.B != kB || p.G != kG || p.T != kT || p.N != kN || p.D != kD || p.Dv != 0 ||
+                          p.type == TensorType::fp64;
     if (by_sizes) continue;
     const std::string words = refusal([&] { check(p); });
     EXPECT_EQ(refusal([&] { attention_reference(p, in); }), words);
@@ -193,6 +195,7 @@ TEST(AttentionProblem, IsCompleted) {
   AttentionProblem p = valid();
   p.D = 64;
   EXPECT_EQ(complete(p).scale, 0.125f);
+  EXPECT_EQ(complete(p).Dv, 64);
   EXPECT_EQ(complete(p).fact_sequences, kB);
   p.scale = -0.5f;
   p.fact_sequences = 1;

@@ -357,7 +357,7 @@ TEST(AttentionProblem, EveryBadRequestIsAnErrorThatSaysWhatWasExpected) {
       {"D of k", [](auto&, auto& in) { in.k.shape[3] = 4; },
        "expected k of shape (B, G, N, D) = (1, 2, 7, 3), got (1, 2, 7, 4)"},
       {"v against k", [](auto&, auto& in) { in.v.shape[2] = 6; },
-       "expected v of shape (B, G, N, D) = (1, 2, 7, 3), got (1, 2, 6, 3)"},
+       "expected v of shape (B, G, N, Dv) = (1, 2, 7, 3), got (1, 2, 6, 3)"},
       {"groups", [](auto&, auto& in) { in.k.shape[1] = in.v.shape[1] = 3; },
        "expected query heads in whole groups for 3 key/value heads, got 4 query heads"},
       {"more k heads", [](auto&, auto& in) { in.k.shape[1] = in.v.shape[1] = 8; },

@@ -89,6 +89,27 @@ inline void expect_same_bits(const AttentionBuffers& x, const AttentionBuffers& 
   EXPECT_TRUE(same_bits(x.residual_floor.values(), y.residual_floor.values())) << "residual_floor differs";
 }
 
+// Of a problem and of the same filled up with zeros (cases::Narrowed): every output, of whatever kind of buffers.
+template <class Buffers>
+void expect_narrowed(const Buffers& wide, const Buffers& narrow, const std::string& name) {
+  for (auto [tensor, member] : {std::pair{"o", &Buffers::o},
+                                {"lse", &Buffers::lse},
+                                {"delta", &Buffers::delta},
+                                {"dq", &Buffers::dq},
+                                {"dk", &Buffers::dk},
+                                {"dv", &Buffers::dv}}) {
+    const auto &x = wide.*member, &y = narrow.*member;
+    const auto [B, H, rows, D] = x.shape();
+    bool alike = y.shape()[3] <= D;
+    for (int64_t b = 0; alike && b < B; ++b)
+      for (int64_t h = 0; h < H; ++h)
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t d = 0; d < D; ++d)
+            alike &= *x.view().at(b, h, i, d) == (d < y.shape()[3] ? *y.view().at(b, h, i, d) : 0);
+    EXPECT_TRUE(alike) << name << ": " << tensor << " differs";
+  }
+}
+
 // A batch entry or head of a tensor, as bits.
 template <class T>
 std::vector<T> part_of(const Tensor<T>& tensor, int64_t b, int64_t h, int64_t rows) {

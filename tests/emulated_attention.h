@@ -13,12 +13,12 @@ inline AttentionBuffers run(const AttentionProblem& config, const Problem& host,
   AttentionProblem p = problem_of(config, host.in);
   p.type = how.type;
   p.step = how.step;
-  const std::array<int64_t, 4> per_query{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D};
-  Operand q(how, per_query, host.query_lengths), o = Operand(how, per_query, host.query_lengths),
-                                                 dq(how, per_query, host.query_lengths),
-                                                 grad(how, per_query, host.query_lengths);
-  Operand k(how, per_key, host.key_lengths), v(how, per_key, host.key_lengths),
-      dk(how, per_key, host.key_lengths), dv(how, per_key, host.key_lengths);
+  const auto per_query = [&](int64_t size) {
+    return Operand(how, {p.B, p.H, p.T, size}, host.query_lengths);
+  };
+  const auto per_key = [&](int64_t size) { return Operand(how, {p.B, p.G, p.N, size}, host.key_lengths); };
+  Operand q = per_query(p.D), dq = per_query(p.D), o = per_query(p.Dv), grad = per_query(p.Dv);
+  Operand k = per_key(p.D), dk = per_key(p.D), v = per_key(p.Dv), dv = per_key(p.Dv);
   q.write(host.in.q), k.write(host.in.k), v.write(host.in.v), grad.write(host.grad_output);
   if (how.sequences) {
     p.mask.query_offsets = q.offsets(), p.mask.key_offsets = k.offsets();

@@ -76,6 +76,26 @@ TEST(KernelChoice, larger_heads_run_in_the_ampere_class) {
   }
 }
 
+TEST(KernelChoice, values_of_another_size_run_in_the_ampere_class) {
+  for (auto [D, Dv] : {std::pair<int64_t, int64_t>{192, 128}, {64, 128}, {128, 256}}) {
+    AttentionProblem p = problem();
+    p.D = D, p.Dv = Dv;
+    const KernelChoice choice = choose_kernel(p, kHopper);
+    EXPECT_EQ(choice.kernel, "ampere") << D << ", " << Dv;
+    EXPECT_NE(choice.why.find("the Hopper kernels do not take"), std::string::npos) << choice.why;
+    p.Dv = D;  // none
+    EXPECT_EQ(choose_kernel(p, kHopper).kernel, D <= 128 ? "hopper" : "ampere") << D;
+  }
+  const auto refuse = [](const char* word, int64_t D, int64_t Dv, const char* plan) {
+    AttentionProblem p = problem(plan);
+    p.D = D, p.Dv = Dv;
+    expect_refused(word, [&] { choose_kernel(p, kHopper); });
+  };
+  refuse("values of another head size (Dv)", 64, 32, "bf16_all");
+  refuse("head size 264 (a multiple of 8 up to 256 is taken)", 64, 264, "flash2");
+  refuse("head size 60", 64, 60, "flash2");
+}
+
 TEST(KernelChoice, the_wide_output_is_16_bits_and_said_so) {
   for (const char* plan : {"flash2,stabiliser=wide_output", "flash2,stabiliser=consistent",
                            "flash2,stabiliser=consistent,output_for_delta=fp32",
@@ -153,7 +173,7 @@ TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_fp8_fa3_by_name) {
   const KernelFamily& family = kernel_family("hopper_fp8");
   for (const char* plan :
        {"fp8_fa3", "fp8_fa3,stabiliser=consistent", "fp8_fa3,accumulate=h200/4", "fp8_fa3,dq=fp32,keel=0.1"})
-    EXPECT_EQ(not_taken(family, problem(plan), kHopper), "") << plan;
+    EXPECT_EQ(not_taken(family, complete(problem(plan)), kHopper), "") << plan;
   for (const auto& [plan, words] : {std::pair{"flash2", "q=fp32 (fp8_fa3 has e4m3*tile)"},
                                     {"fp8_fa3,probs=bf16", "probs=bf16"},
                                     {"fp8_fa3,v=e4m3*head", "v=e4m3*head"},
@@ -306,7 +326,7 @@ TEST(KernelFamilies, limits_are_kept) {
     AttentionProblem p = problem("fp32");
     if (family.plan_not_taken) p = problem("flash2");
     if (std::string_view(family.name) == "hopper_fp8") p = problem("fp8_fa3");
-    p.D = family.limits.head_step;
+    p.D = p.Dv = family.limits.head_step;
     const std::vector<PrecisionPlan> plans = p.plans;
     for (size_t n = 0; n < kTensorTypeNames.size(); ++n) {
       p.type = static_cast<TensorType>(n);
@@ -317,7 +337,7 @@ TEST(KernelFamilies, limits_are_kept) {
     p.type = family.on_gpu ? TensorType::bf16 : TensorType::fp32;
     p.plans = plans;
     for (int64_t D = 1; D <= 300; ++D) {
-      p.D = D;
+      p.D = p.Dv = D;
       const bool taken = D % family.limits.head_step == 0 &&
                          (family.limits.largest_head == 0 || D <= family.limits.largest_head);
       EXPECT_EQ(not_taken(family, p, kHopper).empty(), taken) << family.name << D;
@@ -348,6 +368,7 @@ TEST(KernelFamilies, the_table_in_the_docs_is_true) {
                                                    {"slopes by distance (ALiBi)", Feature::slopes},
                                                    {"sinks", Feature::sinks},
                                                    {"gradient of the log-sum-exp", Feature::grad_lse},
+                                                   {"values of another head size", Feature::value_size},
                                                    {"facts (ties, delta, residual)", Feature::facts},
                                                    {"unaligned tensors", Feature::unaligned}};
   for (const auto& [form, feature] : forms)

@@ -88,21 +88,26 @@ def unsuited(q, k, v, plan=None, stabiliser=None):
     return why
 
 
+def gpu_number(t):
+    """As `refusal` takes it."""
+    return t.device.index or 0 if t.device.type == "cuda" else -1
+
+
 def dtype_name(t):
     return str(t.dtype).replace("torch.", "")
 
 
 @_coverage.at_compilation
-def refusal(gpu, dtype, H, D, plan, slopes, sinks):
+def refusal(gpu, dtype, H, D, plan, slopes, sinks, D_v=None):
     """Why no kernels take such calls; "" where some do. gpu: its number, or -1 for the CPU; dtype: its name."""
-    return _asked_refusal(gpu, dtype, H, D, plan, slopes, sinks)
+    return _asked_refusal(gpu, dtype, H, D, D if D_v is None else D_v, plan, slopes, sinks)
 
 
 @functools.lru_cache(maxsize=1024)
-def _asked_refusal(gpu, dtype, H, D, plan, slopes, sinks):
+def _asked_refusal(gpu, dtype, H, D, D_v, plan, slopes, sinks):
     device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
     for text in _ops.plans_of(plan):
-        kernel, why = _kernel_of(device, getattr(torch, dtype), (1, H, H, 1, 1, D), _ops.Forms(slopes=slopes, sinks=sinks),
+        kernel, why = _kernel_of(device, getattr(torch, dtype), (1, H, H, 1, 1, D, D_v), _ops.Forms(slopes=slopes, sinks=sinks),
                                  (text, False, 0.0, 0.0, -1, -1, 0, 0))
         if kernel == "refused":
             return why.replace(f"{_ops.NAME}: ", "", 1)
@@ -111,8 +116,7 @@ def _asked_refusal(gpu, dtype, H, D, plan, slopes, sinks):
 
 def taken_by_a_kernel(q, v, plan, slopes=False, sinks=False):
     """Whether some kernels take such calls with slopes by distance, with sinks."""
-    gpu = q.device.index or 0 if q.device.type == "cuda" else -1
-    return not refusal(gpu, dtype_name(q), int(q.shape[1]), int(max(q.shape[3], v.shape[3])), plan, slopes, sinks)
+    return not refusal(gpu_number(q), dtype_name(q), int(q.shape[1]), int(max(q.shape[3], v.shape[3])), plan, slopes, sinks)
 
 
 @_coverage.at_compilation
@@ -126,7 +130,7 @@ def _asked_gpu(index):
     if getattr(torch.version, "hip", None):
         return RuntimeError, f"expected an NVIDIA GPU, found ROCm {torch.version.hip}"
     device = torch.device("cuda", index)
-    problem = _ops._problem(device, torch.bfloat16, (1, 1, 1, 1, 1, 8), _ops.Forms(), "flash2", False, 0.0, 0.0, -1, -1, 0, 0, 0)
+    problem = _ops._problem(device, torch.bfloat16, (1, 1, 1, 1, 1, 8, 8), _ops.Forms(), "flash2", False, 0.0, 0.0, -1, -1, 0, 0, 0)
     name, why = ctypes.c_char_p(), ctypes.c_char_p()
     with _ops._on(device) if torch.cuda.is_available() else _ops._Nowhere():
         status = _library.library().evenkeel_attention_kernel(ctypes.byref(problem), ctypes.byref(name), ctypes.byref(why))
@@ -210,12 +214,12 @@ def local_tensors(function, *tensors):
     return tuple(t.to_local() for t in tensors), lambda o: type(q).from_local(o, q.device_mesh, q.placements, run_check=False)
 
 
-def listed(door, q, k, forms, options):
+def listed(door, q, k, v, forms, options):
     """One call of our kernels, for coverage()."""
     kernel, why = "compiled", ""
     if not compiling():
         *before, _, layer = options
-        kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k), forms,
+        kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k, v), forms,
                                  (_ops.plans_of(before[0])[0], *before[1:], 0, layer))
     _coverage.note(door, _coverage.shape_text(q), dtype_name(q), kernel, options[0], why)
 
@@ -228,10 +232,15 @@ def _kernel_of(device, dtype, shape, forms, options):
         return "refused", str(error)
 
 
-def one_head_size(q, k, v, scale):
-    """q, k, v with as many features each, filled with zeros, and the scale of the original ones."""
+def one_head_size(q, k, v, scale, plan):
+    """q, k, v with as many features each, filled with zeros, and the scale of the original ones. As given where kernels take
+    values of another head size, and no faster ones take the filled tensors; but a capture knows one head size alone. Heads are
+    on axis 1."""
     D, D_v = q.shape[-1], v.shape[-1]
     if D == D_v:
+        return q, k, v, scale
+    if max(D, D_v) > COMMON_HEADS.get(q.device.type, 0) and not _watch_calls.is_recording() and \
+            not refusal(gpu_number(q), dtype_name(q), int(q.shape[1]), int(D), plan, False, False, int(D_v)):
         return q, k, v, scale
     fill = lambda t: F.pad(t, (0, max(D, D_v) - t.shape[-1])) if t.shape[-1] < max(D, D_v) else t
     return fill(q), fill(k), fill(v), D ** -0.5 if scale is None else scale
@@ -272,7 +281,7 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
         visible = visible.to(torch.uint8).expand(shape)
     plan = whole_plan(q.dtype, plan, stabiliser)
     features = v.shape[3]
-    q, k, v, scale = one_head_size(q, k, v, scale)
+    q, k, v, scale = one_head_size(q, k, v, scale, plan)
     slopes = numbers_of_heads(slopes, q, q.shape[1], "alibi_slopes", function)
     sinks = numbers_of_heads(sinks, q, q.shape[1], "sinks", function)
     device_step, step = step_of(step, plan, q, function)
@@ -281,7 +290,7 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
     beside = sinks_beside(q, v, plan, sinks)
     extras = (visible, device_step, slopes, None if beside else sinks)
     call = lambda: _ops.forward_op(q, k, v, *extras, *options)
-    listed(door or function, q, k, _ops._forms(visible, slopes, extras[3]), options)
+    listed(door or function, q, k, v, _ops._forms(visible, slopes, extras[3]), options)
     if compiling():
         o, lse, _ = call()
     else:
@@ -307,7 +316,7 @@ def check_starts(q, k, starts_q, starts_k, function):
 
 def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, causal=False, plan=None, stabiliser=None,
                scale=None, softcap=0.0, window=(-1, -1), step=None, layer=0, door=None, slopes=None, sinks=None):
-    """The same for packed sequences: q (R, H, D), k, v (S, G, D), starts (sequences + 1) of int32. Returns o (R, H, D) and
+    """The same for packed sequences: q (R, H, D), k (S, G, D), v (S, G, D_v), starts (sequences + 1) of int32. Returns o (R, H, D) and
     lse (H, R)."""
     require(next(((TypeError, f"expected {name} to be a tensor, found {type(t).__name__}") for name, t in zip("qkv", (q, k, v))
                   if not isinstance(t, torch.Tensor)), None), function)
@@ -316,7 +325,7 @@ def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, caus
     check_starts(q, k, starts_q, starts_k, function)
     plan = whole_plan(q.dtype, plan, stabiliser)
     features = v.shape[2]
-    q, k, v, scale = one_head_size(q, k, v, scale)
+    q, k, v, scale = one_head_size(q, k, v, scale, plan)
     slopes = numbers_of_heads(slopes, q, q.shape[1], "alibi_slopes", function)
     sinks = numbers_of_heads(sinks, q, q.shape[1], "sinks", function)
     device_step, step = step_of(step, plan, q, function)
@@ -327,7 +336,7 @@ def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, caus
     beside = sinks_beside(heads_first[0], heads_first[2], plan, sinks)
     extras = (device_step, slopes, None if beside else sinks)
     call = lambda: _packed.packed_op(q, k, v, starts_q, starts_k, *extras, int(longest_q), int(longest_k), *options)
-    listed(door or function, heads_first[0], heads_first[1], _ops._forms(None, slopes, extras[2]), options)
+    listed(door or function, *heads_first, _ops._forms(None, slopes, extras[2]), options)
     if compiling():
         o, lse, _ = call()
     else:
@@ -378,9 +387,11 @@ def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser
     With is_causal, the last row sees the last key. No autograd; on a GPU the any-plan kernels run."""
     name = "evenkeel.attention_facts"
     require(unsuited(q, k, v), name)
-    if not isinstance(grad_output, torch.Tensor) or grad_output.shape != q.shape or grad_output.dtype != q.dtype:
+    if not isinstance(grad_output, torch.Tensor) or grad_output.shape != (*q.shape[:3], v.shape[3]) or \
+            grad_output.dtype != q.dtype:
         found = (tuple(grad_output.shape), grad_output.dtype) if isinstance(grad_output, torch.Tensor) else grad_output
-        raise ValueError(f"{name}: expected grad_output of q's shape and dtype {tuple(q.shape)}, {q.dtype}, found {found}")
+        raise ValueError(f"{name}: expected grad_output of o's shape and dtype {(*q.shape[:3], v.shape[3])}, {q.dtype}, "
+                         f"found {found}")
     if attn_mask is not None:
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         require(unsuited_mask(attn_mask, shape, q.device), name)
@@ -394,5 +405,5 @@ def kernel_choice(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mas
     """Which kernel runs ("hopper", "ampere", "any_plan" or "cpu"), and why."""
     name = "evenkeel.kernel_choice"
     require(unsuited(q, k, v), name)
-    return _ops.kernel(q, k, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), scale_of(scale, name),
+    return _ops.kernel(q, k, v, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), scale_of(scale, name),
                        float(softcap or 0.0), -1, -1, 0, int(layer))

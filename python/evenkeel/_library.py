@@ -29,6 +29,7 @@ class Attention(ctypes.Structure):
         ("visible", Tensor), ("tile_keys", ctypes.c_int64), ("step", ctypes.c_uint32), ("layer", ctypes.c_uint32),
         ("device_step", ctypes.c_void_p), ("with_facts", ctypes.c_int32), ("aligned", ctypes.c_int32),
         ("slopes", ctypes.c_void_p), ("sinks", ctypes.c_void_p), ("with_grad_lse", ctypes.c_int32), ("reserved", ctypes.c_int32),
+        ("Dv", ctypes.c_int64),
     ]
 
 

@@ -1,5 +1,6 @@
 """Attention's two passes as PyTorch operations: custom ops from torch 2.4 on, so that torch.compile and CUDA graphs take
-them; an autograd.Function before. Tensors are (B, H, T, D) and (B, G, N, D) with any strides; memory comes from torch.
+them; an autograd.Function before. Tensors are (B, H, T, D) and (B, G, N, D), with D_v for v and o, with any strides; memory
+comes from torch.
 
 No check of its own: the library checks, and says what it expected and found.
 """
@@ -48,13 +49,13 @@ class Forms(NamedTuple):
 
 
 def _problem(device, dtype, shape, forms, plan, causal, scale, softcap, window_left, window_right, step, layer, facts):
-    """The options of a call; `shape` is (B, H, G, T, N, D)."""
+    """The options of a call; `shape` is (B, H, G, T, N, D, D_v)."""
     a = _library.Attention()
     library().evenkeel_attention_defaults(ctypes.byref(a), ctypes.sizeof(a))
     a.device = _library.CUDA if device.type == "cuda" else _library.CPU
     # The CPU has no tensors of 16 bits: they are widened, which is exact.
     a.type = _library.FP32 if device.type == "cpu" and dtype in HALVES else TYPES[dtype]
-    a.B, a.H, a.G, a.T, a.N, a.D = shape
+    a.B, a.H, a.G, a.T, a.N, a.D, a.Dv = shape
     a.plan = in_format(plans_of(plan)[0], dtype).encode()
     a.scale, a.softcap, a.causal = scale, softcap, causal
     a.window_left, a.window_right = window_left, window_right
@@ -70,8 +71,13 @@ def _problem(device, dtype, shape, forms, plan, causal, scale, softcap, window_l
     return a
 
 
-def _shape(q, k):
-    return tuple(int(n) for n in (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]))
+def _shape(q, k, v):
+    return tuple(int(n) for n in (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
+
+
+def row_shape(q, k, v):
+    """The shape of one row and one key of all heads; q, k, v with their heads on axis 1 and features on the last."""
+    return 1, int(q.shape[1]), int(k.shape[1]), 1, 1, int(q.shape[-1]), int(v.shape[-1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,12 +97,11 @@ def _sizes(q, shape, forms, options):
     return max(saved for saved, _ in asked), max(workspace for _, workspace in asked)
 
 
-def _saved(q, k, forms, options):
+def _saved(q, k, v, forms, options):
     """Memory for what forward leaves to backward: bytes, (B, H, T, of a row). Those of a row depend on neither B, T nor N
     (evenkeel.h), which may be symbols here: code compiled for one length serves others."""
-    H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
-    of_all_heads, _ = _sizes(q, (1, H, G, 1, 1, D), forms, options)
-    return q.new_empty((*q.shape[:3], of_all_heads // H), dtype=torch.uint8)
+    of_all_heads, _ = _sizes(q, row_shape(q, k, v), forms, options)
+    return q.new_empty((*q.shape[:3], of_all_heads // int(q.shape[1])), dtype=torch.uint8)
 
 
 class _Nowhere:
@@ -115,11 +120,11 @@ def _stream(device):
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
-def _like(x):
-    """Memory for something of x's shape, rows outermost but for the batch: (B, T, H, D) seen as (B, H, T, D). What
-    follows attention in a model wants it so."""
-    B, H, T, D = x.shape
-    return x.new_empty((B, T, H, D)).transpose(1, 2)
+def _like(x, of=None):
+    """Memory for something of x's shape, with the features of `of`, rows outermost but for the batch: (B, T, H, D) seen as
+    (B, H, T, D). What follows attention in a model wants it so."""
+    B, H, T, _ = x.shape
+    return x.new_empty((B, T, H, (x if of is None else of).shape[3])).transpose(1, 2)
 
 
 def _is_aligned(x):
@@ -165,17 +170,17 @@ def _forms(visible, slopes, sinks, grad_lse=None):
 
 
 def _forward(q, k, v, visible, device_step, slopes, sinks, options, ties=None):
-    """o (B, H, T, D), lse (B, H, T), saved (as _saved has it). slopes, sinks: (H), FP32, or None."""
+    """o (B, H, T, D_v), lse (B, H, T), saved (as _saved has it). slopes, sinks: (H), FP32, or None."""
     device_step, options = _with_step(device_step, options)
-    shape, dtype, device = _shape(q, k), q.dtype, q.device
+    shape, dtype, device = _shape(q, k, v), q.dtype, q.device
     forms = _forms(visible, slopes, sinks)
     saved_bytes, workspace_bytes = _sizes(q, shape, forms, options)
-    saved, workspace = _saved(q, k, forms, options), q.new_empty(workspace_bytes, dtype=torch.uint8)
+    saved, workspace = _saved(q, k, v, forms, options), q.new_empty(workspace_bytes, dtype=torch.uint8)
     if saved.numel() != saved_bytes:
         raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.shape[3]} bytes of every row, found one "
                                      f"that saves {saved_bytes} bytes of {q.shape[:3].numel()} rows")
     q, k, v = _readable(q), _readable(k), _readable(v)
-    o = _like(q)
+    o = _like(q, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     a = _problem(device, dtype, shape, Forms(), *options)
     _set_extras(a, visible, device_step, slopes, sinks)
@@ -189,9 +194,9 @@ def _forward(q, k, v, visible, device_step, slopes, sinks, options, ties=None):
 
 
 def _backward(grad_output, q, k, v, o, lse, saved, grad_lse, visible, device_step, slopes, sinks, options, facts=None):
-    """dq (B, H, T, D), dk, dv (B, G, N, D), dsinks (H; none without sinks: 0). facts: tensors to be filled, by name."""
+    """dq, dk, dv of their tensors' shapes, dsinks (H; none without sinks: 0). facts: tensors to be filled, by name."""
     device_step, options = _with_step(device_step, options)
-    shape, dtype, device = _shape(q, k), q.dtype, q.device
+    shape, dtype, device = _shape(q, k, v), q.dtype, q.device
     forms = _forms(visible, slopes, sinks, grad_lse)
     workspace = q.new_empty(_sizes(q, shape, forms, options)[1], dtype=torch.uint8)
     grad_output, q, k, v, o = (_readable(x) for x in (grad_output, q, k, v, o))
@@ -219,7 +224,7 @@ def _like_sinks(q, sinks):
 
 @functools.lru_cache(maxsize=4096)
 def takes_grad_lse(device, dtype, shape, forms, *options):
-    """Whether the kernels that these calls run in take a gradient of the log-sum-exp. shape: with B, T and N of 1."""
+    """Whether the kernels that these calls run in take a gradient of the log-sum-exp. shape: row_shape."""
     forward = chosen_kernel(device, dtype, shape, forms, *options)[0]
     try:
         return chosen_kernel(device, dtype, shape, forms._replace(grad_lse=True), *options)[0] == forward
@@ -233,15 +238,15 @@ def all_gradients(run, tensors, grad_output, grad_lse, options, forms, name=NAME
     Function `by_row`: from the axes of lse to those of q, without the last one.
 
     Where the kernels do not take the gradient of the log-sum-exp, it is added to dq and dk here. With k in the place of v,
-    sum_j P_ij k_j is attention's output. With an output gradient of dL_i q_i, sum_i P_ij (dL_i q_i) is dv."""
+    sum_j P_ij k_j is attention's output. With an output gradient of dL_i q_i, sum_i P_ij (dL_i q_i) is dv. (Kernels that take
+    values of another head size take this gradient, too.)"""
     forward, backward = run
     q, k, v, o, lse, _ = tensors
-    H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1])
     plan, causal, scale, softcap, left, right, _, layer = options
     if grad_lse is not None:  # a row without keys has none
         grad_lse = torch.where(torch.isfinite(lse), grad_lse, torch.zeros_like(grad_lse))
         known = (plans_of(plan)[0], causal, scale, softcap, left, right, 0, layer)
-        if takes_grad_lse(q.device, q.dtype, (1, H, G, 1, 1, D), forms, *known):
+        if takes_grad_lse(q.device, q.dtype, row_shape(q, k, v), forms, *known):
             return backward(torch.zeros_like(o) if grad_output is None else grad_output, *tensors, grad_lse)
     if grad_output is None:
         dq, dk, dv, dsinks = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
@@ -252,7 +257,7 @@ def all_gradients(run, tensors, grad_output, grad_lse, options, forms, name=NAME
     if softcap != 0 or forms.sinks:
         raise NotImplementedError(f"{name}: expected no gradient of the log-sum-exp with softcap or sinks, which these kernels "
                                   "do not take, found one")
-    weight = by_row(grad_lse).unsqueeze(-1) * (scale or D ** -0.5)
+    weight = by_row(grad_lse).unsqueeze(-1) * (scale or int(q.shape[-1]) ** -0.5)
     dq = dq + (weight * forward(q, k, k)[0]).to(q.dtype)
     dk = dk + backward((weight * q).to(q.dtype), *tensors, None)[2]
     return dq, dk, dv, dsinks
@@ -300,8 +305,8 @@ if HAS_CUSTOM_OPS:
 
     @forward_op.register_fake
     def _(q, k, v, visible, device_step, slopes, sinks, *options):
-        saved = _saved(q, k, _forms(visible, slopes, sinks), (*options, 0))
-        return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32), saved
+        saved = _saved(q, k, v, _forms(visible, slopes, sinks), (*options, 0))
+        return _like(q, v), q.new_empty(q.shape[:3], dtype=torch.float32), saved
 
     @torch.library.custom_op(f"{NAMESPACE}::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,
@@ -343,12 +348,12 @@ def facts(q, k, v, grad_output, visible, *options):
     return {"o": o, "lse": lse, **told, "dq": dq, "dk": dk, "dv": dv, **of_rows}
 
 
-def kernel(q, k, visible, *options):
-    return chosen_kernel(q.device, q.dtype, _shape(q, k), Forms(visible is not None), *options)
+def kernel(q, k, v, visible, *options):
+    return chosen_kernel(q.device, q.dtype, _shape(q, k, v), Forms(visible is not None), *options)
 
 
 def chosen_kernel(device, dtype, shape, forms, *options):
-    """Which family of kernels, and why; shape is (B, H, G, T, N, D)."""
+    """Which family of kernels, and why; shape is (B, H, G, T, N, D, D_v)."""
     problem = _problem(device, dtype, shape, forms, *options, 0)
     name, why = ctypes.c_char_p(), ctypes.c_char_p()
     with _on(device):

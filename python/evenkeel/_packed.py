@@ -1,4 +1,4 @@
-"""Packed sequences (cu_seqlens): rows of all sequences behind one another, q (R, H, D), k, v (S, G, D). A GPU computes all
+"""Packed sequences (cu_seqlens): rows of all sequences behind one another, q (R, H, D), k (S, G, D), v (S, G, D_v). A GPU computes all
 sequences in one call; the CPU's kernels know no packing, so there each sequence is a call.
 
 Both passes are one operation for PyTorch, as in _ops.py. `saved` is flat: what the kernels leave to the backward pass.
@@ -15,15 +15,18 @@ Tensor = torch.Tensor
 NAME = "evenkeel.attention_packed"
 
 
-def _row_bytes(q, k, forms, options):
+def _row_bytes(q, k, v, forms, options):
     """Of `saved`, for one row of one head."""
-    H, G, D = int(q.shape[1]), int(k.shape[1]), int(q.shape[2])
-    return _ops._sizes(q, (1, H, G, 1, 1, D), forms, options)[0] // H
+    return _ops._sizes(q, _ops.row_shape(q, k, v), forms, options)[0] // int(q.shape[1])
 
 
-def _new_saved(q, k, starts_q, longest_q, forms, options):
+def _new_output(q, v):
+    return q.new_empty((*q.shape[:2], v.shape[2]))
+
+
+def _new_saved(q, k, v, starts_q, longest_q, forms, options):
     rows = q.shape[0] if q.device.type == "cpu" else (starts_q.shape[0] - 1) * longest_q
-    return q.new_empty(rows * q.shape[1] * _row_bytes(q, k, forms, options), dtype=torch.uint8)
+    return q.new_empty(rows * q.shape[1] * _row_bytes(q, k, v, forms, options), dtype=torch.uint8)
 
 
 def _heads_first(t):
@@ -37,10 +40,10 @@ def _sequences(starts_q, starts_k):
 
 
 def _cpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, options):
-    o, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
+    o, lse = torch.zeros_like(_new_output(q, v)), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
     forms = _ops._forms(None, slopes, sinks)
-    saved = _new_saved(q, k, starts_q, longest_q, forms, options)
-    row = q.shape[1] * _row_bytes(q, k, forms, options)
+    saved = _new_saved(q, k, v, starts_q, longest_q, forms, options)
+    row = q.shape[1] * _row_bytes(q, k, v, forms, options)
     for rows, keys in _sequences(starts_q, starts_k):
         if keys.stop == keys.start:  # no key: the output is 0
             continue
@@ -54,7 +57,7 @@ def _cpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longes
 def _cpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, options):
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     dsinks = _ops._like_sinks(q, sinks)
-    row = q.shape[1] * _row_bytes(q, k, _ops._forms(None, slopes, sinks), options)
+    row = q.shape[1] * _row_bytes(q, k, v, _ops._forms(None, slopes, sinks), options)
     for rows, keys in _sequences(starts_q, starts_k):
         if keys.stop == keys.start:
             continue
@@ -68,10 +71,10 @@ def _cpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, start
     return dq, dk, dv, dsinks
 
 
-def _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options, with_grad_lse=False):
+def _packed_problem(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options, with_grad_lse=False):
     """The problem of the C interface, and what must live as long as the call."""
     B = starts_q.shape[0] - 1
-    shape = (B, q.shape[1], k.shape[1], longest_q, longest_k, q.shape[2])
+    shape = (B, q.shape[1], k.shape[1], longest_q, longest_k, q.shape[2], v.shape[2])
     a = _ops._problem(q.device, q.dtype, shape, _ops.Forms(grad_lse=with_grad_lse), *options)
     kept = [starts_q[:-1].contiguous(), starts_k[:-1].contiguous(), (starts_q[1:] - starts_q[:-1]).contiguous(),
             (starts_k[1:] - starts_k[:-1]).contiguous()]
@@ -111,12 +114,12 @@ def _by_sequence(of_rows, starts, longest, beyond):
 
 def _gpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options):
     with _ops._on(q.device):
-        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options)
-        saved = _new_saved(q, k, starts_q, longest_q, _ops._forms(None, slopes, sinks), options)
+        a, kept, sizes = _packed_problem(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options)
+        saved = _new_saved(q, k, v, starts_q, longest_q, _ops._forms(None, slopes, sinks), options)
         if saved.numel() < sizes.saved:
             raise _library.EvenkeelError(f"{NAME}: expected a library that saves {saved.numel()} bytes, found {sizes.saved}")
         workspace = q.new_empty(sizes.workspace, dtype=torch.uint8)
-        o, x = _like(q), [_ops._readable(_heads_first(t)) for t in (q, k, v)]
+        o, x = _heads_first(_new_output(q, v)), [_ops._readable(_heads_first(t)) for t in (q, k, v)]
         lse = q.new_empty((starts_q.shape[0] - 1, q.shape[1], longest_q), dtype=torch.float32)
         p = _library.Forward(struct_size=ctypes.sizeof(_library.Forward), o=_packed_view(o), lse=lse.data_ptr(),
                              saved=saved.data_ptr(), workspace=workspace.data_ptr(),
@@ -129,7 +132,7 @@ def _gpu_forward(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longes
 def _gpu_backward(grad_output, q, k, v, o, lse, saved, grad_lse, starts_q, starts_k, device_step, slopes, sinks, longest_q,
                   longest_k, options):
     with _ops._on(q.device):
-        a, kept, sizes = _packed_problem(q, k, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options,
+        a, kept, sizes = _packed_problem(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, options,
                                          grad_lse is not None)
         workspace = q.new_empty(sizes.workspace, dtype=torch.uint8)
         by_sequence = _by_sequence(lse, starts_q, longest_q, -torch.inf)
@@ -204,8 +207,7 @@ if _ops.HAS_CUSTOM_OPS:
     @packed_op.register_fake
     def _(q, k, v, starts_q, starts_k, device_step, slopes, sinks, longest_q, longest_k, *options):
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return o, lse, _new_saved(q, k, starts_q, longest_q, _ops._forms(None, slopes, sinks), (*options, 0))
+        return _new_output(q, v), lse, _new_saved(q, k, v, starts_q, longest_q, _ops._forms(None, slopes, sinks), (*options, 0))
 
     @torch.library.custom_op(f"{_ops.NAMESPACE}::attention_packed_backward", mutates_args=(), device_types=("cpu", "cuda"))
     def packed_backward_op(grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, saved: Tensor,

@@ -1,6 +1,6 @@
 // Attention, forward and backward. attention_reference.cpp is the definition (FP64, no tiles, no rounding);
 // attention_cpu.cpp runs any precision plan, tiled, with every rounding at its named site.
-// Tensors are FP32 with any strides; the definition takes FP64, too. Sizes: attention_problem.h.
+// Tensors are FP32 with any strides; the definition takes FP64, too. Sizes: attention_problem.h. A problem's Dv is that of v.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ namespace evenkeel {
 
 template <class Real>
 struct AttentionInputsOf {
-  View<const Real> q;     // (B, H, T, D)
-  View<const Real> k, v;  // (B, G, N, D)
+  View<const Real> q;  // (B, H, T, D)
+  View<const Real> k;  // (B, G, N, D)
+  View<const Real> v;  // (B, G, N, Dv)
 };
 using AttentionInputs = AttentionInputsOf<float>;
 
@@ -46,19 +47,20 @@ class SiteObserver {
 
 // What forward leaves for backward, and per-row facts on request.
 struct AttentionForward {
-  View<float> o;    // (B, H, T, D)
+  View<float> o;    // (B, H, T, Dv)
   View<float> lse;  // (B, H, T, 1): L, -inf for a row that sees no key
   // Needed by backward: the O that delta uses, and m and l apart.
-  View<float> o_for_delta;  // (B, H, T, D)
+  View<float> o_for_delta;  // (B, H, T, Dv)
   View<float> row_max;      // (B, H, T, 1): m, the shift (by powers of two: its whole number of log 2)
   View<float> row_sum;      // (B, H, T, 1): l, the sum of the probabilities, exact or rounded by the plan
   View<int32_t> ties;  // (B, H, T, 1), optional: visible scores within tie_tolerance of the row's maximum
 };
 
 struct AttentionBackward {
-  View<float> dq;      // (B, H, T, D)
-  View<float> dk, dv;  // (B, G, N, D)
-  View<float> delta;   // (B, H, T, 1), optional: delta as used, keel included
+  View<float> dq;     // (B, H, T, D)
+  View<float> dk;     // (B, G, N, D)
+  View<float> dv;     // (B, G, N, Dv)
+  View<float> delta;  // (B, H, T, 1), optional: delta as used, keel included
   // Optional, (B, H, T, 1): rho = sum_j dS_ij / a. dS is what dQ and dK receive: after the site dscores, before
   // softcap's derivative. The sum is in FP64, without keel's own part 2 z L sum P. And the root of the variance that
   // rounding dS at its site must cause: sqrt(sum ulp(dS_ij)^2 / 12) / a.
@@ -78,7 +80,7 @@ void attention_backward(const AttentionProblem& problem, const AttentionInputs& 
 
 // The definition: FP64, whole rows, no rounding. Ignores plans but for keel.
 struct AttentionReference {
-  Tensor<double> o, lse;  // (B, H, T, D), (B, H, T, 1)
+  Tensor<double> o, lse;  // (B, H, T, Dv), (B, H, T, 1)
   Tensor<double> dq, dk, dv,
       delta;              // empty where no grad_output was given; delta without keel's part and that of dL
   Tensor<double> dsinks;  // (1, H, 1, 1)

@@ -25,12 +25,13 @@ struct DeviceTensor {
 };
 
 struct PassInputs {
-  DeviceTensor q;     // (B, H, T, D)
-  DeviceTensor k, v;  // (B, G, N, D)
+  DeviceTensor q;  // (B, H, T, D)
+  DeviceTensor k;  // (B, G, N, D)
+  DeviceTensor v;  // (B, G, N, Dv)
 };
 
 struct ForwardPass {
-  DeviceTensor o;           // (B, H, T, D)
+  DeviceTensor o;           // (B, H, T, Dv)
   float* lse = nullptr;     // (B, H, T) contiguous: L
   void* saved = nullptr;    // PassSizes::saved bytes: what backward needs besides; opaque
   int32_t* ties = nullptr;  // (B, H, T), optional
@@ -41,7 +42,7 @@ struct ForwardPass {
 
 struct BackwardPass {
   DeviceTensor dq;         // (B, H, T, D)
-  DeviceTensor dk, dv;     // (B, G, N, D); on a GPU with facts, both may be null: not computed
+  DeviceTensor dk, dv;     // (B, G, N, D), (B, G, N, Dv); on a GPU with facts, both may be null: not computed
   float* delta = nullptr;  // (B, H, T), optional: as used, keel included
   // Optional, (B, H, T): as in AttentionBackward, and delta_lp - delta_hp, where delta_hp = sum P dP / sum P.
   float *residual = nullptr, *residual_floor = nullptr, *delta_error = nullptr;

@@ -104,7 +104,8 @@ void for_each_row_tile(const Call& call, const std::function<void(int64_t, int64
 // Rounds dK or dV of keys [key, key + keys) of one kv head and puts them in their place.
 void write_key_gradient(const Call& call, Site site, const View<float>& to, int64_t b, int64_t g, int64_t key,
                         int64_t keys, float* sums) {
-  const int64_t D = call.problem.D, stride = call.operands.stride(), group = call.problem.H / call.problem.G;
+  const int64_t D = site == Site::dv ? call.problem.Dv : call.problem.D, stride = call.operands.stride(),
+                group = call.problem.H / call.problem.G;
   // Heads of a group share dK and dV: their first head's plan rounds them.
   const PrecisionPlan& plan = call.plans[static_cast<size_t>(g * group)].plan;
   std::vector<float> exact;
@@ -138,16 +139,17 @@ void write_dsinks(const AttentionProblem& problem, const AttentionForward& saved
 
 void check_backward_views(const AttentionProblem& problem, const View<const float>& grad_output,
                           const AttentionForward& saved, const AttentionBackward& out) {
-  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
-      per_row{problem.B, problem.H, problem.T, 1}, per_key{problem.B, problem.G, problem.N, problem.D};
-  check_view("grad_output", grad_output, whole);
-  check_view("o_for_delta", saved.o_for_delta, whole);
+  const auto per_query = [&](int64_t size) { return std::array{problem.B, problem.H, problem.T, size}; };
+  const auto per_key = [&](int64_t size) { return std::array{problem.B, problem.G, problem.N, size}; };
+  const std::array<int64_t, 4> per_row = per_query(1);
+  check_view("grad_output", grad_output, per_query(problem.Dv));
+  check_view("o_for_delta", saved.o_for_delta, per_query(problem.Dv));
   check_view("lse", saved.lse, per_row);
   check_view("row_max", saved.row_max, per_row);
   check_view("row_sum", saved.row_sum, per_row);
-  check_view("dq", out.dq, whole);
-  check_view("dk", out.dk, per_key);
-  check_view("dv", out.dv, per_key);
+  check_view("dq", out.dq, per_query(problem.D));
+  check_view("dk", out.dk, per_key(problem.D));
+  check_view("dv", out.dv, per_key(problem.Dv));
   check_view("delta", out.delta, per_row, true);
   check_view("grad_lse", out.grad_lse, per_row, true);
   check_view("dsinks", out.dsinks, {1, problem.H, 1, 1}, true);
@@ -162,7 +164,7 @@ void check_backward_views(const AttentionProblem& problem, const View<const floa
 void attention_forward(const AttentionProblem& asked, const AttentionInputs& in, const AttentionForward& out,
                        SiteObserver* observer) {
   const AttentionProblem problem = problem_of(asked, in);
-  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.D},
+  const std::array<int64_t, 4> whole{problem.B, problem.H, problem.T, problem.Dv},
       per_row{problem.B, problem.H, problem.T, 1};
   check_view("o", out.o, whole);
   check_view("o_for_delta", out.o_for_delta, whole);

@@ -15,11 +15,13 @@ void check_sizes(const AttentionProblem& p) {
   for (const auto& [name, size] : sizes)
     require(size >= 1 && size <= std::numeric_limits<int32_t>::max(),
             "[attention] expected {} from 1 to 2^31 - 1, got {}", name, size);
+  require(p.Dv >= 0 && p.Dv <= std::numeric_limits<int32_t>::max(),
+          "[attention] expected Dv from 1 to 2^31 - 1, or 0 for D, got {}", p.Dv);
   int64_t elements = 1;
-  for (int64_t size : {p.B, p.H, std::max(p.T, p.N), p.D})
+  for (int64_t size : {p.B, p.H, std::max(p.T, p.N), std::max(p.D, p.Dv)})
     require(!__builtin_mul_overflow(elements, size, &elements) && elements < int64_t{1} << 48,
-            "[attention] expected fewer than 2^48 elements a tensor, got B {}, H {}, T {}, N {}, D {}", p.B,
-            p.H, p.T, p.N, p.D);
+            "[attention] expected fewer than 2^48 elements a tensor, got B {}, H {}, T {}, N {}, D {}, Dv {}",
+            p.B, p.H, p.T, p.N, p.D, p.Dv);
   require(p.H % p.G == 0,
           "[attention] expected query heads in whole groups for {} key/value heads, got {} query heads", p.G,
           p.H);
@@ -110,6 +112,7 @@ void check(const AttentionProblem& p) {
 
 AttentionProblem complete(AttentionProblem p) {
   check(p);
+  if (p.Dv == 0) p.Dv = p.D;
   if (p.fact_sequences == 0) p.fact_sequences = p.B;
   if (p.scale == 0) p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(p.D)));
   if (std::all_of(p.plans.begin(), p.plans.end(), [&](const auto& plan) { return plan == p.plans[0]; }))

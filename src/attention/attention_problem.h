@@ -2,7 +2,7 @@
 // description, and one check() refuses what the definition does not allow. Plain C++, in every build.
 //
 // One alphabet of sizes: B batch, H query heads, G key/value heads (H a multiple of G), T query rows, N keys,
-// D head size.
+// D head size, Dv that of v and o.
 #pragma once
 
 #include <cstddef>
@@ -49,6 +49,7 @@ struct AttentionProblem {
   // T and N: those of the longest sequence. The calls of attention.h take the sizes from their tensors, and do not look
   // at the type.
   int64_t B = 0, H = 0, G = 0, T = 0, N = 0, D = 0;
+  int64_t Dv = 0;                      // features of v, o and their gradients; 0: D
   TensorType type = TensorType::fp32;  // of q, k, v, o and their gradients
 
   // --- changes the bits
@@ -96,7 +97,7 @@ struct AttentionProblem {
 // Reads no memory but the problem's own: the lengths' values are the CPU's to check.
 void check(const AttentionProblem& problem);
 
-// The problem checked, scale and fact_sequences set, one plan where all heads have the same.
+// The problem checked, Dv, scale and fact_sequences set, one plan where all heads have the same.
 AttentionProblem complete(AttentionProblem problem);
 
 }  // namespace evenkeel

@@ -14,7 +14,7 @@ template <class Real>
 struct Task {
   AttentionProblem problem;  // complete
   const AttentionInputsOf<Real>& in;
-  View<const Real> grad_output;  // (B, H, T, D), or none
+  View<const Real> grad_output;  // (B, H, T, Dv), or none
   View<const Real> grad_lse;     // (B, H, T, 1), or none
 };
 
@@ -39,7 +39,7 @@ template <class Real>
 void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, AttentionReference& out) {
   const View<const Real>& grad_output = task.grad_output;
   const AttentionProblem& p = task.problem;
-  const int64_t N = p.N, D = p.D, g = h / (p.H / p.G);
+  const int64_t N = p.N, D = p.D, Dv = p.Dv, g = h / (p.H / p.G);
   const double a = p.scale, c = p.softcap;
 
   constexpr double kNone = -std::numeric_limits<double>::infinity();
@@ -65,26 +65,27 @@ void reference_row(const Task<Real>& task, int64_t b, int64_t h, int64_t i, Atte
   for (double s : S) l += std::exp(s - m);
   const double L = m + std::log(l);
   *out.lse.view().at(b, h, i) = L;
-  std::vector<double> P(N), O(D);
+  std::vector<double> P(N), O(Dv);
   for (int64_t j = 0; j < N; ++j) P[j] = std::exp(S[j] - m) / l;
   for (int64_t j = 0; j < N; ++j)
     if (P[j] != 0)
-      for (int64_t d = 0; d < D; ++d) O[d] += P[j] * double{*task.in.v.at(b, g, j, d)};
-  for (int64_t d = 0; d < D; ++d) *out.o.view().at(b, h, i, d) = O[d];
+      for (int64_t d = 0; d < Dv; ++d) O[d] += P[j] * double{*task.in.v.at(b, g, j, d)};
+  for (int64_t d = 0; d < Dv; ++d) *out.o.view().at(b, h, i, d) = O[d];
   if (!grad_output.present()) return;
 
   double delta = 0;
-  for (int64_t d = 0; d < D; ++d) delta += double{*grad_output.at(b, h, i, d)} * O[d];
+  for (int64_t d = 0; d < Dv; ++d) delta += double{*grad_output.at(b, h, i, d)} * O[d];
   *out.delta.view().at(b, h, i) = delta;
   const double z = p.plan(h).keel;
   const double dL = task.grad_lse.present() ? double{*task.grad_lse.at(b, h, i)} : 0.0;
   if (sink != kNone) *out.dsinks.view().at(0, h, 0) += std::exp(sink - L) * (2 * z * L + dL - delta);
   for (int64_t j = 0; j < N; ++j) {
     if (P[j] == 0) continue;
-    const double dP = dot(D, grad_output, h, i, task.in.v, g, j, b);
+    const double dP = dot(Dv, grad_output, h, i, task.in.v, g, j, b);
     const double dS = a * slope[j] * P[j] * (dP - delta + 2 * z * L + dL);
-    for (int64_t d = 0; d < D; ++d) {
+    for (int64_t d = 0; d < Dv; ++d)
       *out.dv.view().at(b, g, j, d) += P[j] * double{*grad_output.at(b, h, i, d)};
+    for (int64_t d = 0; d < D; ++d) {
       *out.dq.view().at(b, h, i, d) += dS * double{*task.in.k.at(b, g, j, d)};
       *out.dk.view().at(b, g, j, d) += dS * double{*task.in.q.at(b, h, i, d)};
     }
@@ -96,19 +97,20 @@ AttentionReference reference(const AttentionProblem& asked, const AttentionInput
                              View<const Real> grad_output, View<const Real> grad_lse) {
   const Task<Real> task{problem_of(asked, in), in, grad_output, grad_lse};
   const AttentionProblem& p = task.problem;
-  const std::array<int64_t, 4> per_feature{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D},
-      per_row{p.B, p.H, p.T, 1};
+  const std::array<int64_t, 4> per_value{p.B, p.H, p.T, p.Dv}, per_row{p.B, p.H, p.T, 1};
 
   AttentionReference out;
-  out.o = Tensor<double>(per_feature);
+  out.o = Tensor<double>(per_value);
   out.lse = Tensor<double>(per_row);
   for (double& L : out.lse.values()) L = -std::numeric_limits<double>::infinity();
   if (grad_output.present()) {
-    require(grad_output.shape == per_feature,
-            "[attention] expected grad_output of q's shape ({}, {}, {}, {}), got ({}, {}, {}, {})", p.B, p.H,
-            p.T, p.D, grad_output.shape[0], grad_output.shape[1], grad_output.shape[2], grad_output.shape[3]);
-    out.dq = Tensor<double>(per_feature);
-    out.dk = out.dv = Tensor<double>(per_key);
+    require(grad_output.shape == per_value,
+            "[attention] expected grad_output of o's shape ({}, {}, {}, {}), got ({}, {}, {}, {})", p.B, p.H,
+            p.T, p.Dv, grad_output.shape[0], grad_output.shape[1], grad_output.shape[2],
+            grad_output.shape[3]);
+    out.dq = Tensor<double>({p.B, p.H, p.T, p.D});
+    out.dk = Tensor<double>({p.B, p.G, p.N, p.D});
+    out.dv = Tensor<double>({p.B, p.G, p.N, p.Dv});
     out.delta = Tensor<double>(per_row);
     out.dsinks = Tensor<double>({1, p.H, 1, 1});
     require(!grad_lse.present() || grad_lse.shape == per_row,

@@ -28,10 +28,10 @@ AttentionProblem problem_of(const AttentionProblem& asked, const AttentionInputs
     require(view->present(), "[attention] expected a tensor {}, got none", tensor);
   AttentionProblem p = asked;
   p.B = in.q.shape[0], p.H = in.q.shape[1], p.T = in.q.shape[2], p.D = in.q.shape[3];
-  p.G = in.k.shape[1], p.N = in.k.shape[2];
+  p.G = in.k.shape[1], p.N = in.k.shape[2], p.Dv = in.v.shape[3];
   p = complete(std::move(p));
   require_shape("k", "(B, G, N, D)", in.k.shape, {p.B, p.G, p.N, p.D});
-  require_shape("v", "(B, G, N, D)", in.v.shape, {p.B, p.G, p.N, p.D});
+  require_shape("v", "(B, G, N, Dv)", in.v.shape, {p.B, p.G, p.N, p.Dv});
   require_lengths("query_lengths", p.mask.query_lengths, p.T);
   require_lengths("key_lengths", p.mask.key_lengths, p.N);
   return p;
@@ -40,10 +40,12 @@ template AttentionProblem problem_of(const AttentionProblem&, const AttentionInp
 template AttentionProblem problem_of(const AttentionProblem&, const AttentionInputsOf<double>&);
 
 AttentionBuffers::AttentionBuffers(const AttentionInputs& in, bool with_facts) {
-  const Shape per_feature = in.q.shape, per_key = in.k.shape;
-  const Shape per_row = {per_feature[0], per_feature[1], per_feature[2], 1};
-  for (Tensor<float>* t : {&o, &o_for_delta, &dq}) *t = Tensor<float>(per_feature);
-  for (Tensor<float>* t : {&dk, &dv}) *t = Tensor<float>(per_key);
+  const auto [B, H, T, D] = in.q.shape;
+  const Shape per_value = {B, H, T, in.v.shape[3]}, per_row = {B, H, T, 1};
+  for (Tensor<float>* t : {&o, &o_for_delta}) *t = Tensor<float>(per_value);
+  dq = Tensor<float>(in.q.shape);
+  dk = Tensor<float>(in.k.shape);
+  dv = Tensor<float>(in.v.shape);
   for (Tensor<float>* t : {&lse, &row_max, &row_sum}) *t = Tensor<float>(per_row);
   if (!with_facts) return;
   delta = Tensor<float>(per_row);

@@ -15,13 +15,14 @@ template <class T>
 View<T> view(const DeviceTensor& t, const std::array<int64_t, 4>& sizes) {
   return {static_cast<T*>(t.data), sizes, t.stride};
 }
+// Of q and k, or with p.Dv of o and v; of their gradients.
 template <class T>
-View<T> query(const AttentionProblem& p, const DeviceTensor& t) {
-  return view<T>(t, {p.B, p.H, p.T, p.D});
+View<T> query(const AttentionProblem& p, const DeviceTensor& t, int64_t size) {
+  return view<T>(t, {p.B, p.H, p.T, size});
 }
 template <class T>
-View<T> key(const AttentionProblem& p, const DeviceTensor& t) {
-  return view<T>(t, {p.B, p.G, p.N, p.D});
+View<T> key(const AttentionProblem& p, const DeviceTensor& t, int64_t size) {
+  return view<T>(t, {p.B, p.G, p.N, size});
 }
 template <class T>
 View<T> rows(const AttentionProblem& p, T* data) {
@@ -29,17 +30,17 @@ View<T> rows(const AttentionProblem& p, T* data) {
 }
 template <class Real>
 AttentionInputsOf<Real> inputs(const AttentionProblem& p, const PassInputs& in) {
-  return {query<const Real>(p, in.q), key<const Real>(p, in.k), key<const Real>(p, in.v)};
+  return {query<const Real>(p, in.q, p.D), key<const Real>(p, in.k, p.D), key<const Real>(p, in.v, p.Dv)};
 }
 
-// `saved` is o_for_delta (B, H, T, D), row_max and row_sum (B, H, T).
+// `saved` is o_for_delta (B, H, T, Dv), row_max and row_sum (B, H, T).
 AttentionForward forward_views(const AttentionProblem& p, const ForwardPass& pass) {
   auto* floats = static_cast<float*>(pass.saved);
-  const size_t features = row_count(p) * static_cast<size_t>(p.D);
+  const size_t features = row_count(p) * static_cast<size_t>(p.Dv);
   AttentionForward out{};
-  out.o = query<float>(p, pass.o);
+  out.o = query<float>(p, pass.o, p.Dv);
   out.lse = rows(p, pass.lse);
-  out.o_for_delta = contiguous_view(floats, {p.B, p.H, p.T, p.D});
+  out.o_for_delta = contiguous_view(floats, {p.B, p.H, p.T, p.Dv});
   out.row_max = rows(p, floats + features);
   out.row_sum = rows(p, floats + features + row_count(p));
   out.ties = rows(p, pass.ties);
@@ -60,7 +61,7 @@ void narrow(const std::vector<double>& from, float* to) {
 void forward_definition(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out) {
   require(out.ties == nullptr, "[attention] expected no ties with fp64 tensors, which round nothing");
   const AttentionReference exact = attention_reference(p, inputs<double>(p, in));
-  copy(exact.o, query<double>(p, out.o));
+  copy(exact.o, query<double>(p, out.o, p.Dv));
   narrow(exact.lse.values(), out.lse);
 }
 
@@ -70,11 +71,11 @@ void backward_definition(const AttentionProblem& p, const PassInputs& in, const 
           "[attention] expected no residual and no residual_floor with fp64 tensors, which round nothing");
   const std::vector<double> grad_lse(out.grad_lse, out.grad_lse ? out.grad_lse + row_count(p) : nullptr);
   const AttentionReference exact =
-      attention_reference(p, inputs<double>(p, in), query<const double>(p, grad_output),
+      attention_reference(p, inputs<double>(p, in), query<const double>(p, grad_output, p.Dv),
                           grad_lse.empty() ? View<const double>{} : rows<const double>(p, grad_lse.data()));
-  copy(exact.dq, query<double>(p, out.dq));
-  copy(exact.dk, key<double>(p, out.dk));
-  copy(exact.dv, key<double>(p, out.dv));
+  copy(exact.dq, query<double>(p, out.dq, p.D));
+  copy(exact.dk, key<double>(p, out.dk, p.D));
+  copy(exact.dv, key<double>(p, out.dv, p.Dv));
   if (out.delta) narrow(exact.delta.values(), out.delta);
   if (out.dsinks) narrow(exact.dsinks.values(), out.dsinks);
 }
@@ -84,7 +85,7 @@ void backward_definition(const AttentionProblem& p, const PassInputs& in, const 
 std::shared_ptr<const FamilyPlan> cpu_prepare(const AttentionProblem& p) {
   auto plan = std::make_shared<FamilyPlan>();
   if (p.type != TensorType::fp64)
-    plan->sizes.saved = row_count(p) * static_cast<size_t>(p.D + 2) * sizeof(float);
+    plan->sizes.saved = row_count(p) * static_cast<size_t>(p.Dv + 2) * sizeof(float);
   return plan;
 }
 
@@ -100,9 +101,9 @@ void cpu_backward(const AttentionProblem& p, const FamilyPlan&, const PassInputs
   require(pass.delta_error == nullptr, "[attention] expected no delta_error, which only a GPU gives");
   if (p.type == TensorType::fp64) return backward_definition(p, in, grad_output, pass);
   AttentionBackward out{};
-  out.dq = query<float>(p, pass.dq);
-  out.dk = key<float>(p, pass.dk);
-  out.dv = key<float>(p, pass.dv);
+  out.dq = query<float>(p, pass.dq, p.D);
+  out.dk = key<float>(p, pass.dk, p.D);
+  out.dv = key<float>(p, pass.dv, p.Dv);
   // dsinks is a sum over delta.
   std::vector<float> delta(pass.dsinks && !pass.delta ? row_count(p) : 0);
   out.delta = rows(p, delta.empty() ? pass.delta : delta.data());
@@ -113,8 +114,8 @@ void cpu_backward(const AttentionProblem& p, const FamilyPlan&, const PassInputs
       floor(pass.residual_floor ? row_count(p) : 0);
   if (pass.residual) out.residual = rows(p, residual.data());
   if (pass.residual_floor) out.residual_floor = rows(p, floor.data());
-  attention_backward(p, inputs<float>(p, in), query<const float>(p, grad_output), forward_views(p, saved),
-                     out);
+  attention_backward(p, inputs<float>(p, in), query<const float>(p, grad_output, p.Dv),
+                     forward_views(p, saved), out);
   narrow(residual, pass.residual);
   narrow(floor, pass.residual_floor);
 }

@@ -137,7 +137,7 @@ Operands::Operands(const AttentionProblem& problem, const std::vector<HeadPlan>&
                    SiteObserver* observer)
     : pass_(pass),
       keys_(problem.N),
-      stride_(round_up(problem.D, kColumnStep)),
+      stride_(round_up(std::max(problem.D, problem.Dv), kColumnStep)),
       copy_of_head_(static_cast<size_t>(problem.H)) {
   const int64_t group = problem.H / problem.G;
   choose_copies(problem, plans);
@@ -152,13 +152,14 @@ Operands::Operands(const AttentionProblem& problem, const std::vector<HeadPlan>&
 
   parallel_for(problem.B * copies_, [&](int64_t item, int) {
     const int64_t b = item / copies_, h = owner_[static_cast<size_t>(item % copies_)];
-    const int64_t g = h / group, keys = problem.keys(b), D = problem.D;
+    const int64_t g = h / group, keys = problem.keys(b);
     const HeadPlan& head = plans[static_cast<size_t>(h)];
     const PrecisionPlan& plan = head.plan;
     for (Site of : {Site::k, Site::v}) {
       const Site site = !backward ? of : of == Site::k ? Site::k_bwd : Site::v_bwd;
       const View<const float>& from = of == Site::k ? in.k : in.v;
       const bool centred = of == Site::k && head.centres_keys;
+      const int64_t D = from.shape[3];
       float* x = (of == Site::k ? k_ : v_).data() + offset(b, h, 0);
       pack_head(from, b, g, keys, centred, x, stride_, mean_.data() + item * stride_);
       const Rounding& rounding = plan.at(site);

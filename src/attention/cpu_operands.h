@@ -40,7 +40,7 @@ class Operands {
   Operands(const AttentionProblem& problem, const std::vector<HeadPlan>& plans, const AttentionInputs& in,
            View<const float> grad_output, Pass pass, SiteObserver* observer);
 
-  int64_t stride() const { return stride_; }  // D padded to kColumnStep, with zeros
+  int64_t stride() const { return stride_; }  // the larger of D and Dv padded to kColumnStep, with zeros
   const float* k(int64_t b, int64_t h, int64_t key) const {
     return k_.data() + offset(b, h, key);
   }  // (N, stride)

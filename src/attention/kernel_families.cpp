@@ -149,8 +149,8 @@ std::string hopper_fp8_reason(const AttentionProblem& p) {
 bool only_by_name(const CudaDevice&) { return false; }
 
 std::string ampere_reason(const AttentionProblem& p) {
-  return fmt::format("{}, head size {}, flash2's sites on compute capability 8.0 or newer", name(p.type),
-                     p.D);
+  return fmt::format("{}, head size {}{}, flash2's sites on compute capability 8.0 or newer", name(p.type),
+                     p.D, p.Dv == p.D ? "" : fmt::format(" and {} of values", p.Dv));
 }
 
 // By machine code of their own, and on 12.0 by PTX. On Hopper they come after its own kernels, which are faster, and take what
@@ -211,8 +211,8 @@ constexpr KernelFamily kFamilies[] = {
     {"ampere",
      "the Ampere-class kernels",
      /*on_gpu=*/true,
-     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), /*largest_head=*/256, /*head_step=*/8,
-      kGpuAlignment},
+     {kFusedForms | features({Feature::value_size}), types({TensorType::bf16, TensorType::fp16}),
+      /*largest_head=*/256, /*head_step=*/8, kGpuAlignment},
      any_plan_device_not_taken,
      fused_plan_not_taken,
      ampere_chosen_on,
@@ -240,7 +240,7 @@ constexpr KernelFamily kFamilies[] = {
      "the CPU kernels",
      /*on_gpu=*/false,
      {kEveryShape | features({Feature::first_sequence, Feature::any_tile_keys, Feature::slopes,
-                              Feature::sinks, Feature::grad_lse}),
+                              Feature::sinks, Feature::grad_lse, Feature::value_size}),
       types({TensorType::fp32, TensorType::fp64}), /*largest_head=*/0, /*head_step=*/1, alignof(float)},
      nullptr,
      nullptr,
@@ -280,6 +280,8 @@ constexpr FeatureAsked kFeatures[] = {
      "tile_keys other than 64, or 0 for all keys in one tile"},
     {Feature::slopes, [](P p) { return !p.slopes.empty(); }, "slopes by distance (ALiBi)"},
     {Feature::sinks, [](P p) { return !p.sinks.empty(); }, "sinks"},
+    {Feature::value_size, [](P p) { return p.Dv != p.D; },
+     "values of another head size (Dv); fill them with zeros"},
 };
 
 }  // namespace
@@ -307,10 +309,11 @@ std::string not_taken(const KernelFamily& family, const AttentionProblem& p, con
   if (!limits.has(p.type))
     return fmt::format("{} tensors ({} {} taken)", name(p.type), types_taken(limits),
                        std::has_single_bit(limits.types) ? "is" : "are");
-  if ((limits.largest_head != 0 && p.D > limits.largest_head) || p.D % limits.head_step != 0)
-    return fmt::format("head size {} ({} up to {} is taken)", p.D,
-                       limits.head_step == 1 ? "any" : fmt::format("a multiple of {}", limits.head_step),
-                       limits.largest_head);
+  for (int64_t size : {p.D, p.Dv})
+    if ((limits.largest_head != 0 && size > limits.largest_head) || size % limits.head_step != 0)
+      return fmt::format("head size {} ({} up to {} is taken)", size,
+                         limits.head_step == 1 ? "any" : fmt::format("a multiple of {}", limits.head_step),
+                         limits.largest_head);
   if (family.plan_not_taken)
     for (const PrecisionPlan& plan : p.plans)
       if (std::string what = family.plan_not_taken(plan, p.type); !what.empty()) return what;

@@ -26,13 +26,14 @@ enum class Feature : uint16_t {
   any_tile_keys = 1 << 10,  // others than 64 and 0
   slopes = 1 << 11,
   sinks = 1 << 12,
-  grad_lse = 1 << 13,  // of a pass, not of a problem: pass_check.cpp
+  grad_lse = 1 << 13,    // of a pass, not of a problem: pass_check.cpp
+  value_size = 1 << 14,  // Dv unlike D
 };
 
 struct FamilyLimits {
   uint16_t features;     // of Feature
   uint8_t types;         // bit n: TensorType n
-  int64_t largest_head;  // 0: any head size
+  int64_t largest_head;  // 0: any head size; of Dv, too
   int64_t head_step;     // head sizes are multiples of this
   size_t alignment;      // of `saved` and the workspace, in bytes
 

@@ -25,16 +25,17 @@ class PassCheck {
   PassCheck(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes)
       : p_(problem), family_(family), sizes_(sizes) {}
 
-  void query(const char* name, const DeviceTensor& t, bool written) const {
-    tensor(name, t, {p_.B, p_.H, p_.T, p_.D}, !p_.mask.query_offsets.empty(), written);
+  // `size`: features, D or Dv.
+  void query(const char* name, const DeviceTensor& t, int64_t size, bool written) const {
+    tensor(name, t, {p_.B, p_.H, p_.T, size}, !p_.mask.query_offsets.empty(), written);
   }
-  void key(const char* name, const DeviceTensor& t, bool written) const {
-    tensor(name, t, {p_.B, p_.G, p_.N, p_.D}, !p_.mask.key_offsets.empty(), written);
+  void key(const char* name, const DeviceTensor& t, int64_t size, bool written) const {
+    tensor(name, t, {p_.B, p_.G, p_.N, size}, !p_.mask.key_offsets.empty(), written);
   }
   void inputs(const PassInputs& in) const {
-    query("q", in.q, /*written=*/false);
-    key("k", in.k, false);
-    key("v", in.v, false);
+    query("q", in.q, p_.D, /*written=*/false);
+    key("k", in.k, p_.D, false);
+    key("v", in.v, p_.Dv, false);
   }
 
   // (B, H, T), contiguous.
@@ -110,7 +111,7 @@ void check_forward(const AttentionProblem& problem, const KernelFamily& family, 
                    const PassInputs& in, const ForwardPass& out, const void* workspace, const void* stream) {
   const PassCheck check(problem, family, sizes);
   check.inputs(in);
-  check.query("o", out.o, /*written=*/true);
+  check.query("o", out.o, problem.Dv, /*written=*/true);
   check.lse(out.lse);
   check.fact("ties", out.ties);
   check.rows("largest_score", out.largest_score);
@@ -129,13 +130,13 @@ void check_backward(const AttentionProblem& problem, const KernelFamily& family,
                     const BackwardPass& out, const void* workspace, const void* stream) {
   const PassCheck check(problem, family, sizes);
   check.inputs(in);
-  check.query("grad_output", grad_output, /*written=*/false);
-  check.query("o", saved.o, false);
-  check.query("dq", out.dq, /*written=*/true);
+  check.query("grad_output", grad_output, problem.Dv, /*written=*/false);
+  check.query("o", saved.o, problem.Dv, false);
+  check.query("dq", out.dq, problem.D, /*written=*/true);
   // Facts alone: on a GPU, without both.
   if (!family.on_gpu || !problem.with_facts || out.dk.present() || out.dv.present()) {
-    check.key("dk", out.dk, true);
-    check.key("dv", out.dv, true);
+    check.key("dk", out.dk, problem.D, true);
+    check.key("dv", out.dv, problem.Dv, true);
   }
   check.lse(saved.lse);
   check.rows("grad_lse", out.grad_lse);

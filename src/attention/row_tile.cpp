@@ -30,6 +30,7 @@ RowTile::RowTile(const Call& call)
       kernels_(call.kernels),
       observer_(call.observer),
       D_(call.problem.D),
+      Dv_(call.problem.Dv),
       width_(call.tile_rows()),
       depth_(call.operands.stride()) {
   const size_t rows = at(width_);
@@ -58,40 +59,43 @@ void RowTile::start(int64_t b, int64_t h, int64_t first_row) {
 
 void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
                    std::vector<float>& transposed) {
+  const int64_t size = from.shape[3];
   rows.assign(at(width_ * depth_), 0.0f);
-  transposed.resize(at(D_ * width_));
+  transposed.resize(at(size * width_));
   for (int64_t i = 0; i < rows_; ++i) {
-    copy_strided(&rows[at(i * depth_)], from.at(b_, h_, row_ + i), from.stride[3], D_);
+    copy_strided(&rows[at(i * depth_)], from.at(b_, h_, row_ + i), from.stride[3], size);
   }
   const Rounding& rounding = plan().at(site);
   if (!is_identity(rounding) || observer_) {
     if (observer_) exact_ = rows;
-    round_rows(rounding, rows.data(), rows_, D_, depth_, call_.operands.largest(site, b_, h_),
+    round_rows(rounding, rows.data(), rows_, size, depth_, call_.operands.largest(site, b_, h_),
                stream_key(call_.problem, plan(), static_cast<uint32_t>(first_reading(site))),
-               static_cast<uint64_t>((random_head() * call_.problem.T + row_) * D_));
+               static_cast<uint64_t>((random_head() * call_.problem.T + row_) * size));
     if (observer_)
-      observer_->observe({site, b_, h_, row_, 0, rows_, D_, depth_, 1, exact_.data(), rows.data()});
+      observer_->observe({site, b_, h_, row_, 0, rows_, size, depth_, 1, exact_.data(), rows.data()});
   }
-  kernels_.transpose(transposed.data(), width_, rows.data(), depth_, columns_, D_);
+  kernels_.transpose(transposed.data(), width_, rows.data(), depth_, columns_, size);
 }
 
 void RowTile::pack_plain(View<const float> from, std::vector<float>& transposed) {
-  transposed.assign(at(D_ * width_), 0.0f);
+  const int64_t size = from.shape[3];
+  transposed.assign(at(size * width_), 0.0f);
   if (from.stride[3] == 1) {
-    kernels_.transpose(transposed.data(), width_, from.at(b_, h_, row_), from.stride[2], rows_, D_);
+    kernels_.transpose(transposed.data(), width_, from.at(b_, h_, row_), from.stride[2], rows_, size);
     return;
   }
   for (int64_t i = 0; i < rows_; ++i)
-    for (int64_t d = 0; d < D_; ++d) transposed[at(d * width_ + i)] = *from.at(b_, h_, row_ + i, d);
+    for (int64_t d = 0; d < size; ++d) transposed[at(d * width_ + i)] = *from.at(b_, h_, row_ + i, d);
 }
 
 void RowTile::unpack(const View<float>& to, const std::vector<float>& transposed) {
+  const int64_t size = to.shape[3];
   if (to.stride[3] == 1) {
-    kernels_.transpose(to.at(b_, h_, row_), to.stride[2], transposed.data(), width_, D_, rows_);
+    kernels_.transpose(to.at(b_, h_, row_), to.stride[2], transposed.data(), width_, size, rows_);
     return;
   }
   for (int64_t i = 0; i < rows_; ++i)
-    for (int64_t d = 0; d < D_; ++d) *to.at(b_, h_, row_ + i, d) = transposed[at(d * width_ + i)];
+    for (int64_t d = 0; d < size; ++d) *to.at(b_, h_, row_ + i, d) = transposed[at(d * width_ + i)];
 }
 
 void RowTile::unpack_row_values(const View<float>& to, const std::vector<float>& values) {

@@ -21,7 +21,7 @@ class RowTile {
   void forward(int64_t b, int64_t h, int64_t first_row, const AttentionForward& out);
 
   struct BackwardTask {
-    View<const float> grad_output;  // (B, H, T, D)
+    View<const float> grad_output;  // (B, H, T, Dv)
     const AttentionForward& saved;
     const AttentionBackward& out;
     bool write_rows = true;         // dQ and the per-row facts
@@ -90,7 +90,8 @@ class RowTile {
   const Call& call_;
   const AttentionKernels& kernels_;
   SiteObserver* observer_;
-  const int64_t D_, width_, depth_;  // head size; rows a tile and D, both padded to kColumnStep
+  const int64_t D_, Dv_, width_,
+      depth_;  // head sizes; rows a tile and the larger size, padded to kColumnStep
   int64_t b_ = 0, h_ = 0, row_ = 0, rows_ = 0;
   int64_t key_ = 0;      // the tile of keys at hand
   int64_t columns_ = 0;  // rows_ padded to kColumnStep; the padding's values are never written out
@@ -108,12 +109,12 @@ class RowTile {
       factor_;                   // [row]: of the last tile; shift; what earlier sums are scaled by
   std::vector<int32_t> counts_;  // [row]
   std::vector<float> tile_sum_, sum_, wide_sum_;  // [row]: of the tile; l; l unrounded
-  std::vector<float> o_, wide_o_, normalised_;    // [D][row]: O-bar, unrounded O-bar, O
+  std::vector<float> o_, wide_o_, normalised_;    // [Dv][row]: O-bar, unrounded O-bar, O
 
-  std::vector<float> do_, dot_;                      // [row][depth], [D][row]: dO for dV; dO for dP and delta
-  std::vector<float> spare_;                         // [row][depth]
-  std::vector<float> dp_, operand_, softcap_;        // [key][row]: dP then dS; P for dV; softcap's derivative
-  std::vector<float> dqt_, delta_, lse_;             // [D][row], [row], [row]
+  std::vector<float> do_, dot_;                // [row][depth], [Dv][row]: dO for dV; dO for dP and delta
+  std::vector<float> spare_;                   // [row][depth]
+  std::vector<float> dp_, operand_, softcap_;  // [key][row]: dP then dS; P for dV; softcap's derivative
+  std::vector<float> dqt_, delta_, lse_;       // [D][row], [row], [row]
   std::vector<double> residual_, floor_, prob_sum_;  // [row]
   bool floor_wanted_ = false;
 };

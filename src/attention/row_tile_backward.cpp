@@ -107,7 +107,7 @@ void RowTile::recompute_tile(int64_t key, int64_t keys) {
     kernels_.exp_shifted(tile_.data(), keys, columns_, width_, lse_.data(), unused_.data());
   }
   observer_ = observer;
-  multiply(Site::v_bwd, keys, columns_, D_, call_.operands.v(b_, h_, key), depth_, 1, dot_.data(), width_,
+  multiply(Site::v_bwd, keys, columns_, Dv_, call_.operands.v(b_, h_, key), depth_, 1, dot_.data(), width_,
            dp_.data(), width_, /*accumulate=*/false);
   round_lines(Site::dprobs, dp_.data(), keys, key, call_.problem.N, key);
 }
@@ -137,7 +137,7 @@ void RowTile::find_delta(const BackwardTask& task) {
       delta_[at(i)] = factor_[at(i)] == 0 ? 0.0f : delta_[at(i)] / factor_[at(i)];
   } else {
     pack_plain(task.saved.o_for_delta, o_);
-    kernels_.column_dot(dot_.data(), o_.data(), D_, columns_, width_, delta_.data());
+    kernels_.column_dot(dot_.data(), o_.data(), Dv_, columns_, width_, delta_.data());
   }
   if (plan().keel != 0)
     for (int64_t i = 0; i < rows_; ++i) {

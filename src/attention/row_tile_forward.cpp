@@ -22,8 +22,8 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
   m_.assign(rows, 0.0f);
   factor_.assign(rows, 0.0f);
   tile_max_.assign(rows, 0.0f);
-  o_.assign(at(D_ * width_), 0.0f);
-  if (head_->shadow) wide_o_.assign(at(D_ * width_), 0.0f);
+  o_.assign(at(Dv_ * width_), 0.0f);
+  if (head_->shadow) wide_o_.assign(at(Dv_ * width_), 0.0f);
   tile_sum_.assign(rows, 0.0f);
   if (head_->max_first) find_maxima();
 
@@ -37,18 +37,18 @@ void RowTile::forward(int64_t b, int64_t h, int64_t first_row, const AttentionFo
     if (std::any_of(factor_.begin(), factor_.begin() + columns_, [](float factor) { return factor != 1; })) {
       kernels_.scale_columns(sum_.data(), 1, columns_, width_, factor_.data());
       kernels_.scale_columns(wide_sum_.data(), 1, columns_, width_, factor_.data());
-      kernels_.scale_columns(o_.data(), D_, columns_, width_, factor_.data());
-      if (head_->shadow) kernels_.scale_columns(wide_o_.data(), D_, columns_, width_, factor_.data());
+      kernels_.scale_columns(o_.data(), Dv_, columns_, width_, factor_.data());
+      if (head_->shadow) kernels_.scale_columns(wide_o_.data(), Dv_, columns_, width_, factor_.data());
     }
     // Pb, rounded; its sum is added to l.
     probabilities(keys);
     const float* v = call_.operands.v(b_, h_, key);
-    multiply(Site::probs, D_, columns_, keys, v, 1, depth_, tile_.data(), width_, o_.data(), width_, true);
+    multiply(Site::probs, Dv_, columns_, keys, v, 1, depth_, tile_.data(), width_, o_.data(), width_, true);
     if (head_->shadow)
-      multiply(Site::probs, D_, columns_, keys, v, 1, depth_, tile_.data(), width_, wide_o_.data(), width_,
+      multiply(Site::probs, Dv_, columns_, keys, v, 1, depth_, tile_.data(), width_, wide_o_.data(), width_,
                true);
     round_lines(Site::row_sum, sum_.data(), 1, tile, tiles, 0);
-    round_lines(Site::pv, o_.data(), D_, tile * D_, tiles * D_, 0);
+    round_lines(Site::pv, o_.data(), Dv_, tile * Dv_, tiles * Dv_, 0);
   });
   write_forward(out);
   if (out.ties.present()) write_ties(out.ties);
@@ -144,15 +144,15 @@ void RowTile::write_forward(const AttentionForward& out) {
   if (sink) add_sink(*sink);
   const auto divide = [&](const std::vector<float>& o, const std::vector<float>& sum) {
     for (int64_t i = 0; i < columns_; ++i) factor_[at(i)] = no_key(i) ? 1.0f : sum[at(i)];
-    normalised_.resize(at(D_ * width_));
-    kernels_.divide_columns(normalised_.data(), o.data(), D_, columns_, width_, factor_.data());
+    normalised_.resize(at(Dv_ * width_));
+    kernels_.divide_columns(normalised_.data(), o.data(), Dv_, columns_, width_, factor_.data());
   };
   divide(o_, sum_);
-  round_lines(Site::output, normalised_.data(), D_, 0, D_, 0);
+  round_lines(Site::output, normalised_.data(), Dv_, 0, Dv_, 0);
   unpack(out.o, normalised_);
   if (head_->wide_output || observer_ || plan().at(Site::output_for_delta) != plan().at(Site::output)) {
     divide(head_->shadow ? wide_o_ : o_, head_->wide_output ? wide_sum_ : sum_);
-    round_lines(Site::output_for_delta, normalised_.data(), D_, 0, D_, 0);
+    round_lines(Site::output_for_delta, normalised_.data(), Dv_, 0, Dv_, 0);
   }
   unpack(out.o_for_delta, normalised_);
 

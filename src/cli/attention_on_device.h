@@ -26,7 +26,7 @@ inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t 
   return p;
 }
 
-// q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D). REQUIRES: H = G, T = N, tensors of 16 bits.
+// q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D or Dv). REQUIRES: H = G, T = N, tensors of 16 bits.
 class AttentionOnDevice {
  public:
   // `family`: by this name; null: the one that the table chooses. With `score_facts`, forward also finds the largest score and
@@ -36,11 +36,11 @@ class AttentionOnDevice {
       : call_(family ? AttentionCall(kernel_family(family), p) : resolve(p, cuda_device())) {
     if (score_facts) score_facts_ = DeviceMemory(std::vector<float>(2 * static_cast<size_t>(p.H), 0.0f));
     const PassSizes& sizes = call_.sizes();
-    const auto elements = static_cast<size_t>(p.B * p.H * p.T * p.D),
-               rows = elements / static_cast<size_t>(p.D);
+    const auto rows = static_cast<size_t>(p.B * p.H * p.T);
     // Uniform with variance 1; a block that repeats at no multiple of a head is as good as fresh numbers here.
     std::vector<uint16_t> values(1'000'003);
     for (size_t n = 0; n < tensors_.size(); ++n) {
+      const size_t elements = rows * static_cast<size_t>(features(n));
       tensors_[n] = DeviceMemory(elements * sizeof(uint16_t));
       if (n >= kInputs) continue;
       for (size_t i = 0; i < values.size(); ++i) {
@@ -54,7 +54,6 @@ class AttentionOnDevice {
     for (DeviceMemory& memory : rows_) memory = DeviceMemory(rows * sizeof(float));
     saved_ = DeviceMemory(sizes.saved);
     workspace_ = DeviceMemory(sizes.workspace);
-    stride_ = {p.H * p.T * p.D, p.T * p.D, p.D, 1};
   }
   void forward(void* stream) const { call_.forward(inputs(), results(), workspace_.data(), stream); }
   void backward(void* stream) const {
@@ -78,7 +77,14 @@ class AttentionOnDevice {
                                  (bits >> 13 & 1023));
   }
   bool has_facts() const { return call_.problem().with_facts; }
-  DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), stride_}; }
+  // Of tensor n: v, dO, o and dv have Dv.
+  int64_t features(size_t n) const {
+    return (n >= 2 && n <= 4) || n == 7 ? call_.problem().Dv : call_.problem().D;
+  }
+  DeviceTensor tensor(size_t n) const {
+    const AttentionProblem& p = call_.problem();
+    return {tensors_[n].data(), contiguous_strides({p.B, p.H, p.T, features(n)})};
+  }
   PassInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
   ForwardPass results() const {
     ForwardPass out{tensor(4), rows_[0].as<float>(), saved_.data(),
@@ -94,7 +100,6 @@ class AttentionOnDevice {
   std::array<DeviceMemory, 8> tensors_;  // q, k, v, dO, o, dq, dk, dv
   std::array<DeviceMemory, 4> rows_;     // lse, ties, residual, delta_error
   DeviceMemory saved_, workspace_, score_facts_;
-  std::array<int64_t, 4> stride_{};
 };
 
 // Seconds of one pass: the mean of a few that follow one another without a gap.

@@ -90,13 +90,17 @@ void GpuConform::run(const AttentionProblem& config, const AttentionInputs& in, 
   const PassSizes sizes = resolve(problem, cuda_device()).sizes();
 
   Transfer transfer(memory_, problem.type);
-  const size_t queries = transfer.bytes(static_cast<size_t>(in.q.count())),
-               keys = transfer.bytes(static_cast<size_t>(in.k.count())),
-               rows = static_cast<size_t>(problem.B * problem.H * problem.T) * sizeof(float);
+  const auto row_count = static_cast<size_t>(problem.B * problem.H * problem.T),
+             rows = row_count * sizeof(float);
+  const size_t queries = static_cast<size_t>(in.q.count()), keys = static_cast<size_t>(in.k.count()),
+               values = static_cast<size_t>(in.v.count()),
+               outputs = row_count * static_cast<size_t>(problem.Dv);
   void *q, *k, *v, *d_o, *o, *lse, *dq, *dk, *dv, *saved, *workspace, *mask;
   const auto divide = [&](Carver carver) {
-    for (void** part : {&q, &d_o, &o, &dq}) *part = carver.take_bytes(queries);
-    for (void** part : {&k, &v, &dk, &dv}) *part = carver.take_bytes(keys);
+    for (void** part : {&q, &dq}) *part = carver.take_bytes(transfer.bytes(queries));
+    for (void** part : {&d_o, &o}) *part = carver.take_bytes(transfer.bytes(outputs));
+    for (void** part : {&k, &dk}) *part = carver.take_bytes(transfer.bytes(keys));
+    for (void** part : {&v, &dv}) *part = carver.take_bytes(transfer.bytes(values));
     lse = carver.take_bytes(rows);
     saved = carver.take_bytes(sizes.saved);
     workspace = carver.take_bytes(sizes.workspace);
@@ -111,20 +115,20 @@ void GpuConform::run(const AttentionProblem& config, const AttentionInputs& in, 
   transfer.up(in.k, k);
   transfer.up(in.v, v);
   transfer.up(grad_output, d_o);
-  for (void* output : {o, dq}) transfer.poison(static_cast<size_t>(in.q.count()), output);
-  for (void* output : {dk, dv}) transfer.poison(static_cast<size_t>(in.k.count()), output);
+  transfer.poison(outputs, o), transfer.poison(queries, dq);
+  transfer.poison(keys, dk), transfer.poison(values, dv);
   if (visible.present()) {
     memory_.upload(visible.data, extent(visible), transfer.offset(mask));
     problem.mask.visible.data = static_cast<const uint8_t*>(mask);
   }
-  const auto per_query = [&](void* data) { return contiguous(data, in.q.shape); };
-  const auto per_key = [&](void* data) { return contiguous(data, in.k.shape); };
-  const PassInputs inputs{per_query(q), per_key(k), per_key(v)};
-  const ForwardPass forward{per_query(o), static_cast<float*>(lse), saved, nullptr};
-  const BackwardPass backward{per_query(dq), per_key(dk), per_key(dv)};
+  const std::array<int64_t, 4> per_output{problem.B, problem.H, problem.T, problem.Dv};
+  const PassInputs inputs{contiguous(q, in.q.shape), contiguous(k, in.k.shape), contiguous(v, in.v.shape)};
+  const ForwardPass forward{contiguous(o, per_output), static_cast<float*>(lse), saved, nullptr};
+  const BackwardPass backward{contiguous(dq, in.q.shape), contiguous(dk, in.k.shape),
+                              contiguous(dv, in.v.shape)};
   const AttentionCall call = resolve(problem, cuda_device());
   call.forward(inputs, forward, workspace, nullptr);
-  call.backward(inputs, per_query(d_o), forward, backward, workspace, nullptr);
+  call.backward(inputs, contiguous(d_o, per_output), forward, backward, workspace, nullptr);
   uses_.insert(fmt::format("{}: {} ({})", to_string(plan), call.choice().kernel, call.choice().why));
 
   transfer.down(o, out.o);

@@ -628,11 +628,11 @@ FormResult smallest_failure(FormResult failure, const FormKernel& kernel, const 
 
 FormKernel cpu_form_kernel(const PrecisionPlan& plan) {
   return [plan](const ConformForm& form, const FormTensors& t) {
-    if (form.sinks || form.grad_lse || form.packed || form.Dv != form.D || form.type == FormType::fp16)
+    if (form.sinks || form.grad_lse || form.packed || form.type == FormType::fp16)
       return FormAnswer::not_offered;
-    const std::array<int64_t, 4> rows{form.B, form.H, form.T, form.D}, keys{form.B, form.G, form.N, form.D};
-    const AttentionInputs in{contiguous_view(t.q, rows), contiguous_view(t.k, keys),
-                             contiguous_view(t.v, keys)};
+    const AttentionInputs in{contiguous_view(t.q, {form.B, form.H, form.T, form.D}),
+                             contiguous_view(t.k, {form.B, form.G, form.N, form.D}),
+                             contiguous_view(t.v, {form.B, form.G, form.N, form.Dv})};
     AttentionProblem problem;
     problem.plans = {plan_for(plan, form.type)};
     problem.scale = form.scale, problem.softcap = form.softcap;
@@ -641,7 +641,7 @@ FormKernel cpu_form_kernel(const PrecisionPlan& plan) {
     problem.allow_nonfinite = true;
     if (t.visible) problem.mask.visible = contiguous_view(t.visible, {form.B, form.H, form.T, form.N});
     AttentionBuffers out(in, /*with_facts=*/false);
-    conform_cpu_kernel(problem, in, contiguous_view(t.grad_output, rows), out);
+    conform_cpu_kernel(problem, in, contiguous_view(t.grad_output, {form.B, form.H, form.T, form.Dv}), out);
     const auto copy = [](const Tensor<float>& from, float* to) {
       std::copy(from.values().begin(), from.values().end(), to);
     };

@@ -111,8 +111,8 @@ FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
 // The form, as small as it stays a failure of the same kind.
 FormResult smallest_failure(FormResult failure, const FormKernel& kernel, const JudgeOptions& options);
 
-// attention_forward and attention_backward of the CPU with a plan. Not offered: sinks, packed sequences, value heads of
-// another size, the gradient of L, FP16.
+// attention_forward and attention_backward of the CPU with a plan. Not offered: sinks, packed sequences, the gradient
+// of L, FP16.
 FormKernel cpu_form_kernel(const PrecisionPlan& plan);
 // The definition itself, rounded to the form's type at the end: nothing a kernel can do better. Offers everything.
 FormKernel definition_form_kernel();

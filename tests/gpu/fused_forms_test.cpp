@@ -74,9 +74,10 @@ AttentionBuffers run(const char* family, const AttentionProblem& config, const P
                      TensorType type = TensorType::bf16, const Extras& extras = {}) {
   AttentionProblem p = problem_of(config, host.in);
   p.type = type;
-  const std::array<int64_t, 4> per_query{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D};
-  Operand q(per_query, type), o(per_query, type), grad(per_query, type), dq(per_query, type),
-      k(per_key, type), v(per_key, type), dk(per_key, type), dv(per_key, type);
+  const std::array<int64_t, 4> per_query{p.B, p.H, p.T, p.D}, per_key{p.B, p.G, p.N, p.D},
+      per_output{p.B, p.H, p.T, p.Dv}, per_value{p.B, p.G, p.N, p.Dv};
+  Operand q(per_query, type), o(per_output, type), grad(per_output, type), dq(per_query, type),
+      k(per_key, type), v(per_value, type), dk(per_key, type), dv(per_value, type);
   q.write(host.in.q), k.write(host.in.k), v.write(host.in.v), grad.write(host.grad_output);
   const auto on_device = [](std::span<const float> x) {
     return DeviceMemory(std::vector(x.begin(), x.end()));
@@ -242,6 +243,37 @@ TEST_P(FusedForms, every_stabiliser_and_both_types) {
                          std::string(c.name) + ", " + stabiliser + ", " + std::string(name(type)), type,
                          /*without_sign=*/true);
       }
+}
+
+// Heads above 128 features, which the Ampere class alone takes.
+TEST_P(FusedForms, larger_heads) {
+  if (kernel_family(GetParam()).limits.largest_head < 256) GTEST_SKIP() << "the family takes none";
+  const Case larger[] = {
+      {{2, 4, 2, 300, 300, 256}, {.causal = true}, "causal_256"},
+      {{1, 2, 2, 260, 400, 192}, {.causal = true, .scale = 0.0625f}, "causal_192"},
+      {{1, 2, 1, 200, 330, 136}, {.window_left = 30, .window_right = 10, .scale = 0.125f}, "window_136"},
+      {{5, 2, 1, 140, 150, 256}, {.causal = true, .ragged = true}, "ragged_256"},
+      {{1, 2, 1, 150, 200, 200}, {.causal = true, .softcap = 3, .scale = 0.125f}, "softcap_200"},
+  };
+  for (const Case& c : larger)
+    for (const char* stabiliser : kStabilisers)
+      for (TensorType type : {TensorType::bf16, TensorType::fp16}) {
+        const Problem p = make_problem(c);
+        expect_in_bounds(p.with(plan_of(stabiliser, type)), p,
+                         std::string(c.name) + ", " + stabiliser + ", " + std::string(name(type)), type,
+                         /*without_sign=*/true);
+      }
+}
+
+// Values of another size than the keys have the bits of a problem filled up with zeros.
+TEST_P(FusedForms, values_of_another_size) {
+  if (!kernel_family(GetParam()).limits.has(Feature::value_size)) GTEST_SKIP() << "the family takes none";
+  for (const cases::Narrowed& c : cases::kNarrowed)
+    for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
+      const AttentionProblem config = tiled(c.wide().with(plan_of(stabiliser)));
+      const Problem wide = c.wide(), narrow = c.narrow();
+      attention_runs::expect_narrowed(run(GetParam(), config, wide), run(GetParam(), config, narrow), c.name);
+    }
 }
 
 // Windows of every width around the tiles, one row, one key, more rows than keys, rows that see nothing.

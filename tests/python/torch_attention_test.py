@@ -110,7 +110,7 @@ class Attention(TorchCase):
                     _ops._saved = lambda *arguments: fresh(*arguments).fill_(value)
                     saved.append(_ops.forward_op(q, k, k, None, None, None, None, plan, *options)[2])
                 self.assertTrue(torch.equal(*saved), f"{plan} {B} {T} {N}")
-                asked, _ = _ops._sizes(q, (B, 3, 3, T, N, 5), _ops.Forms(), (plan, *options, 0))
+                asked, _ = _ops._sizes(q, (B, 3, 3, T, N, 5, 5), _ops.Forms(), (plan, *options, 0))
                 self.assertEqual((tuple(saved[0].shape[:3]), saved[0].numel()), ((B, 3, T), asked))
 
     def test_facts(self):

@@ -18,7 +18,7 @@ inline Strided strided(const DeviceTensor& tensor) {
   return {static_cast<uint16_t*>(tensor.data), {tensor.stride[0], tensor.stride[1], tensor.stride[2]}};
 }
 
-// What forward leaves for backward, one behind the other. Nothing lies between the pieces: D is a multiple of 8.
+// What forward leaves for backward, one behind the other. Nothing lies between the pieces: Dv is a multiple of 8.
 inline size_t lay_out_saved(const AttentionProblem& problem, void* saved, Problem& p) {
   const auto rows = static_cast<size_t>(problem.B * problem.H * problem.T);
   size_t used = 0;
@@ -28,7 +28,7 @@ inline size_t lay_out_saved(const AttentionProblem& problem, void* saved, Proble
     return piece;
   };
   if (any_head(problem, [](const HeadRules& r) { return r.wide; }))
-    p.residue = static_cast<int8_t*>(take(rows * static_cast<size_t>(problem.D)));
+    p.residue = static_cast<int8_t*>(take(rows * static_cast<size_t>(problem.Dv)));
   if (any_head(problem, [](const HeadRules& r) { return r.consistent; })) {
     p.row_max = static_cast<float*>(take(rows * sizeof(float)));
     p.row_sum = static_cast<float*>(take(rows * sizeof(float)));
@@ -69,7 +69,7 @@ void with_kernels_of(const AttentionProblem& problem, bool small, F f) {
       else
         f.template operator()<Pairs, kHead, false>();
     };
-    if (problem.D > 128)
+    if (problem.D > 128 || problem.Dv != problem.D)
       with_size.template operator()<256>();
     else if (problem.D > 64)
       with_size.template operator()<128>();
@@ -129,7 +129,8 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
   p.B = static_cast<int>(problem.B);
   p.H = static_cast<int>(problem.H);
   p.G = static_cast<int>(problem.G);
-  p.D = p.Dv = static_cast<int>(problem.D);
+  p.D = static_cast<int>(problem.D);
+  p.Dv = static_cast<int>(problem.Dv);
   p.rules = head_rules(problem.plans[0]);
   p.step = problem.step;
   p.layer = problem.layer;
