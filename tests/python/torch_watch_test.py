@@ -441,6 +441,17 @@ class Scoreboard(TorchCase):
         self.assertIn("2026-01-01", page)
         self.assertEqual(self.board(folder, "--merge", folder / "nothing.json").returncode, 2)
 
+    def test_what_was_not_judged_is_grouped_and_reports_are_links(self):
+        folder = self.folder()
+        entry = {"verdict": "pass", "seconds": 1, "families_not_judged": ["sink: not offered"],
+                 "forms": {"judged": 3, "failed": 0, "not_judged": ["type: fp16", "mask: window", "type: fp32", "2 of 9 forms",
+                                                                    "the conditions of pytorch 1, trl 2 (a mask)", "the conditions of elsewhere 3 (scores)"]}}
+        (folder / "new.json").write_text(json.dumps({"machine": {"device": "a"}, "kernels": {"mine": entry}}))
+        self.assertEqual(self.board(folder, "--merge", folder / "new.json").returncode, 0)
+        page = (folder / "page.md").read_text()
+        reports = "[`pytorch 1`](https://github.com/pytorch/pytorch/issues/1), [`trl 2`](https://github.com/huggingface/trl/issues/2), `elsewhere 3`"
+        self.assertIn(f"- type: fp16, fp32; mask: window\n- conditions of {reports}\n- families: sink\n- 2 of 9 forms\n", page)
+
     def test_each_kernel_is_granted_its_own_plan(self):
         import scoreboard_kernels
 
