@@ -8,6 +8,7 @@
 
 #include "attention/attention.h"
 #include "attention/cuda/hopper_fp8_tile.h"
+#include "attention/kernel_families.h"
 #include "attention_cases.h"
 #include "numerics/round_block.h"
 
@@ -15,49 +16,51 @@ namespace evenkeel::fp8_judge {
 
 using namespace hopper_fp8;
 
-// What e4m3*tile makes of rows [first, last) of one head, by the definition; rows beyond are zeros.
-inline std::vector<float> rounded_tile(const View<const float>& x, int64_t b, int64_t h, int64_t first,
-                                       int64_t last) {
-  const Rounding rounding = parse_rounding("e4m3*tile");
-  const int64_t D = x.shape[3];
-  std::vector<float> tile(static_cast<size_t>(kTileRows * D));
-  for (int64_t i = first; i < last; ++i)
-    for (int64_t d = 0; d < D; ++d) tile[static_cast<size_t>((i - first) * D + d)] = *x.at(b, h, i, d);
-  round_block(rounding, {tile.data(), last - first, D, D, 1});
-  return tile;
+// What the plan makes of rows [0, rows) of one head, by the definition: e4m3*tile, v e4m3*head.
+inline std::vector<float> rounded_head(const View<const float>& x, int64_t b, int64_t h, int64_t rows,
+                                       bool is_value) {
+  const Rounding rounding = parse_rounding(is_value ? "e4m3*head" : "e4m3*tile");
+  const int64_t D = x.shape[3], step = is_value ? rows : kTileRows;
+  std::vector<float> head(static_cast<size_t>(rows * D));
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t d = 0; d < D; ++d) head[static_cast<size_t>(i * D + d)] = *x.at(b, h, i, d);
+  for (int64_t i = 0; i < rows; i += step)
+    round_block(rounding, {head.data() + i * D, std::min(step, rows - i), D, D, 1});
+  return head;
 }
 
 // Numbers of all tiles that are not those of the definition.
 inline int64_t wrong_numbers(const uint8_t* tiles, const View<const float>& x, int64_t keys_or_rows,
                              bool is_value) {
-  const int64_t D = x.shape[3], count = divide_up(x.shape[2], kTileRows);
+  const int64_t D = x.shape[3], count = divide_up(x.shape[2], kPairRows) * kPairTiles;
   const int head = kernel_head(D);
   int64_t wrong = 0;
   for (int64_t b = 0; b < x.shape[0]; ++b)
-    for (int64_t h = 0; h < x.shape[1]; ++h)
+    for (int64_t h = 0; h < x.shape[1]; ++h) {
+      const std::vector<float> expected = rounded_head(x, b, h, keys_or_rows, is_value);
       for (int64_t tile = 0; tile * kTileRows < keys_or_rows; ++tile) {
         const int64_t first = tile * kTileRows, last = std::min<int64_t>(first + kTileRows, keys_or_rows);
-        const std::vector<float> expected = rounded_tile(x, b, h, first, last);
-        const uint8_t* const at =
-            tiles + static_cast<size_t>((b * x.shape[1] + h) * count + tile) * tile_bytes(head);
+        const auto index = static_cast<uint32_t>((b * x.shape[1] + h) * count + tile);
+        const uint8_t* const at = tiles + image_offset(index, head);
         float scale;
-        std::memcpy(&scale, at + image_bytes(head), sizeof scale);
+        std::memcpy(&scale, tiles + scale_offset(index, head), sizeof scale);
         for (int row = 0; row < kTileRows; ++row)
           for (int d = 0; d < head; ++d) {
             const int line = is_value ? d : row, byte = is_value ? value_slot(row) : d;
             const float found =
                 decode(kE4m3, at[tile_offset(line, byte, line_bytes(is_value, head))]) * scale;
             const float truth =
-                d < D && row < last - first ? expected[static_cast<size_t>(row * D + d)] : 0.0f;
+                d < D && row < last - first ? expected[static_cast<size_t>((first + row) * D + d)] : 0.0f;
             wrong += std::isnan(truth) ? !std::isnan(found) : !(found == truth);
           }
       }
+    }
   return wrong;
 }
 
-// What the kernel computes: sums of 13 bits within a tile of 64 keys and over all features, FP32 beyond.
+// What the kernel computes: sums of 13 bits over 128 keys (the CPU's: 64, a tile) and over all features, FP32 beyond.
 inline PrecisionPlan kernel_plan(const std::string& stabiliser) {
-  return parse_plan("fp8_fa3,accumulate=h200/4,stabiliser=" + stabiliser);
+  return parse_plan(std::string(kHopperFp8Plan) + ",accumulate=h200/4,stabiliser=" + stabiliser);
 }
 
 // Of one tensor: root mean square, and the mean with its standard error, one sample a row.

@@ -2,6 +2,7 @@
 // bit. The whole pass in the emulator, whose tensor cores add as an H200's do.
 #include <gtest/gtest.h>
 
+#include <random>
 #include <set>
 
 #include "attention/cuda/hopper_fp8_pass.h"
@@ -118,7 +119,7 @@ Result run(const AttentionProblem& config, const Problem& host, const How& how =
 
 // --- The quantiser
 
-TEST(HopperFp8Quantise, is_the_rounding_by_tiles_to_the_bit) {
+TEST(HopperFp8Quantise, is_the_rounding_by_tiles_and_heads_to_the_bit) {
   for (const auto& [T, N, D] :
        {std::array<int64_t, 3>{70, 130, 64}, {64, 1, 128}, {3, 200, 40}, {130, 64, 96}}) {
     Problem host = make_problem({{2, 2, 1, T, N, D}, {}, ""});
@@ -131,23 +132,57 @@ TEST(HopperFp8Quantise, is_the_rounding_by_tiles_to_the_bit) {
         *host.q().at(1, 1, i, d) *= 0x1p-130f;
         *host.q().at(1, 1, i, d) = cases::to_bf16(*host.q().at(1, 1, i, d));
       }
-    Memory memory(host.with(parse_plan("fp8_fa3")), host, {});
+    Memory memory(host.with(fp8_judge::kernel_plan("none")), host, {});
     const Layout layout = lay_out(memory.p, memory.workspace.data());
     const QuantiseArguments arguments = quantise_arguments(memory.p, memory.inputs(), layout);
     const int64_t blocks = memory.p.B * (memory.p.H * arguments.q.tiles + 2 * memory.p.G * arguments.k.tiles);
     evenkeel::emulated::Launch launch{{}};
-    if (kernel_head(D) == 64)
+    const int64_t value_blocks = memory.p.B * memory.p.G * arguments.v.tiles;
+    if (kernel_head(D) == 64) {
       launch.run<Quantise<64>>(blocks, arguments);
-    else
+      launch.run<QuantiseValues<64>>(value_blocks, arguments);
+    } else {
       launch.run<Quantise<128>>(blocks, arguments);
+      launch.run<QuantiseValues<128>>(value_blocks, arguments);
+    }
     memory.expect_guards();
     EXPECT_EQ(*layout.next_item, 0u);
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
     // And the comparison sees a wrong byte.
-    layout.v[tile_bytes(kernel_head(D)) / 2] ^= 1;
+    layout.v[image_bytes(kernel_head(D)) / 2] ^= 1;
     EXPECT_GT(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
+  }
+}
+
+// The quotient without a division, to the bit: every BF16 number of 25 binades below the largest, for all 128 significands of the
+// largest, at both ends of the range and in its middle. What lies further below is zero in E4M3 by either. Powers of two
+// change nothing in between: no intermediate result leaves the normal numbers.
+TEST(HopperFp8Quantise, quotients_without_division_are_exact) {
+  using Quantiser = Quantise<128>;
+  int64_t wrong = 0, compared = 0, wrong_by_inverse = 0;
+  for (const float binade : {Quantiser::kLeastQuick, 1.0f, 0x1p127f})
+    for (int m = 0; m < 128; ++m) {
+      const float scale = Quantiser::scale_of(binade * (1 + static_cast<float>(m) * 0x1p-7f));
+      const float inverse = 1.0f / scale;
+      for (int e = 0; e < 25; ++e)
+        for (int n = 0; n < 128; ++n) {
+          const float number = std::ldexp(binade * (1 + static_cast<float>(n) * 0x1p-7f), -e);
+          wrong += Quantiser::quotient(number, scale, inverse) != number / scale;
+          wrong_by_inverse += number * inverse != number / scale;
+          ++compared;
+        }
+    }
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(compared, 3 * 128 * 25 * 128);
+  EXPECT_GT(wrong_by_inverse, 0);  // it is not a plain product
+  // Further below the largest: zero, with the number's sign.
+  for (const float number : {0x1p-133f, 0x1p-126f, 0x1p-106f, -0x1p-106f, 0.0f, -0.0f}) {
+    const float scale = Quantiser::scale_of(Quantiser::kLeastQuick);
+    EXPECT_EQ(gpu::pack_e4m3(Quantiser::quotient(number, scale, 1.0f / scale), 0, 0, 0),
+              gpu::pack_e4m3(number / scale, 0, 0, 0))
+        << number;
   }
 }
 
@@ -224,6 +259,46 @@ TEST(HopperFp8, sequences_and_the_same_bits) {
   EXPECT_TRUE(same_bits(padded.o, one_block.o));
   const Result packed = run(config, host, {.sequences = true});
   EXPECT_TRUE(same_bits(padded.o, packed.o));
+}
+
+// Why P V leaves the tensor cores after every 64 keys: their 13 bits, truncated, shrink a long sum of values of one sign. Relative
+// and signed, of O over 16,384 keys: what the rounding of P and v does, and what the sums of so many keys add to it.
+TEST(HopperFp8, sums_of_13_bits_must_be_short) {
+  constexpr size_t kKeys = 16384;
+  constexpr int kRows = 8;
+  constexpr std::array<size_t, 4> kRuns = {64, 128, 1024, kKeys};
+  const TensorCoreModel& h200 = find_tensor_core_model(kE4m3);
+  const Rounding e4m3{kE4m3, RoundingMode::nearest_even, /*saturate=*/true};
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::uniform_real_distribution<float> between_1_and_2(1, 2);
+  double rounding = 0, truncation[kRuns.size()] = {};
+  for (int row = 0; row < kRows; ++row) {
+    std::vector<float> score(kKeys), p(kKeys), value(kKeys);
+    for (float& x : score) x = normal(random) * gpu::kLog2E;
+    const float shift = std::ceil(*std::max_element(score.begin(), score.end())) - kProbsExponent;
+    double exact = 0, l = 0, rounded = 0, rounded_l = 0;
+    for (size_t j = 0; j < kKeys; ++j) {
+      const float x = std::exp2(score[j] - shift), v = between_1_and_2(random);
+      p[j] = round_to(e4m3, x), value[j] = round_to(e4m3, v * 224);  // 2 is the largest
+      exact += double{x} * double{v}, l += double{x};
+      rounded += double{p[j]} * double{value[j]} / 224, rounded_l += double{p[j]};
+    }
+    const double error = rounded / rounded_l / (exact / l) - 1;
+    rounding += error * error;
+    for (size_t n = 0; n < kRuns.size(); ++n) {
+      float o = 0;
+      for (size_t j = 0; j < kKeys; j += kRuns[n])
+        o += tensor_core_dot(h200, p.data() + j, value.data() + j, kRuns[n], 0.0f);
+      truncation[n] += (double{o} / 224 / rounded - 1) / kRows;
+    }
+  }
+  rounding = std::sqrt(rounding / kRows);
+  std::printf("  O of %zu keys, values of one sign: rounding rms %.1e; sums of", kKeys, rounding);
+  for (size_t n = 0; n < kRuns.size(); ++n) std::printf(" %zu keys %+.1e", kRuns[n], truncation[n]);
+  std::printf("\n");
+  EXPECT_LT(std::fabs(truncation[0]), rounding);
+  EXPECT_LT(truncation[3], -0.1);
 }
 
 // Values that are all alike: O is that value, exactly, where l is the sum of the rounded probabilities, however many keys

@@ -25,7 +25,7 @@ const CudaDevice kHopper = device(9, 0);
 constexpr const char* kFlash2InFp16 =
     "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
 
-AttentionProblem problem(const char* plan = "flash2,stabiliser=consistent") {
+AttentionProblem problem(std::string_view plan = "flash2,stabiliser=consistent") {
   AttentionProblem p;
   p.B = 2;
   p.H = 4;
@@ -169,25 +169,26 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
 }
 
 // The forward pass of one plan, where it is asked for by name: it cannot train.
-TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_fp8_fa3_by_name) {
+TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_its_plan_by_name) {
   const KernelFamily& family = kernel_family("hopper_fp8");
-  for (const char* plan :
-       {"fp8_fa3", "fp8_fa3,stabiliser=consistent", "fp8_fa3,accumulate=h200/4", "fp8_fa3,dq=fp32,keel=0.1"})
-    EXPECT_EQ(not_taken(family, complete(problem(plan)), kHopper), "") << plan;
-  for (const auto& [plan, words] : {std::pair{"flash2", "q=fp32 (fp8_fa3 has e4m3*tile)"},
-                                    {"fp8_fa3,probs=bf16", "probs=bf16"},
-                                    {"fp8_fa3,v=e4m3*head", "v=e4m3*head"},
-                                    {"fp8_fa3,row_sum=bf16", "row_sum=bf16"},
-                                    {"fp8_fa3,keys=centred", "keys=centred"},
-                                    {"fp8_fa3,stabiliser=dither", "the stabiliser dither"},
-                                    {"fp8_fa3,accumulate=h200", "theirs are accumulate=h200/4"},
-                                    {"fp8_fa3,accumulate=a100/4", "theirs are accumulate=h200/4"}})
-    EXPECT_NE(not_taken(family, problem(plan), kHopper).find(words), std::string::npos)
-        << plan << ": " << not_taken(family, problem(plan), kHopper);
-  EXPECT_NE(not_taken(family, problem("fp8_fa3"), device(8, 0)), "");
-  EXPECT_EQ(choose_kernel(problem("fp8_fa3"), kHopper).kernel, "any_plan");
+  const std::string plan(kHopperFp8Plan);
+  for (const char* change : {"", ",stabiliser=consistent", ",accumulate=h200/4", ",dq=fp32,keel=0.1"})
+    EXPECT_EQ(not_taken(family, complete(problem(plan + change)), kHopper), "") << change;
+  for (const auto& [change, words] : {std::pair{",flash2", "q=fp32 (fp8_fa3,v=e4m3*head has e4m3*tile)"},
+                                      {",probs=bf16", "probs=bf16"},
+                                      {",v=e4m3*tile", "v=e4m3*tile"},
+                                      {",row_sum=bf16", "row_sum=bf16"},
+                                      {",keys=centred", "keys=centred"},
+                                      {",stabiliser=dither", "the stabiliser dither"},
+                                      {",accumulate=h200", "theirs are accumulate=h200/4"},
+                                      {",accumulate=a100/4", "theirs are accumulate=h200/4"}}) {
+    const std::string found = not_taken(family, problem(plan + change), kHopper);
+    EXPECT_NE(found.find(words), std::string::npos) << change << ": " << found;
+  }
+  EXPECT_NE(not_taken(family, problem(plan), device(8, 0)), "");
+  EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan");
   setenv("EVENKEEL_KERNELS", "hopper_fp8", 1);
-  EXPECT_EQ(choose_kernel(problem("fp8_fa3"), kHopper).kernel, "hopper_fp8");
+  EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "hopper_fp8");
   unsetenv("EVENKEEL_KERNELS");
 }
 
@@ -325,7 +326,7 @@ TEST(KernelFamilies, limits_are_kept) {
     EXPECT_EQ(&kernel_family(family.name), &family);
     AttentionProblem p = problem("fp32");
     if (family.plan_not_taken) p = problem("flash2");
-    if (std::string_view(family.name) == "hopper_fp8") p = problem("fp8_fa3");
+    if (std::string_view(family.name) == "hopper_fp8") p = problem(kHopperFp8Plan);
     p.D = p.Dv = family.limits.head_step;
     const std::vector<PrecisionPlan> plans = p.plans;
     for (size_t n = 0; n < kTensorTypeNames.size(); ++n) {

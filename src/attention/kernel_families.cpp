@@ -121,7 +121,7 @@ bool hopper_gives_score_facts(const AttentionProblem& p) {
   return p.type == TensorType::bf16 && !has_forms(p);
 }
 
-// fp8_fa3's forward pass, whose sums go to FP32 after all features of a score and every 64 keys of O: h200/4.
+// The forward pass of kHopperFp8Plan, whose sums go to FP32 after all features of a score and every 128 keys of O: h200/4.
 std::string hopper_fp8_plan_not_taken(const PrecisionPlan& plan, TensorType) {
   if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
   if (plan.stabiliser != Stabiliser::none && plan.stabiliser != Stabiliser::consistent)
@@ -130,19 +130,19 @@ std::string hopper_fp8_plan_not_taken(const PrecisionPlan& plan, TensorType) {
   if (plan.accumulate == Accumulate::tensor_core && (plan.chip != kDefaultChip || plan.promote != kPromote))
     return fmt::format("sums as in \"{}\" (theirs are accumulate={}/{})", to_string(plan), kDefaultChip,
                        kPromote);
-  const PrecisionPlan fp8 = parse_plan("fp8_fa3");
+  const PrecisionPlan fp8 = parse_plan(kHopperFp8Plan);
   for (Site site : {Site::q, Site::k, Site::v, Site::scores, Site::shifted, Site::probs, Site::row_sum,
                     Site::pv, Site::output})
     if (plan.at(site) != fp8.at(site))
-      return fmt::format("{}={} (fp8_fa3 has {})", name(site), to_string(plan.at(site)),
+      return fmt::format("{}={} ({} has {})", name(site), to_string(plan.at(site)), kHopperFp8Plan,
                          to_string(fp8.at(site)));
   return "";
 }
 
 std::string hopper_fp8_reason(const AttentionProblem& p) {
   return fmt::format(
-      "bf16, head size {}, the forward pass of fp8_fa3 with stabiliser {} on compute capability 9.0", p.D,
-      name(p.plans[0].stabiliser));
+      "bf16, head size {}, the forward pass of {} with stabiliser {} on compute capability 9.0", p.D,
+      kHopperFp8Plan, name(p.plans[0].stabiliser));
 }
 
 // Who asks for a plan may train with it, and there is no backward pass.
@@ -193,7 +193,7 @@ constexpr KernelFamily kFamilies[] = {
      hopper_prepare,
      hopper_forward,
      hopper_backward},
-    // fp8_fa3's forward pass alone (wgmma of E4M3).
+    // The forward pass of kHopperFp8Plan alone (wgmma of E4M3).
     {"hopper_fp8",
      "the Hopper FP8 kernels",
      /*on_gpu=*/true,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "attention/attention_call.h"
 
@@ -79,6 +80,10 @@ std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
 
 // Fastest first. A family is added by a row (kernel_families.cpp).
 std::span<const KernelFamily> kernel_families();
+
+// What hopper_fp8 computes, as text of a plan: v has a scale a head, as FlashAttention-3's code has it, so that the tensor cores
+// can add more than one tile of keys.
+inline constexpr std::string_view kHopperFp8Plan = "fp8_fa3,v=e4m3*head";
 const KernelFamily& kernel_family(std::string_view name);  // std::invalid_argument where there is none
 
 // As choose_kernel of attention_call.h, among the families that have `also`: what a pass will ask for, not the problem.

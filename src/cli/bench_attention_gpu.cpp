@@ -295,7 +295,7 @@ std::vector<Timing> time_fp8(int64_t rounds) {
   for (const char* stabiliser : {"none", "consistent"})
     for (const bool fp8 : {false, true})
       contestants.push_back({fmt::format("{} forward, {}", fp8 ? "fp8" : "bf16", stabiliser),
-                             fmt::format("{},stabiliser={}", fp8 ? "fp8_fa3" : "flash2", stabiliser),
+                             fmt::format("{},stabiliser={}", fp8 ? kHopperFp8Plan : "flash2", stabiliser),
                              /*facts=*/false, fp8 ? "hopper_fp8" : nullptr});
   return time_forward(kRows[kFp8Row], contestants, rounds);
 }

@@ -40,6 +40,8 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __logf(float x) { return std::log(x); }
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
+inline int __vimax3_s32(int a, int b, int c) { return std::max({a, b, c}); }
+inline int __vimin3_s32(int a, int b, int c) { return std::min({a, b, c}); }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;

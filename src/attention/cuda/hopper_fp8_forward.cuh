@@ -3,10 +3,10 @@
 //
 // A block stays on its multiprocessor and takes items (64 query rows for each of its warpgroups) from a counter, the
 // longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
-// two tiles of 64 keys after another two, the last first: scores, softmax, P V. P V goes to O in FP32: times V's scale,
-// which each tile has of its own, and away from the 13 bits of the tensor cores' sums. The warpgroups get out of step by
-// themselves, so that one has the tensor cores while others have exponentials. Three that each do one thing at a time
-// are faster than two that overlap their own work and take the registers for it.
+// one pair of key tiles (128 keys) after another, the last first: scores, softmax, P V. P V of each pair goes to O in FP32,
+// away from the 13 bits of the tensor cores' sums; v has one scale a head.
+// The warpgroups take turns at the tensor cores. A turn is P V of one pair and the scores of the next. Left alone the
+// warpgroups stay in step: all wait for the tensor cores, and then all for exponentials.
 #pragma once
 
 #include <limits>
@@ -25,11 +25,11 @@ using namespace gpu;
 
 struct ForwardArguments {
   Sequences sequences;
-  const uint8_t *q, *k, *v;  // tiles: (B, H, row_tiles), (B, G, key_tiles) twice
+  const uint8_t *q, *k, *v;  // pairs of tiles: (B, H, row_pairs), (B, G, key_pairs) twice
   uint16_t* o;               // BF16, (B, H, T, D)
   int64_t o_stride[3];       // batch, head, row
   float* lse;                // (B, H, T)
-  int H, heads_per_group, D, row_tiles, key_tiles;
+  int H, heads_per_group, D, row_pairs, key_pairs;
   bool causal;
   float scale_log2;  // a log2(e)
   // Items of all heads, in the order of hopper::TilePlace.
@@ -39,7 +39,8 @@ struct ForwardArguments {
 
 // The query rows of one item, as the copying thread hands them to the others.
 struct alignas(16) Item {
-  int row, rows, keys, tiles;  // first row; the sequence's rows and keys; key tiles, < 0: no more work
+  int row, rows, keys,
+      pairs;  // first row; the sequence's rows and keys; pairs of key tiles, < 0: no more work
   int head, h, first_row,
       query_batch;  // b H + h; h; place of the sequence on the tensors' row and batch axis
 };
@@ -59,18 +60,23 @@ struct Forward {
   static constexpr int kThreads = kWorkers + kWarpgroup, kBlocksAtOnce = 1;
   // The pool is what the block got at its start: 4 x 128 = 3 x 160 + 32.
   static constexpr int kWorkRegisters = 160, kCopyRegisters = 32;
-  static constexpr int kQueryStages = 2, kItems = 2 * kQueryStages, kStages = kHead == 64 ? 10 : 8;
+  static constexpr int kQueryStages = 2, kItems = 2 * kQueryStages, kStages = kHead == 64 ? 6 : 4;
   static constexpr int kKeyLine = line_bytes(false, kHead), kValueLine = line_bytes(true, kHead);
-  static constexpr int kScores = kTileRows / 2, kOutputs = kHead / 2, kWords = kScores / 4;  // a thread's
-  // P V is added up in pieces of 64 features, so that one is added to O while the tensor cores have the next.
-  static constexpr int kPieces = kHead / 64, kPiece = kOutputs / kPieces;
+  static constexpr int kScores = kPairRows / 2, kOutputs = kHead / 2, kWords = kScores / 4;  // a thread's
+  static constexpr int kTileScores = kTileRows / 2, kTileWords = kTileScores / 4;
+  static constexpr int kNextBarrier = 1;  // the first of the named barriers by which warpgroups take turns
 
   struct alignas(1024) Tile {
     uint8_t image[image_bytes(kHead)];
     float scale[kScaleBytes / sizeof(float)];
   };
+  struct alignas(1024) Pair {
+    uint8_t image[kPairTiles][image_bytes(kHead)];
+    float scale[kPairTiles][kScaleBytes / sizeof(float)];
+  };
   struct Shared {
-    Tile q[kQueryStages][kWarpgroups], k[kStages], v[kStages];
+    Tile q[kQueryStages][kWarpgroups];
+    Pair k[kStages], v[kStages];
     // An item outlives its q: a warpgroup that writes O may be behind.
     Item items[kItems];
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
@@ -106,21 +112,21 @@ struct Forward {
   struct Loader {
     Shared& shared;
     const ForwardArguments& a;
-    Ring<kQueryStages> q{};
     Ring<kStages> k{}, v{};
-    int count = 0;                     // of items
-    const uint8_t* pending = nullptr;  // V of a tile is asked for after K of the next: the order of their use
+    int count = 0;     // of items
+    int pending = -1;  // V of a pair is asked for after K of the next: the order of their use
 
-    EK_DEVICE static void load(Tile& to, const uint8_t* from, uint64_t* full) {
-      load_bytes(&to, from, tile_bytes(kHead), full);
+    // Pair `pair` of all heads.
+    EK_DEVICE static void load(Pair& to, const uint8_t* pairs, int pair, uint64_t* full) {
+      barrier_expect_bytes(full, pair_bytes(kHead));
+      load_bytes(&to, pairs + pair * static_cast<int64_t>(pair_bytes(kHead)), pair_bytes(kHead), full);
     }
     EK_DEVICE void load_pending() {
-      if (!pending) return;
+      if (pending < 0) return;
       barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      barrier_expect_bytes(&shared.v_full[v.stage], tile_bytes(kHead));
-      load(shared.v[v.stage], pending, &shared.v_full[v.stage]);
+      load(shared.v[v.stage], a.v, pending, &shared.v_full[v.stage]);
       v.next();
-      pending = nullptr;
+      pending = -1;
     }
     EK_DEVICE Item item_at(int index) const {
       const hopper::TilePlace place(index, a.items_per_head, a.heads, a.section_heads);
@@ -130,44 +136,50 @@ struct Forward {
                 place.head - b * a.H, s.first_row, s.query_batch};
       if (item.row < s.rows) {
         const int limit = key_limit(a.causal, min(item.row + kRows, s.rows) - 1, s.rows, s.keys);
-        item.tiles = (limit + kTileRows - 1) / kTileRows;
+        item.pairs = (limit + kPairRows - 1) / kPairRows;
       }
       return item;
     }
     EK_DEVICE void load_queries(const Item& item) {
-      uint64_t* const full = &shared.q_full[q.stage];
-      if (item.tiles == 0) return barrier_arrive(full);
+      uint64_t* const full = &shared.q_full[count % kQueryStages];
+      if (item.pairs == 0) return barrier_arrive(full);
       const int tiles = min(kWarpgroups, (item.rows - item.row + kTileRows - 1) / kTileRows);
-      const uint8_t* const from =
-          a.q + (static_cast<int64_t>(item.head) * a.row_tiles + item.row / kTileRows) * tile_bytes(kHead);
-      barrier_expect_bytes(full, tiles * tile_bytes(kHead));
-      for (int n = 0; n < tiles; ++n) load(shared.q[q.stage][n], from + n * tile_bytes(kHead), full);
+      barrier_expect_bytes(full, tiles * (image_bytes(kHead) + kScaleBytes));
+#pragma unroll 1
+      for (int n = 0; n < tiles; ++n) {
+        Tile& to = shared.q[count % kQueryStages][n];
+        const uint32_t tile = item.head * a.row_pairs * kPairTiles + item.row / kTileRows + n;
+        load_bytes(to.image, a.q + image_offset(tile, kHead), image_bytes(kHead), full);
+        load_bytes(to.scale, a.q + scale_offset(tile, kHead), kScaleBytes, full);
+      }
+    }
+    EK_DEVICE void wait_for_room() {
+      barrier_wait(&shared.q_empty[count % kQueryStages], ~(count / kQueryStages) & 1);
     }
     EK_DEVICE void run() {
       const int total = a.items_per_head * a.heads;
       for (int index = blockIdx.x; index < total; index = gridDim.x + atomicAdd(a.next_item, 1u)) {
         const Item item = item_at(index);
         // No K comes with it, and the item after it may wait for rows that wait for this V.
-        if (item.tiles == 0) load_pending();
-        barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
-        shared.items[count++ % kItems] = item;
+        if (item.pairs == 0) load_pending();
+        wait_for_room();
+        shared.items[count % kItems] = item;
         load_queries(item);
-        q.next();
-        const int64_t kv_head = item.head / a.heads_per_group;  // H is a multiple of heads_per_group
-        for (int j = item.tiles - 1; j >= 0; --j) {
-          const int64_t at = (kv_head * a.key_tiles + j) * static_cast<int64_t>(tile_bytes(kHead));
+        ++count;
+        const int first = item.head / a.heads_per_group * a.key_pairs;  // H is a multiple of heads_per_group
+#pragma unroll 1
+        for (int j = item.pairs - 1; j >= 0; --j) {
           barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-          barrier_expect_bytes(&shared.k_full[k.stage], tile_bytes(kHead));
-          load(shared.k[k.stage], a.k + at, &shared.k_full[k.stage]);
+          load(shared.k[k.stage], a.k, first + j, &shared.k_full[k.stage]);
           k.next();
           load_pending();
-          pending = a.v + at;
+          pending = first + j;
         }
       }
       load_pending();
-      barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
-      shared.items[count % kItems].tiles = -1;
-      barrier_arrive(&shared.q_full[q.stage]);
+      wait_for_room();
+      shared.items[count % kItems].pairs = -1;
+      barrier_arrive(&shared.q_full[count % kQueryStages]);
     }
   };
 
@@ -178,16 +190,15 @@ struct Forward {
 
     int count = 0;  // of items so far
     Ring<kStages> k, v;
-    int row;                // of the item at hand, this warpgroup's first
-    int j;                  // the last of the key tiles at hand
-    float factor[2];        // scores of each tile times this are in powers of two
-    float s[2][kScores];    // of two tiles, 64 rows x 64 keys each
-    uint32_t p[2][kWords];  // probabilities times 2^8, E4M3: value_slot has the order
-    float part[2][kPiece];  // P V of one tile and 64 features, without V's scale
+    int row;                   // of the item at hand, this warpgroup's first
+    int j;                     // the pair of key tiles at hand
+    float factor[kPairTiles];  // scores of each tile times this are in powers of two
+    float s[kScores];          // 64 rows x 128 keys
+    uint32_t p[kWords];        // probabilities times 2^8, E4M3: value_slot has the order
+    float part[kOutputs];      // P V of the pair
     float o[kOutputs];
     float shift[2];  // in force, in powers of two, less 8; -inf: no key yet
-    float sum
-        [4];  // l: consistent: of rounded probabilities, whole, twice a row; else this thread's part of it in 0 and 2
+    float sum[2];    // l: consistent: of rounded probabilities, whole; else this thread's part
 
     EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, int group_)
         : WarpgroupThread(group_), shared(shared_), a(a_) {}
@@ -195,187 +206,167 @@ struct Forward {
     EK_DEVICE const Item& item() const { return shared.items[count % kItems]; }
     EK_DEVICE const Tile& query() const { return shared.q[count % kQueryStages][group]; }
 
-    // A key tile that none of the rows sees.
-    EK_DEVICE void skip_tile() {
-      barrier_wait(&shared.k_full[k.stage], k.parity);
-      release(&shared.k_empty[k.stage]);
-      k.next();
-      barrier_wait(&shared.v_full[v.stage], v.parity);
+    EK_DEVICE void wait_turn() { named_sync(kNextBarrier + group, 2 * kWarpgroup); }
+    EK_DEVICE void pass_turn() {
+      named_arrive(kNextBarrier + (group + 1 == kWarpgroups ? 0 : group + 1), 2 * kWarpgroup);
+    }
+
+    // A pair of key tiles that none of the rows sees. Every warpgroup has as many turns as the item has pairs, and one more.
+    EK_DEVICE void skip_pair() {
+      wait_keys();
+      wait_turn();
+      pass_turn();
+      release_keys();
+      wait_values();
       release_values();
     }
-
-    template <int kTiles>
-    EK_DEVICE void compute_scores(int clear) {
-      Ring<kStages> next = k;
-      const uint64_t queries = operand_e4m3<kKeyLine>(query().image);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        barrier_wait(&shared.k_full[next.stage], next.parity);
-        const uint64_t keys = operand_e4m3<kKeyLine>(shared.k[next.stage].image);
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < kHead / 32; ++step)
-          WgmmaE4m3<kTileRows>::ss(s[tile], advance(queries, step * 32), advance(keys, step * 32), step > 0);
-        products_commit();
-        factor[tile] = fmaxf(a.scale_log2 * query().scale[0] * shared.k[next.stage].scale[0], kLeastFactor);
-        next.next();
-      }
-      if constexpr (kTiles == 2) {
-        products_wait<1>();
-        take_scores(0, clear);
-      }
-      products_wait<0>();
-      take_scores(kTiles - 1, clear);
-    }
-    EK_DEVICE void take_scores(int tile, int clear) {
-      settle(s[tile]);
+    EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }
+    EK_DEVICE void wait_values() { barrier_wait(&shared.v_full[v.stage], v.parity); }
+    EK_DEVICE void release_keys() {
       release(&shared.k_empty[k.stage]);
       k.next();
-      if (j - tile >= clear) mask(tile);
-    }
-    EK_DEVICE void mask(int tile) {
-      int limit[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        limit[r] = key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) -
-                   (j - tile) * kTileRows - lane_column;
-#pragma unroll
-      for (int i = 0; i < kScores; ++i)
-        if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[tile][i] = kMinusInfinity;
-    }
-
-    // O += P V, a piece of 64 features after the other; O before times decay where a row moves.
-    template <int kTiles>
-    EK_DEVICE void add_values(bool moves, const float (&decay)[2]) {
-      constexpr int kAll = kTiles * kPieces;
-      Ring<kStages> next = v;
-      float scale[kTiles];
-      uint64_t values[kTiles];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        barrier_wait(&shared.v_full[next.stage], next.parity);
-        values[tile] = operand_e4m3<kValueLine>(shared.v[next.stage].image);
-        scale[tile] = shared.v[next.stage].scale[0];
-        next.next();
-      }
-      issue_piece(0, p[0], values[0]);
-      if constexpr (kAll > 1)
-        issue_piece(1, p[1 / kPieces], advance(values[1 / kPieces], 1 % kPieces * 64 * kValueLine));
-      if (moves) rescale(decay);
-#pragma unroll
-      for (int n = 0; n < kAll; ++n) {
-        if (n + 1 < kAll)
-          products_wait<1>();
-        else
-          products_wait<0>();
-        add_piece(n % 2, n % kPieces, scale[n / kPieces]);
-        if (n + 2 < kAll)
-          issue_piece(n % 2, p[(n + 2) / kPieces],
-                      advance(values[(n + 2) / kPieces], (n + 2) % kPieces * 64 * kValueLine));
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) release_values();
-    }
-    EK_DEVICE void issue_piece(int buffer, const uint32_t (&words)[kWords], uint64_t values) {
-      products_begin();
-#pragma unroll
-      for (int step = 0; step < kTileRows / 32; ++step)
-        WgmmaE4m3<64>::rs(part[buffer], words[4 * step], words[4 * step + 1], words[4 * step + 2],
-                          words[4 * step + 3], advance(values, step * 32), step > 0);
-      products_commit();
-    }
-    EK_DEVICE void add_piece(int buffer, int piece, float scale) {
-      settle(part[buffer]);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i)
-        o[piece * kPiece + i] = fmaf(part[buffer][i], scale, o[piece * kPiece + i]);
     }
     EK_DEVICE void release_values() {
       release(&shared.v_empty[v.stage]);
       v.next();
     }
 
-    // s: scores to probabilities times 2^8; moves the rows' shifts, and l with them. decay: what O of the tiles before is
-    // to be multiplied by. True: some row of the warp has one that is not 1.
-    template <int kTiles>
-    EK_DEVICE bool softmax(float (&decay)[2]) {
-      float most[2] = {kMinusInfinity, kMinusInfinity};
+    // The scores of pair j, its keys being there.
+    EK_DEVICE void issue_scores() {
+      const uint64_t queries = operand_e4m3<kKeyLine>(query().image);
+      const uint64_t keys = operand_e4m3<kKeyLine>(shared.k[k.stage].image);
+      products_begin();
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        float chain[4] = {s[tile][0], s[tile][1], s[tile][2], s[tile][3]};
+      for (int step = 0; step < kHead / 32; ++step)
+        WgmmaE4m3<kPairRows>::ss(s, advance(queries, step * 32), advance(keys, step * 32), step > 0);
+      products_commit();
 #pragma unroll
-        for (int i = 4; i < kScores; ++i) chain[i % 4] = fmaxf(chain[i % 4], s[tile][i]);
+      for (int tile = 0; tile < kPairTiles; ++tile)
+        factor[tile] =
+            fmaxf(a.scale_log2 * query().scale[0] * shared.k[k.stage].scale[tile][0], kLeastFactor);
+    }
+    EK_DEVICE void take_scores(int clear) {
+      products_wait<0>();
+      settle(s);
+      release_keys();
+      if (j >= clear) mask();
+      if (j == 0) release(&shared.q_empty[count % kQueryStages]);
+    }
+    EK_DEVICE void mask() {
+      int limit[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          most[r] = fmaxf(most[r], fmaxf(chain[2 * r], chain[2 * r + 1]) * factor[tile]);
+      for (int r = 0; r < 2; ++r)
+        limit[r] = key_limit(a.causal, row + lane_row + 8 * r, item().rows, item().keys) - j * kPairRows -
+                   lane_column;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i)
+        if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+    }
+
+    // O = decay O + P V, its values being there.
+    EK_DEVICE void add_values(const float (&decay)[2]) {
+      const Pair& values = shared.v[v.stage];
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < kPairRows / 32; ++step) {
+        constexpr int kSteps = kTileRows / 32;  // of a tile
+        WgmmaE4m3<kHead>::rs(
+            part, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+            advance(operand_e4m3<kValueLine>(values.image[step / kSteps]), step % kSteps * 32), step > 0);
       }
-      bool moves = false;
+      products_commit();
+      products_wait<0>();
+      settle(part);
+      release_values();
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o[i] = fmaf(o[i], decay[i / 2 % 2], part[i]);
+    }
+
+    // The largest score of row r of the two, in powers of two; all are negative unless kPositive.
+    template <bool kPositive>
+    EK_DEVICE float largest(int r) const {
+      float most = kMinusInfinity;
+#pragma unroll
+      for (int tile = 0; tile < kPairTiles; ++tile) {
+        const auto bits = [&](int n) {
+          return static_cast<int>(__float_as_uint(s[tile * kTileScores + n / 2 * 4 + 2 * r + n % 2]));
+        };
+        int extreme = bits(0);
+#pragma unroll
+        for (int n = 1; n < kTileScores / 2; n += 2) {
+          const int last = bits(n + 1 < kTileScores / 2 ? n + 1 : n);
+          extreme = kPositive ? __vimax3_s32(extreme, bits(n), last) : __vimin3_s32(extreme, bits(n), last);
+        }
+        most = fmaxf(most, __uint_as_float(static_cast<uint32_t>(extreme)) * factor[tile]);
+      }
+      return quad_max(most);
+    }
+
+    // s: scores to probabilities times 2^8, p; moves the rows' shifts, and l with them. decay: O's factor.
+    EK_DEVICE void softmax(float (&decay)[2]) {
+      float most[2] = {largest<true>(0), largest<true>(1)};
+      // Bits of floats are in the order of integers, and in the reverse order where all are negative.
+      if (__any_sync(~0u, most[0] < 0 || most[1] < 0)) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float negative = largest<false>(r);
+          if (most[r] < 0) most[r] = negative;
+        }
+      }
       float used[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float largest = quad_max(most[r]), before = shift[r];
+        const float before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
-        shift[r] = fmaxf(before, (kConsistent ? ceilf(largest) : largest) - kProbsExponent);
+        shift[r] = fmaxf(before, (kConsistent ? ceilf(most[r]) : most[r]) - kProbsExponent);
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
         decay[r] = exp2_approx(before - used[r]);
-        moves |= shift[r] != before;
-      }
-      moves = __any_sync(~0u, moves);
-      if (moves) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] *= decay[i / 2];
+        sum[r] *= decay[r];
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int tile = 0; tile < kPairTiles; ++tile) {
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-          s[tile][i] = exp2_approx(fmaf(s[tile][i], factor[tile], -used[i / 2 % 2]));
-          if (!kConsistent) sum[i / 2 % 2 * 2] += s[tile][i];
+        for (int i = tile * kTileScores; i < (tile + 1) * kTileScores; ++i) {
+          s[i] = exp2_approx(fmaf(s[i], factor[tile], -used[i / 2 % 2]));
+          if (!kConsistent) sum[i / 2 % 2] += s[i];
         }
         pack(tile);
       }
-      return moves;
     }
-    // s to p, and consistent's l. (These sums while products are on their way made the whole a sixth slower.)
+    // s to p, and consistent's l. Sums of 64 rounded probabilities are exact: at most 2^14, and multiples of 2^-9.
     EK_DEVICE void pack(int tile) {
+      float rounded[4] = {};
 #pragma unroll
-      for (int n = 0; n < kWords; ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
+      for (int n = tile * kTileWords; n < (tile + 1) * kTileWords;
+           ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
         const int i = n / 2 * 8 + n % 2 * 2;
-        p[tile][n] = pack_e4m3(s[tile][i], s[tile][i + 1], s[tile][i + 4], s[tile][i + 5]);
+        p[n] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
+        if (kConsistent && n % 4 == 3) add_row_sums_e4m3(rounded, p[n - 3], p[n - 2], p[n - 1], p[n]);
       }
-      if (kConsistent) {
-#pragma unroll
-        for (int n = 0; n < kWords; n += 4)
-          add_row_sums_e4m3(sum, p[tile][n], p[tile][n + 1], p[tile][n + 2], p[tile][n + 3]);
-      }
-    }
-    EK_DEVICE void rescale(const float (&decay)[2]) {
-#pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] *= decay[i / 2 % 2];
+      if (kConsistent) sum[0] += rounded[0], sum[1] += rounded[2];
     }
 
-    // The key tiles [0, own) of the item at hand, the last first; own > 0.
+    // The pairs [0, own) of the item at hand, the last first; own > 0.
     EK_DEVICE void attend(int own) {
       shift[0] = shift[1] = kMinusInfinity;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] = 0;
+      sum[0] = sum[1] = 0;
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) o[i] = 0;
       const int clear =
-          key_limit(a.causal, row, item().rows, item().keys) / kTileRows;  // all rows see these whole
-      j = own - 1;
-      if (own % 2) attend_tiles<1>(clear);
-      while (j >= 0) attend_tiles<2>(clear);
-    }
-    // Key tile j, and the one before it.
-    template <int kTiles>
-    EK_DEVICE void attend_tiles(int clear) {
-      compute_scores<kTiles>(clear);
-      if (j < kTiles) release(&shared.q_empty[count % kQueryStages]);
-      float decay[2];
-      const bool moves = softmax<kTiles>(decay);
-      add_values<kTiles>(moves, decay);
-      j -= kTiles;
+          key_limit(a.causal, row, item().rows, item().keys) / kPairRows;  // all rows see these whole
+      wait_turn();
+      for (j = own - 1; j >= 0; --j) {
+        wait_keys();
+        issue_scores();
+        pass_turn();
+        take_scores(clear);
+        float decay[2];
+        softmax(decay);
+        wait_values();
+        wait_turn();
+        add_values(decay);
+      }
+      pass_turn();
     }
 
     EK_DEVICE uint16_t* output(const Item& done, int i) const {
@@ -385,12 +376,14 @@ struct Forward {
     // O / l and L. Rows that do not exist are zero in a padded tensor; a packed one does not have them.
     EK_DEVICE void write(const Item& done) {
       const int end = a.sequences.query_offsets ? done.rows : a.sequences.T;
+      const int first = done.head / a.heads_per_group * a.key_pairs * kPairTiles;  // of its key tiles
+      const float value_scale = *reinterpret_cast<const float*>(a.v + scale_offset(first, kHead));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = row + lane_row + 8 * r;
         const bool exists = i < done.rows;
-        const float l = kConsistent ? sum[2 * r] : quad_sum(sum[2 * r]);
-        const float inverse = exists && l != 0 ? __fdividef(1.0f, l) : 0.0f;
+        const float l = kConsistent ? sum[r] : quad_sum(sum[r]);
+        const float inverse = exists && l != 0 ? __fdividef(value_scale, l) : 0.0f;
         if (lane_column == 0 && i < a.sequences.T)
           a.lse[static_cast<int64_t>(done.head) * a.sequences.T + i] =
               exists ? fmaf(shift[r], kLn2, __logf(l)) : kMinusInfinity;
@@ -423,21 +416,24 @@ struct Forward {
     }
 
     EK_DEVICE void run() {
+      if (group == kWarpgroups - 1) pass_turn();  // the first warpgroup has the first turn
       for (;; ++count) {
         barrier_wait(&shared.q_full[count % kQueryStages], count / kQueryStages & 1);
         const Item& item = this->item();
-        const int tiles = item.tiles;
-        if (tiles < 0) return;
+        const int pairs = item.pairs;
+        if (pairs < 0) return;
         row = item.row + group * kTileRows;
         const int limit = row < item.rows
                               ? key_limit(a.causal, min(row + kTileRows, item.rows) - 1, item.rows, item.keys)
                               : 0;
-        const int own = (limit + kTileRows - 1) / kTileRows;
-        for (int skipped = own; skipped < tiles; ++skipped) skip_tile();
+        const int own = (limit + kPairRows - 1) / kPairRows;
+        for (int skipped = own; skipped < pairs; ++skipped) skip_pair();
         if (own > 0) {
           attend(own);
           write(item);
         } else {
+          wait_turn();
+          pass_turn();
           release(&shared.q_empty[count % kQueryStages]);
           write_empty_rows(item);
         }

@@ -1,4 +1,4 @@
-// What Hopper's FP8 forward pass does on the host: it launches two kernels through the given `launch`. That is a
+// What Hopper's FP8 forward pass does on the host: it launches three kernels through the given `launch`. That is a
 // stream of the device (hopper_fp8.cu) or the emulator of the tests. Internal to src/attention.
 #pragma once
 
@@ -18,7 +18,7 @@ inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const Pas
     return QuantiseArguments::Operand{static_cast<const uint16_t*>(x.data),
                                       {x.stride[0], x.stride[1], x.stride[2]},
                                       static_cast<int>(heads),
-                                      static_cast<int>(divide_up(rows, kTileRows)),
+                                      static_cast<int>(divide_up(rows, kPairRows) * kPairTiles),
                                       target};
   };
   return {operand(in.q, p.H, p.T, layout.q),
@@ -27,7 +27,8 @@ inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const Pas
           sequences(p),
           static_cast<int>(p.B),
           static_cast<int>(p.D),
-          layout.next_item};
+          layout.next_item,
+          layout.v_largest};
 }
 
 inline ForwardArguments forward_arguments(const AttentionProblem& p, const ForwardPass& out,
@@ -41,8 +42,8 @@ inline ForwardArguments forward_arguments(const AttentionProblem& p, const Forwa
   a.H = static_cast<int>(p.H);
   a.heads_per_group = static_cast<int>(p.H / p.G);
   a.D = static_cast<int>(p.D);
-  a.row_tiles = static_cast<int>(divide_up(p.T, kTileRows));
-  a.key_tiles = static_cast<int>(divide_up(p.N, kTileRows));
+  a.row_pairs = static_cast<int>(divide_up(p.T, kPairRows));
+  a.key_pairs = static_cast<int>(divide_up(p.N, kPairRows));
   a.causal = p.mask.causal;
   a.scale_log2 = p.scale * kLog2E;
   a.items_per_head = static_cast<int>(divide_up(p.T, rows_of_item));
@@ -62,6 +63,7 @@ void run_kernels(const AttentionProblem& p, const PassInputs& in, const ForwardP
   const QuantiseArguments quantise = quantise_arguments(p, in, layout);
   launch.template run<Quantise<kHead>>(
       p.B * (p.H * int64_t{quantise.q.tiles} + p.G * 2 * int64_t{quantise.k.tiles}), quantise);
+  launch.template run<QuantiseValues<kHead>>(p.B * p.G * int64_t{quantise.v.tiles}, quantise);
   const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
   launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
 }

@@ -38,28 +38,40 @@ EVENKEEL_HOST_DEVICE constexpr int value_slot(int key) {
   return key / 16 * 16 + quad * 4 + pair * 2 + key % 2;
 }
 
-// The numbers, then the scale.
+// Tiles come in pairs, 128 rows: the numbers of both, then the scale of each. The second tile of a last pair may be all zeros.
+inline constexpr int kPairTiles = 2, kPairRows = kPairTiles * kTileRows;
 EVENKEEL_HOST_DEVICE constexpr size_t image_bytes(int head) { return static_cast<size_t>(kTileRows * head); }
 inline constexpr size_t kScaleBytes = 16;  // the least that the copy engine moves
-EVENKEEL_HOST_DEVICE constexpr size_t tile_bytes(int head) { return image_bytes(head) + kScaleBytes; }
+EVENKEEL_HOST_DEVICE constexpr size_t pair_bytes(int head) {
+  return kPairTiles * (image_bytes(head) + kScaleBytes);
+}
+// Of tile `tile`, from the first tile's.
+EVENKEEL_HOST_DEVICE constexpr size_t image_offset(uint32_t tile, int head) {
+  return tile / kPairTiles * pair_bytes(head) + tile % kPairTiles * image_bytes(head);
+}
+EVENKEEL_HOST_DEVICE constexpr size_t scale_offset(uint32_t tile, int head) {
+  return tile / kPairTiles * pair_bytes(head) + kPairTiles * image_bytes(head) +
+         tile % kPairTiles * kScaleBytes;
+}
 
 constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
 
-// The workspace: the counter of items and the tiles of q, k and v.
+// The workspace: the counter of items, the largest magnitude of each of v's tiles, and the tiles of q, k and v.
 struct Layout {
-  uint32_t* next_item;
+  uint32_t *next_item, *v_largest;
   uint8_t *q, *k, *v;
   size_t bytes;
 };
 inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
   Carver parts(workspace);
-  const auto tile = static_cast<int64_t>(tile_bytes(kernel_head(problem.D)));
-  const int64_t row_tiles = divide_up(problem.T, kTileRows), key_tiles = divide_up(problem.N, kTileRows);
+  const auto pair = static_cast<int64_t>(pair_bytes(kernel_head(problem.D)));
+  const int64_t row_pairs = divide_up(problem.T, kPairRows), key_pairs = divide_up(problem.N, kPairRows);
   Layout layout{};
   layout.next_item = parts.take<uint32_t>(1);
-  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_tiles * tile);
-  layout.k = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
-  layout.v = parts.take<uint8_t>(problem.B * problem.G * key_tiles * tile);
+  layout.v_largest = parts.take<uint32_t>(problem.B * problem.G * key_pairs * kPairTiles);
+  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_pairs * pair);
+  layout.k = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
+  layout.v = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.bytes = parts.used();
   return layout;
 }

@@ -30,15 +30,23 @@ EK_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return packed;
 }
 
-// c += A b (mma.sync), A 16 x 32, b all ones: row sums of the lane's rows, c[0] = c[1] of row g and c[2] = c[3] of row
-// g + 8. A as in a product of the warpgroup. These sums keep 25 bits.
+// c += A b, A 16 x 32, b all ones: row sums of the lane's rows, c[0] = c[1] of row g and c[2] = c[3] of row g + 8. A as in a
+// product of the warpgroup; the order of a row's numbers does not matter. By mma.sync of FP16, which has every number of E4M3:
+// these sums keep 25 bits. (mma.sync of E4M3 becomes the same on this chip, with the ones unpacked too.)
 EK_DEVICE void add_row_sums_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-  constexpr uint32_t kOnes = 0x38383838u;
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+  asm("{\n.reg .b16 l0, h0, l1, h1, l2, h2, l3, h3;\n.reg .b32 ones, p0, q0, p1, q1, p2, q2, p3, q3;\n"
+      "mov.b32 ones, 0x3C003C00;\n"
+      "mov.b32 {l0, h0}, %4;\nmov.b32 {l1, h1}, %5;\nmov.b32 {l2, h2}, %6;\nmov.b32 {l3, h3}, %7;\n"
+      "cvt.rn.f16x2.e4m3x2 p0, l0;\ncvt.rn.f16x2.e4m3x2 q0, h0;\n"
+      "cvt.rn.f16x2.e4m3x2 p1, l1;\ncvt.rn.f16x2.e4m3x2 q1, h1;\n"
+      "cvt.rn.f16x2.e4m3x2 p2, l2;\ncvt.rn.f16x2.e4m3x2 q2, h2;\n"
+      "cvt.rn.f16x2.e4m3x2 p3, l3;\ncvt.rn.f16x2.e4m3x2 q3, h3;\n"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {p0, p1, q0, q1}, {ones, ones}, "
       "{%0, %1, %2, %3};\n"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {p2, p3, q2, q3}, {ones, ones}, "
+      "{%0, %1, %2, %3};\n}\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(kOnes));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3));
 }
 
 // d (+)= A B over 32 summed terms; A is 64 x 32, B 32 x N. `add` false: d is overwritten. The accumulator is that of
@@ -83,6 +91,27 @@ struct WgmmaE4m3<64> {
 
 template <>
 struct WgmmaE4m3<128> {
+  // Both operands in shared memory.
+  EK_DEVICE static void ss(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  }
   // A in registers.
   EK_DEVICE static void rs(float (&d)[64], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
                            const uint32_t& a3, uint64_t b, bool add) {
