@@ -177,7 +177,11 @@ struct Backward {
   }
 
   EK_DEVICE int key_group() const { return warp / kParts; }
-  EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
+  // Of four, the second group of keys has them two further on: a quarter of the multiprocessor runs warps 4 apart, and parts
+  // behind the head's end have nothing to do.
+  EK_DEVICE int part() const {
+    return kParts == 1 ? 0 : kParts == 4 ? (warp + warp / 4 * 2) % 4 : warp % kParts;
+  }
   EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
 
   // One tile of rows. load_next(): with one stage, called as soon as nobody needs these rows.
