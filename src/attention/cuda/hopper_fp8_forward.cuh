@@ -282,7 +282,7 @@ struct Forward {
       for (int i = 0; i < kOutputs; ++i) o[i] = fmaf(o[i], decay[i / 2 % 2], part[i]);
     }
 
-    // The largest score of row r of the two, in powers of two; all are negative unless kPositive.
+    // The largest of the thread's scores in row r of the two, in powers of two; all are negative unless kPositive.
     template <bool kPositive>
     EK_DEVICE float largest(int r) const {
       float most = kMinusInfinity;
@@ -299,26 +299,24 @@ struct Forward {
         }
         most = fmaxf(most, __uint_as_float(static_cast<uint32_t>(extreme)) * factor[tile]);
       }
-      return quad_max(most);
+      return most;
     }
 
     // s: scores to probabilities times 2^8, p; moves the rows' shifts, and l with them. decay: O's factor.
     EK_DEVICE void softmax(float (&decay)[2]) {
       float most[2] = {largest<true>(0), largest<true>(1)};
       // Bits of floats are in the order of integers, and in the reverse order where all are negative.
-      if (__any_sync(~0u, most[0] < 0 || most[1] < 0)) {
+      if (most[0] < 0 || most[1] < 0) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float negative = largest<false>(r);
-          if (most[r] < 0) most[r] = negative;
-        }
+        for (int r = 0; r < 2; ++r)
+          if (most[r] < 0) most[r] = largest<false>(r);
       }
       float used[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float before = shift[r];
+        const float highest = quad_max(most[r]), before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
-        shift[r] = fmaxf(before, (kConsistent ? ceilf(most[r]) : most[r]) - kProbsExponent);
+        shift[r] = fmaxf(before, (kConsistent ? ceilf(highest) : highest) - kProbsExponent);
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
         decay[r] = exp2_approx(before - used[r]);
         sum[r] *= decay[r];
@@ -333,17 +331,28 @@ struct Forward {
         pack(tile);
       }
     }
-    // s to p, and consistent's l. Sums of 64 rounded probabilities are exact: at most 2^14, and multiples of 2^-9.
+    // s to p. Word n: row n % 2, keys of blocks 2 (n / 2) and the next.
     EK_DEVICE void pack(int tile) {
-      float rounded[4] = {};
 #pragma unroll
-      for (int n = tile * kTileWords; n < (tile + 1) * kTileWords;
-           ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
+      for (int n = tile * kTileWords; n < (tile + 1) * kTileWords; ++n) {
         const int i = n / 2 * 8 + n % 2 * 2;
         p[n] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
-        if (kConsistent && n % 4 == 3) add_row_sums_e4m3(rounded, p[n - 3], p[n - 2], p[n - 1], p[n]);
       }
-      if (kConsistent) sum[0] += rounded[0], sum[1] += rounded[2];
+    }
+    // l of consistent: mma.sync with ones sums rows, here of 128 keys, at most 2^15 and multiples of 2^-9: exactly. It waits
+    // for the products of other warpgroups. So it stands where P V has to wait for them too.
+    EK_DEVICE void add_rounded() {
+      constexpr uint32_t kOnes = 0x3c003c00u;
+      float rounded[2][4] = {};
+#pragma unroll
+      for (int n = 0; n < kWords; n += 2) {
+        uint32_t halves[4];
+        unpack_e4m3(p[n], halves[0], halves[2]);
+        unpack_e4m3(p[n + 1], halves[1], halves[3]);
+        multiply_add_fp16(rounded[n / 2 % 2], halves, kOnes, kOnes);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] += rounded[0][2 * r] + rounded[1][2 * r];
     }
 
     // The pairs [0, own) of the item at hand, the last first; own > 0.
@@ -364,6 +373,7 @@ struct Forward {
         softmax(decay);
         wait_values();
         wait_turn();
+        if (kConsistent) add_rounded();
         add_values(decay);
       }
       pass_turn();

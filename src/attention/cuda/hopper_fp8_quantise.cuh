@@ -31,7 +31,7 @@ struct QuantiseArguments {
 template <int kHead>
 struct QuantiseTile {
   static constexpr int kOctets = kHead / 8, kPerThread = 4;
-  static constexpr int kThreads = kTileRows / kPerThread * kOctets, kBlocksAtOnce = 4;
+  static constexpr int kThreads = kTileRows / kPerThread * kOctets, kBlocksAtOnce = 5;
   static constexpr size_t kSharedBytes = kThreads / 32 * sizeof(uint32_t);
   static constexpr float kTarget = scale_target(kE4m3);
   static constexpr uint32_t kInfinite = 0x80000000u;

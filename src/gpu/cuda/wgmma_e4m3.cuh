@@ -1,4 +1,4 @@
-// Products of a warpgroup with E4M3 operands (wgmma), their row sums, and conversion to E4M3. sm_90a.
+// Products of a warpgroup with E4M3 operands (wgmma), and conversion to and from E4M3. sm_90a.
 //
 // FP8 operands are always read with the summed index along the line ("K-major"): a line is 64 or 128 bytes, with the
 // swizzle of its own length, 8 lines after 8 lines, aligned to 1024. The chip adds products with 13 bits
@@ -30,23 +30,12 @@ EK_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return packed;
 }
 
-// c += A b, A 16 x 32, b all ones: row sums of the lane's rows, c[0] = c[1] of row g and c[2] = c[3] of row g + 8. A as in a
-// product of the warpgroup; the order of a row's numbers does not matter. By mma.sync of FP16, which has every number of E4M3:
-// these sums keep 25 bits. (mma.sync of E4M3 becomes the same on this chip, with the ones unpacked too.)
-EK_DEVICE void add_row_sums_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-  asm("{\n.reg .b16 l0, h0, l1, h1, l2, h2, l3, h3;\n.reg .b32 ones, p0, q0, p1, q1, p2, q2, p3, q3;\n"
-      "mov.b32 ones, 0x3C003C00;\n"
-      "mov.b32 {l0, h0}, %4;\nmov.b32 {l1, h1}, %5;\nmov.b32 {l2, h2}, %6;\nmov.b32 {l3, h3}, %7;\n"
-      "cvt.rn.f16x2.e4m3x2 p0, l0;\ncvt.rn.f16x2.e4m3x2 q0, h0;\n"
-      "cvt.rn.f16x2.e4m3x2 p1, l1;\ncvt.rn.f16x2.e4m3x2 q1, h1;\n"
-      "cvt.rn.f16x2.e4m3x2 p2, l2;\ncvt.rn.f16x2.e4m3x2 q2, h2;\n"
-      "cvt.rn.f16x2.e4m3x2 p3, l3;\ncvt.rn.f16x2.e4m3x2 q3, h3;\n"
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {p0, p1, q0, q1}, {ones, ones}, "
-      "{%0, %1, %2, %3};\n"
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {p2, p3, q2, q3}, {ones, ones}, "
-      "{%0, %1, %2, %3};\n}\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3));
+// The four numbers of a word in FP16, which has every number of E4M3; the first in the lowest half.
+EK_DEVICE void unpack_e4m3(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
 }
 
 // d (+)= A B over 32 summed terms; A is 64 x 32, B 32 x N. `add` false: d is overwritten. The accumulator is that of

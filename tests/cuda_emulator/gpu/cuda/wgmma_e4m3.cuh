@@ -116,26 +116,9 @@ void products_wait() {
 template <int n>
 void settle(float (&)[n]) {}
 
-// Row sums by mma.sync: exact but for one rounding to FP32.
-inline void add_row_sums_e4m3(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-  struct Operand {
-    float (*c)[4];
-    uint32_t a[4];
-  } mine{&c, {a0, a1, a2, a3}};
-  machine().meet("mma of e4m3", mine, [](Operand** lanes) {
-    for (int row = 0; row < 16; ++row) {
-      double sum = 0;
-      for (int lane = row % 8 * 4; lane < row % 8 * 4 + 4; ++lane)
-        for (int word = row / 8; word < 4; word += 2)
-          for (int byte = 0; byte < 4; ++byte)
-            sum += double{emulated::e4m3_value(lanes[lane]->a[word] >> (8 * byte))};
-      for (int lane = row % 8 * 4; lane < row % 8 * 4 + 4; ++lane)
-        for (int n = 0; n < 2; ++n) {
-          float& value = (*lanes[lane]->c)[row / 8 * 2 + n];
-          value = static_cast<float>(double{value} + sum);
-        }
-    }
-  });
+inline void unpack_e4m3(uint32_t packed, uint32_t& low, uint32_t& high) {
+  low = pack_fp16(emulated::e4m3_value(packed), emulated::e4m3_value(packed >> 8));
+  high = pack_fp16(emulated::e4m3_value(packed >> 16), emulated::e4m3_value(packed >> 24));
 }
 
 template <int N>
