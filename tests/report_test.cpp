@@ -577,6 +577,16 @@ TEST_F(ReportTest, the_command_on_a_real_run) {
                            "id=\"d-o\"", "id=\"v-map\"", "id=\"trace\"", "class=\"addition\""})
     EXPECT_TRUE(has(html, part)) << part;
   EXPECT_FALSE(has(html, "no number to draw"));
+  // The chain's link "bits" is the addition that it points to, of the capture, though the verdict has another.
+  write_whole_file(
+      folder_ / "run/verdict.json",
+      R"({"cause":"drift","words":"Drift.","heads":[{"layer":1,"head":2}],"bits":{"error":123}})");
+  ASSERT_EQ(run("report run -o page.html").code, 0);
+  const std::string chain = read_whole_file(folder_ / "page.html", 1 << 24),
+                    mark = "bits</span><span class=\"value\">";
+  ASSERT_TRUE(has(chain, mark));
+  const size_t at = chain.find(mark) + mark.size();
+  EXPECT_TRUE(has(chain, "an error of " + chain.substr(at, chain.find('<', at) - at)));
   // A capture of elsewhere.
   out = run(fmt::format("report run -o page.html --capture '{}'",
                         (fs::path(EVENKEEL_SOURCE_DIR) / "tests/captures/ties.safetensors").string()));

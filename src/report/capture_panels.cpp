@@ -162,7 +162,6 @@ std::string sign_panel(const PageData& data) {
 std::string bits_panel(const PageData& data) {
   const std::string heading = "The sum, and the addition that goes wrong";
   std::string content, aside;
-  nlohmann::json explanation;
   if (data.view && data.view->analysis.trace) {
     const SumTrace& trace = *data.view->analysis.trace;
     Chart c;
@@ -180,7 +179,6 @@ std::string bits_panel(const PageData& data) {
            fmt::format("the addition of key {} moves the error by {}", g.key, figure(g.jump))});
     if (!lane.marks.empty()) c.lanes.push_back(std::move(lane));
     content += draw(c);
-    if (!trace.guilty.empty()) explanation = try_parse_json(to_json(trace.guilty[0].explanation));
     aside = fmt::format("<p>Site <code>{}</code>, kept in <code>{}</code>{}; row {}.</p>",
                         escape(name(trace.site)), escape(to_string(trace.rounding)),
                         trace.feature >= 0 ? fmt::format(", feature {}", trace.feature) : "",
@@ -188,10 +186,7 @@ std::string bits_panel(const PageData& data) {
   } else if (data.view) {
     content += missing("The plan of this head rounds none of the sums: there is no trace.", "");
   }
-  const RunRecords& run = data.runs[data.subject];
-  if (!explanation.is_object())
-    if (const nlohmann::json* const found = run.verdict_record().find("bits")) explanation = *found;
-  if (explanation.is_object())
+  if (const nlohmann::json explanation = worst_addition(data); explanation.is_object())
     content += "<h3>The addition that errs most, bit by bit</h3>\n" + bits_of(explanation);
   const std::string lead =
       data.view ? fmt::format(
@@ -204,11 +199,17 @@ std::string bits_panel(const PageData& data) {
 
 }  // namespace
 
+nlohmann::json worst_addition(const PageData& data) {
+  if (data.view && data.view->analysis.trace && !data.view->analysis.trace->guilty.empty())
+    return try_parse_json(to_json(data.view->analysis.trace->guilty[0].explanation));
+  const nlohmann::json* const bits = data.runs[data.subject].verdict_record().find("bits");
+  return bits && bits->is_object() ? *bits : nlohmann::json();
+}
+
 std::string capture_panels(const PageData& data) {
   if (data.view) return directions_panel(data) + features_panel(data) + sign_panel(data) + bits_panel(data);
-  const nlohmann::json* const bits = data.runs[data.subject].verdict_record().find("bits");
   return section("capture", "Inside one head", "", no_capture(data)) +
-         (bits && bits->is_object() ? bits_panel(data) : "");
+         (worst_addition(data).is_object() ? bits_panel(data) : "");
 }
 
 }  // namespace evenkeel

@@ -101,7 +101,8 @@ std::array<ChainLink, 7> links_of_symptom(const RunRecords& run, const Symptom& 
   return links;
 }
 
-void add_verdict(const RecordObject& v, std::array<ChainLink, 7>& links) {
+// worst: the addition of the section "bits", which the link points to.
+void add_verdict(const RecordObject& v, const Json& worst, std::array<ChainLink, 7>& links) {
   std::set<int64_t> layers, heads;
   for (const RecordObject& entry : v.objects("heads")) {
     const std::optional<int64_t> layer = entry.step("layer"), head = entry.step("head");
@@ -114,9 +115,9 @@ void add_verdict(const RecordObject& v, std::array<ChainLink, 7>& links) {
   }
   if (const auto sites = v.texts("sites"); !sites.empty())
     links[3] = {"site", escape(joined(sites, ", ")), "kept in " + escape(joined(v.texts("formats"), ", "))};
-  if (const Json* const bits = v.find("bits"); bits && bits->is_object())
-    if (const auto error = bits->find("error"); error != bits->end())
-      links[4] = {"bits", figure(record_number(*error).value_or(kUnknown)),
+  if (v.find("bits") && worst.is_object())
+    if (const auto error = worst.find("error"); error != worst.end())
+      links[4] = {"bits", figure(record_number(*error).value_or(kUnknown), 4),
                   "the worst addition's error; see <a href=\"#bits\">below</a>"};
   links[5] = remedy_link(v);
   links[6] = proof_link(v);
@@ -198,7 +199,7 @@ std::string chain_part(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
   const Symptom& symptom = data.symptoms[data.subject];
   std::array<ChainLink, 7> links = links_of_symptom(run, symptom);
-  if (run.verdict) add_verdict(run.verdict_record(), links);
+  if (run.verdict) add_verdict(run.verdict_record(), worst_addition(data), links);
   std::string text = "<ol class=\"chain\">\n";
   for (const ChainLink& link : links) {
     const bool known = !link.value.empty();

@@ -61,9 +61,9 @@ std::string lead_part(const PageData& data) {
               ? fmt::format("Each raises its alarm at the lowest level that {} of this page {} not reach.",
                             healthy == 1 ? "the healthy run" : fmt::format("the {} healthy runs", healthy),
                             healthy == 1 ? "does" : "do") +
-                    (some_false
-                         ? " A false alarm is one of a healthy run, by the level of the other healthy runs."
-                         : "")
+                    (some_false ? " A false alarm is one in a healthy run, by the level of the other healthy "
+                                  "runs; the guard has a level of its own."
+                                : "")
               : "No healthy run is on this page: levels are those for a run that stands "
                 "alone, and false alarms are not known."));
 }

@@ -56,7 +56,9 @@ std::string section(const std::string& id, const std::string& heading, const std
                     const std::string& content, const std::string& aside = "");
 // What is not there, and the command that makes it.
 std::string missing(const std::string& what, const std::string& command);
-// One addition bit by bit; explanation: as numerics/explain writes it in JSON.
+// The addition that errs most, as numerics/explain writes it in JSON: of the capture, without one of the verdict; null: none.
+nlohmann::json worst_addition(const PageData& data);
+// It, bit by bit.
 std::string bits_of(const nlohmann::json& explanation);
 // Does the run's own verdict, or without one its symptom, say that it ails?
 bool ails(const RunRecords& run, const Symptom& symptom);
