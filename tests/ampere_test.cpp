@@ -146,10 +146,12 @@ TEST(Ampere, heads_above_128) {
 
 TEST(Ampere, heads_above_128_with_the_other_stabilisers_in_fp16_and_packed) {
   const Problem ragged = make_problem(kRagged160), halves = in_fp16(make_problem(kSoftcap200));
-  for (bool small : {false, true}) {
-    for (const char* stabiliser : {"none", "paper_capped", "dither"})
+  for (bool small : {true, false}) {
+    for (const char* stabiliser : {"paper_capped", "none", "dither"}) {
       expect_in_bounds(ragged.with(plan_of(stabiliser)), ragged, stabiliser,
                        {.sequences = true, .small = small});
+      if (cases::kSanitized) break;
+    }
     expect_in_bounds(halves.with(plan_of("wide_output", TensorType::fp16)), halves, "fp16",
                      {.type = TensorType::fp16, .small = small});
     if (cases::kSanitized) return;
@@ -160,12 +162,13 @@ TEST(Ampere, values_of_another_size) {
   for (const cases::Narrowed& c : cases::kNarrowed)
     for (const char* stabiliser : {"wide_output", "zero_sum"})
       for (bool small : {false, true}) {
-        if (cases::kSanitized && !small) continue;
+        if (cases::kSanitized && (!small || c.T * c.N * c.D > 400'000)) continue;
         const Problem wide = c.wide(), narrow = c.narrow();
         const AttentionProblem config = wide.with(plan_of(stabiliser));
         attention_runs::expect_narrowed(emulated::run(config, wide, {.small = small}),
                                         emulated::run(config, narrow, {.small = small}), c.name);
       }
+  if (cases::kSanitized) return;
   const Problem packed = cases::kNarrowed[3].narrow();
   const AttentionProblem config = packed.with(plan_of("wide_output"));
   attention_runs::expect_narrowed(emulated::run(config, packed),
