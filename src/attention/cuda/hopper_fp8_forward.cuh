@@ -5,8 +5,8 @@
 // longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
 // one pair of key tiles (128 keys) after another, the last first: scores, softmax, P V. P V of each pair goes to O in FP32,
 // away from the 13 bits of the tensor cores' sums; v has one scale a head.
-// The warpgroups take turns at the tensor cores. A turn is P V of one pair and the scores of the next. Left alone the
-// warpgroups stay in step: all wait for the tensor cores, and then all for exponentials.
+// The warpgroups take turns at the tensor cores. A turn is P V of one pair and the scores of the next. Without turns products
+// of several warpgroups get into each other's way: a tenth slower.
 #pragma once
 
 #include <limits>
@@ -340,19 +340,20 @@ struct Forward {
       }
     }
     // l of consistent: mma.sync with ones sums rows, here of 128 keys, at most 2^15 and multiples of 2^-9: exactly. It waits
-    // for the products of other warpgroups. So it stands where P V has to wait for them too.
+    // for the products of other warpgroups. So it stands where P V has to wait for them too, not among the exponentials.
     EK_DEVICE void add_rounded() {
       constexpr uint32_t kOnes = 0x3c003c00u;
-      float rounded[2][4] = {};
+      float rounded[4][4] = {};  // four sums, so that none waits long for the one before
 #pragma unroll
       for (int n = 0; n < kWords; n += 2) {
         uint32_t halves[4];
         unpack_e4m3(p[n], halves[0], halves[2]);
         unpack_e4m3(p[n + 1], halves[1], halves[3]);
-        multiply_add_fp16(rounded[n / 2 % 2], halves, kOnes, kOnes);
+        multiply_add_fp16(rounded[n / 2 % 4], halves, kOnes, kOnes);
       }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) sum[r] += rounded[0][2 * r] + rounded[1][2 * r];
+      for (int r = 0; r < 2; ++r)
+        sum[r] += (rounded[0][2 * r] + rounded[1][2 * r]) + (rounded[2][2 * r] + rounded[3][2 * r]);
     }
 
     // The pairs [0, own) of the item at hand, the last first; own > 0.
@@ -363,15 +364,16 @@ struct Forward {
       for (int i = 0; i < kOutputs; ++i) o[i] = 0;
       const int clear =
           key_limit(a.causal, row, item().rows, item().keys) / kPairRows;  // all rows see these whole
+      wait_keys();
       wait_turn();
       for (j = own - 1; j >= 0; --j) {
-        wait_keys();
         issue_scores();
         pass_turn();
         take_scores(clear);
         float decay[2];
         softmax(decay);
         wait_values();
+        if (j > 0) wait_keys();  // of the next pair, which are asked for before these values: not in its turn
         wait_turn();
         if (kConsistent) add_rounded();
         add_values(decay);

@@ -31,7 +31,7 @@ struct QuantiseArguments {
 template <int kHead>
 struct QuantiseTile {
   static constexpr int kOctets = kHead / 8, kPerThread = 4;
-  static constexpr int kThreads = kTileRows / kPerThread * kOctets, kBlocksAtOnce = 5;
+  static constexpr int kThreads = kTileRows / kPerThread * kOctets;
   static constexpr size_t kSharedBytes = kThreads / 32 * sizeof(uint32_t);
   static constexpr float kTarget = scale_target(kE4m3);
   static constexpr uint32_t kInfinite = 0x80000000u;
@@ -163,6 +163,7 @@ struct QuantiseTile {
 template <int kHead>
 struct Quantise : QuantiseTile<kHead> {
   using Tile = QuantiseTile<kHead>;
+  static constexpr int kBlocksAtOnce = 5;  // as many as registers allow
   EK_DEVICE static int count(const QuantiseArguments& a, const QuantiseArguments::Operand& x) {
     return a.B * x.heads * x.tiles;
   }
@@ -191,6 +192,7 @@ struct Quantise : QuantiseTile<kHead> {
 template <int kHead>
 struct QuantiseValues : QuantiseTile<kHead> {
   using Tile = QuantiseTile<kHead>;
+  static constexpr int kBlocksAtOnce = 6;
   EK_DEVICE static void run(const QuantiseArguments& a) {
     const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
     uint4 loaded[Tile::kPerThread];
