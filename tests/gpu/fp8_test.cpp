@@ -200,7 +200,7 @@ TEST_F(Fp8, c_probabilities_meet_their_values) {
   }
 }
 
-// Scores of 0: O is the mean of the values, over tiles with scales of their own; and of equal values exactly that value.
+// Scores of 0: O is the mean of the values, over two sums of the tensor cores; and of equal values exactly that value.
 TEST_F(Fp8, d_sums_alone) {
   for (const int64_t D : {64, 128}) {
     Problem host = make_problem({{1, 1, 1, 64, 200, D}, {}, ""});
