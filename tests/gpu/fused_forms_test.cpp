@@ -270,8 +270,8 @@ TEST_P(FusedForms, values_of_another_size) {
   if (!kernel_family(GetParam()).limits.has(Feature::value_size)) GTEST_SKIP() << "the family takes none";
   for (const cases::Narrowed& c : cases::kNarrowed)
     for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
-      const AttentionProblem config = tiled(c.wide().with(plan_of(stabiliser)));
       const Problem wide = c.wide(), narrow = c.narrow();
+      const AttentionProblem config = tiled(wide.with(plan_of(stabiliser)));
       attention_runs::expect_narrowed(run(GetParam(), config, wide), run(GetParam(), config, narrow), c.name);
     }
 }

@@ -5,9 +5,10 @@
 // see these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that
 // P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K.
 //
-// A warp owns 32 keys and 64 features of dK and dV. With head size 128 two warps share their keys (four with 256): each finds
-// the scores of its share of the rows, uses them itself, and takes the others' P^T and dS^T from shared memory. So no score is
-// found twice, and a matrix of Q or dO that is loaded serves two products.
+// A warp owns 32 keys and 64 features of dK and dV (16 keys and 128 features with head size 256). With head sizes 128 and 256
+// two warps share their keys: each finds the scores of half of the rows, uses them itself, and takes the other half's P^T and
+// dS^T from shared memory. So no score is found twice, and a matrix of Q or dO that is loaded serves two products (with 256,
+// one).
 //
 // dQ's parts from different key tiles are added in device memory in FP32, in one order, the last key tile first: the same
 // bits every time. Items are taken in that order from a counter, so a block only ever waits for blocks that run. A warp's
@@ -33,14 +34,14 @@ struct BackwardTiles {
   static constexpr int kParts = kHead / kFeatures;  // warps that share their keys
   static constexpr int kKeys = kWarps / kParts * kKeyBlocks * 16;
 };
-// 64 keys x 64 rows in 210 KB, or 32 x 32 in 69 KB: two stages more of it would be 1 KB too many.
+// 64 keys x 64 rows in 210 KB, or 32 x 32 in 69 KB: with two stages of rows that would be 1 KB more than there is.
 template <bool kSmall>
 struct BackwardTiles<256, kSmall> {
   static constexpr int kWarps = kSmall ? 4 : 8;
-  static constexpr int kKeyBlocks = kSmall ? 1 : 2;
-  static constexpr int kFeatures = kSmall ? 128 : 64;
+  static constexpr int kKeyBlocks = 1;
+  static constexpr int kFeatures = 128;
   static constexpr int kRows = kSmall ? 32 : 64;
-  static constexpr int kSub = 16;
+  static constexpr int kSub = kRows / 2;
   static constexpr int kBlocksAtOnce = kSmall ? 2 : 1;
   static constexpr int kStages = kSmall ? 1 : 2;
   static constexpr int kPartFeatures = 64;
@@ -57,7 +58,7 @@ struct Backward {
                        kBlocksAtOnce = Tiles::kBlocksAtOnce, kStages = Tiles::kStages,
                        kPartFeatures = Tiles::kPartFeatures;
   static constexpr int kWarpKeys = kKeyBlocks * 16, kWarpRows = kRows / kParts;  // of a warp's scores
-  static_assert(kWarpRows % kSub == 0 && (kParts == 1 || kSub == kWarpRows));
+  static_assert(kWarpRows % kSub == 0 && (kParts == 1 || (kParts == 2 && kSub == kWarpRows)));
   static constexpr int kRowParts = kRows / 32;  // of dQ
   static_assert(kRowParts * (kHead / kPartFeatures) == kWarps);
   static constexpr int kPart = 32 * kPartFeatures;  // numbers of a warp's part of dQ
@@ -73,12 +74,15 @@ struct Backward {
     int first_row_tile, end_row_tile;
     Band band;
   };
+  struct Facts {  // of a tile's rows
+    float shift[kRows], delta[kRows], inverse[kRows];
+  };
   struct Shared {
     uint16_t k[kKeys * kHead], v[kKeys * kHead];
     uint16_t q[kStages][kRows * kHead], grad_output[kStages][kRows * kHead];
     uint16_t dscores[kKeys * kRows];                  // dS^T
     uint16_t probs[kParts == 1 ? 8 : kKeys * kRows];  // P^T, for the warp that shares the keys
-    float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
+    Facts facts[kStages];
     Item item;
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
@@ -90,7 +94,7 @@ struct Backward {
   Shared& shared;
   const Item& item;
   const int thread, warp, lane;
-  int* due = nullptr;  // a turn to be passed on when its sums have arrived
+  int* due = nullptr;  // the turn of a row tile, to be passed on
 
   EK_DEVICE explicit Backward(const Problem& problem)
       : p(problem),
@@ -123,23 +127,24 @@ struct Backward {
     if (tiles > 0) {
       load_keys(shared_address(shared.k), p.k, Side::keys);
       load_keys(shared_address(shared.v), p.v, Side::values);
-      load_rows(item.g * heads, item.first_row_tile, 0);
-      int h = item.g * heads, tile = item.first_row_tile;
-      for (int step = 0; step < heads * tiles; ++step) {
-        const int next_tile = tile + 1 < item.end_row_tile ? tile + 1 : item.first_row_tile,
-                  next_h = tile + 1 < item.end_row_tile ? h : h + 1;
+      RowTile rows{item.g * heads, item.first_row_tile, 0, true};
+      load_rows(rows);
+      for (int step = 1; step <= heads * tiles; ++step) {
+        const RowTile next = next_rows(rows, step < heads * tiles);
         wait_for_copies<0>();
-        __syncthreads();  // this step's rows are there; everybody is done with the last one's
+        __syncthreads();  // these rows are there; everybody is done with the last ones
+        pass_turn();
         if constexpr (kStages == 2) {
-          if (step + 1 < heads * tiles) load_rows(next_h, next_tile, (step + 1) % 2);
-          walk(h, tile, step % 2, dk, dv, [] {});
+          if (next.present) load_rows(next);
+          walk(rows, dk, dv, [] {});
         } else {
-          walk(h, tile, 0, dk, dv, [&] {
-            if (step + 1 < heads * tiles) load_rows(next_h, next_tile, 0);
+          walk(rows, dk, dv, [&] {
+            if (next.present) load_rows(next);
           });
         }
-        h = next_h, tile = next_tile;
+        rows = next;
       }
+      __syncthreads();
       pass_turn();
     }
     write_gradient(p.dk, dk, p.scale, Side::keys);
@@ -153,62 +158,60 @@ struct Backward {
         to, own_piece<kHead>(from.at(s.key_batch, item.g, s.first_key + item.key), from.stride[2]),
         from.stride[2], s.keys - item.key, size(side));
   }
-  EK_DEVICE void load_rows(int h, int tile, int stage) {
+  // A tile of rows of a query head, and the stage that it takes. Not `present`: there is none.
+  struct RowTile {
+    int h, tile, stage;
+    bool present;
+  };
+  EK_DEVICE RowTile next_rows(const RowTile& rows, bool present) const {
+    return rows.tile + 1 < item.end_row_tile
+               ? RowTile{rows.h, rows.tile + 1, kStages - 1 - rows.stage, present}
+               : RowTile{rows.h + 1, item.first_row_tile, kStages - 1 - rows.stage, present};
+  }
+  EK_DEVICE void load_rows(const RowTile& rows) {
     const Sequence& s = item.band.s;
-    const int row = tile * kRows;
+    const int row = rows.tile * kRows;
     const auto load = [&](uint32_t to, const Strided& from, Side side) {
       load_tile<kHead, kRows, kThreads>(
-          to, own_piece<kHead>(from.at(s.query_batch, h, s.first_row + row), from.stride[2]), from.stride[2],
-          s.rows - row, size(side));
+          to, own_piece<kHead>(from.at(s.query_batch, rows.h, s.first_row + row), from.stride[2]),
+          from.stride[2], s.rows - row, size(side));
     };
-    load(shared_address(shared.q[stage]), p.q, Side::keys);
-    load(shared_address(shared.grad_output[stage]), p.grad_output, Side::values);
-    const int64_t at = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + row;
+    load(shared_address(shared.q[rows.stage]), p.q, Side::keys);
+    load(shared_address(shared.grad_output[rows.stage]), p.grad_output, Side::values);
+    // Each thread copies four numbers of one fact.
     constexpr int kPieces = kRows / 4;
-    if (thread < kPieces)
-      copy_16_async(shared_address(shared.shift[stage] + thread * 4), p.shift + at + thread * 4, true);
-    if (thread >= kPieces && thread < 2 * kPieces)
-      copy_16_async(shared_address(shared.delta[stage] + (thread - kPieces) * 4),
-                    p.delta + at + (thread - kPieces) * 4, true);
-    if (kInstance != Instance::plain && p.inverse && thread >= 2 * kPieces && thread < 3 * kPieces)
-      copy_16_async(shared_address(shared.inverse[stage] + (thread - 2 * kPieces) * 4),
-                    p.inverse + at + (thread - 2 * kPieces) * 4, true);
+    const bool with_inverse = kInstance != Instance::plain && p.inverse;
+    const float* const from = thread < kPieces ? p.shift : thread < 2 * kPieces ? p.delta : p.inverse;
+    const int64_t at = static_cast<int64_t>(item.b * p.H + rows.h) * p.padded_rows + row;
+    if (thread < (with_inverse ? 3 : 2) * kPieces)
+      copy_16_async(shared_address(&shared.facts[rows.stage]) + static_cast<uint32_t>(thread * 16),
+                    from + at + thread % kPieces * 4, true);
     commit_copies();
   }
 
   EK_DEVICE int key_group() const { return warp / kParts; }
-  // Of four, the second group of keys has them two further on: a quarter of the multiprocessor runs warps 4 apart, and parts
-  // behind the head's end have nothing to do.
-  EK_DEVICE int part() const {
-    return kParts == 1 ? 0 : kParts == 4 ? (warp + warp / 4 * 2) % 4 : warp % kParts;
-  }
+  EK_DEVICE int part() const { return kParts == 1 ? 0 : warp % kParts; }
   EK_DEVICE int warp_key() const { return key_group() * kWarpKeys; }  // the first, in the tile
 
   // One tile of rows. load_next(): with one stage, called as soon as nobody needs these rows.
   template <class LoadNext>
-  EK_DEVICE void walk(int h, int tile, int stage, Gradient& dk, Gradient& dv, LoadNext load_next) {
-    const uint32_t q = shared_address(shared.q[stage]),
-                   grad_output = shared_address(shared.grad_output[stage]);
+  EK_DEVICE void walk(const RowTile& row_tile, Gradient& dk, Gradient& dv, LoadNext load_next) {
+    const int h = row_tile.h, tile = row_tile.tile;
+    const uint32_t q = shared_address(shared.q[row_tile.stage]),
+                   grad_output = shared_address(shared.grad_output[row_tile.stage]);
     if (!kAll && item.band.all_seen(tile * kRows, kRows, item.key, kKeys))
-      walk_rows<false>(h, tile, stage, q, grad_output, dk, dv);
+      walk_rows<false>(row_tile, q, grad_output, dk, dv);
     else
-      walk_rows<true>(h, tile, stage, q, grad_output, dk, dv);
-    pass_turn();
-    const int64_t index = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * kWarps + warp;
+      walk_rows<true>(row_tile, q, grad_output, dk, dv);
+    const int64_t index = static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile;
     const int reached = load_relaxed(p.turn + index);  // early: it takes as long as the products
     __syncthreads();                                   // all of dS is there
-    const auto take_from = [&](int other) {
-      const int rows = other * kWarpRows;
-      if (item.band.some_seen(tile * kRows + rows, kWarpRows, item.key + warp_key(), kWarpKeys)) {
-        accumulate_shared(dv, shared_address(shared.probs), grad_output, rows, Side::values);
-        accumulate_shared(dk, shared_address(shared.dscores), q, rows, Side::keys);
+    if constexpr (kParts > 1) {
+      const int others = (1 - part()) * kWarpRows;
+      if (item.band.some_seen(tile * kRows + others, kWarpRows, item.key + warp_key(), kWarpKeys)) {
+        accumulate_shared(dv, shared_address(shared.probs), grad_output, others, Side::values);
+        accumulate_shared(dk, shared_address(shared.dscores), q, others, Side::keys);
       }
-    };
-    if constexpr (kParts == 2) {
-      take_from(1 - part());
-    } else if constexpr (kParts > 2) {
-#pragma unroll 1
-      for (int n = 1; n < kParts; ++n) take_from((part() + n) % kParts);
     }
     if constexpr (kStages == 1) {
       __syncthreads();
@@ -222,13 +225,14 @@ struct Backward {
 
   // This warp's scores of a tile, and what they give dV and dK. kMasked: some rows may not see some keys.
   template <bool kMasked>
-  EK_DEVICE void walk_rows(int h, int tile, int stage, uint32_t q, uint32_t grad_output, Gradient& dk,
+  EK_DEVICE void walk_rows(const RowTile& rows, uint32_t q, uint32_t grad_output, Gradient& dk,
                            Gradient& dv) {
+    const Facts& facts = shared.facts[rows.stage];
 #pragma unroll
     for (int n = 0; n < kWarpRows; n += kSub) {
-      const int sub = part() * kWarpRows + n;
+      const int sub = part() * kWarpRows + n, row = rows.tile * kRows + sub;
       Operand left;
-      if (kMasked && !item.band.some_seen(tile * kRows + sub, kSub, item.key + warp_key(), kWarpKeys)) {
+      if (kMasked && !item.band.some_seen(row, kSub, item.key + warp_key(), kWarpKeys)) {
         clear(left);
         share(shared.dscores, left, sub);
         continue;
@@ -236,14 +240,14 @@ struct Backward {
       Scores probs, dprobs;
       multiply(probs, shared_address(shared.k), q, sub, Side::keys);
       multiply(dprobs, shared_address(shared.v), grad_output, sub, Side::values);
-      if constexpr (kMasked) mask(h, tile * kRows + sub, probs);
+      if constexpr (kMasked) mask(rows.h, row, probs);
       if constexpr (kAll)
-        find_probs_of(p.rules_of(h).consistent, stage, sub, probs, left);
+        find_probs_of(p.rules_of(rows.h).consistent, facts, sub, probs, left);
       else
-        find_probs<kInstance == Instance::consistent, false>(stage, sub, probs, left);
+        find_probs<kInstance == Instance::consistent, false>(facts, sub, probs, left);
       if constexpr (kParts > 1) share(shared.probs, left, sub);
       accumulate(dv, left, grad_output, sub, Side::values);
-      find_dscores(stage, sub, probs, dprobs, left);
+      find_dscores(facts, sub, probs, dprobs, left);
       share(shared.dscores, left, sub);
       accumulate(dk, left, q, sub, Side::keys);
     }
@@ -320,25 +324,25 @@ struct Backward {
           f(scores[i][n][e], i * 16 + e / 2 * 8 + lane / 4, 8 * n + lane % 4 * 2 + e % 2);
   }
 
-  EK_DEVICE void find_probs_of(bool consistent, int stage, int sub, Scores& scores, Operand& left) {
+  EK_DEVICE void find_probs_of(bool consistent, const Facts& facts, int sub, Scores& scores, Operand& left) {
     if (consistent && p.softcap > 0)
-      find_probs<true, true>(stage, sub, scores, left);
+      find_probs<true, true>(facts, sub, scores, left);
     else if (consistent)
-      find_probs<true, false>(stage, sub, scores, left);
+      find_probs<true, false>(facts, sub, scores, left);
     else if (p.softcap > 0)
-      find_probs<false, true>(stage, sub, scores, left);
+      find_probs<false, true>(facts, sub, scores, left);
     else
-      find_probs<false, false>(stage, sub, scores, left);
+      find_probs<false, false>(facts, sub, scores, left);
   }
   // S^T to P^T, packed for dV; left in `scores` is what dP - delta is multiplied by: P, or with a soft cap P (1 - tanh^2).
   template <bool kConsistent, bool kCapped>
-  EK_DEVICE void find_probs(int stage, int sub, Scores& scores, Operand& left) {
+  EK_DEVICE void find_probs(const Facts& facts, int sub, Scores& scores, Operand& left) {
 #pragma unroll
     for (int n = 0; n < kSub / 8; ++n) {
       const int column = sub + 8 * n + lane % 4 * 2;
-      const float2 shift = *reinterpret_cast<const float2*>(shared.shift[stage] + column);
+      const float2 shift = *reinterpret_cast<const float2*>(facts.shift + column);
       float2 inverse = {0, 0};
-      if (kConsistent) inverse = *reinterpret_cast<const float2*>(shared.inverse[stage] + column);
+      if (kConsistent) inverse = *reinterpret_cast<const float2*>(facts.inverse + column);
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
@@ -363,10 +367,11 @@ struct Backward {
     }
   }
   // dS^T = P^T (dP^T - delta), packed.
-  EK_DEVICE void find_dscores(int stage, int sub, const Scores& probs, const Scores& dprobs, Operand& left) {
+  EK_DEVICE void find_dscores(const Facts& facts, int sub, const Scores& probs, const Scores& dprobs,
+                              Operand& left) {
 #pragma unroll
     for (int n = 0; n < kSub / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(shared.delta[stage] + sub + 8 * n + lane % 4 * 2);
+      const float2 delta = *reinterpret_cast<const float2*>(facts.delta + sub + 8 * n + lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < kKeyBlocks; ++i)
 #pragma unroll
@@ -461,7 +466,7 @@ struct Backward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * (kPartFeatures / 8) + n) * 4 + e);
   }
-  // In its turn: after the parts of all later key tiles that see these rows. `index`: of the part; `reached`: its turn some
+  // In its turn: after the parts of all later key tiles that see these rows. `index`: of the row tile; `reached`: its turn some
   // time ago, read without an order. Nothing below is started before that number is known to be high enough, and sums are
   // added and read in the memory that all blocks share, never in a cache of this multiprocessor: so the order holds.
   EK_DEVICE void add_dq(int h, int tile, int64_t index, int reached, Part& part) {
@@ -469,7 +474,7 @@ struct Backward {
     const int first = item.band.first_key_tile(row, kKeys),
               last = item.band.end_key_tile(row, kRows, kKeys) - 1;
     // Consecutive lanes, consecutive numbers.
-    float* const sum = p.dq_sum + index * kPart + lane;
+    float* const sum = p.dq_sum + (index * kWarps + warp) * kPart + lane;
     if (own < last) {
       if (reached < last - own)
         while (load_acquire(p.turn + index) < last - own) let_others_run();
@@ -486,12 +491,10 @@ struct Backward {
       each_of(part, [&](float& x, int n) { add_in_memory(sum + n * kWarpThreads, x); });
     due = p.turn + index;
   }
-  // Waits until this warp's sums are in memory; late, when they long are. One lane's release is for all: the others' sums
-  // come before it by the barrier of the warp.
+  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived; the
+  // other warps go on meanwhile. (With a release of its own for each warp, all of them waited at the same time.)
   EK_DEVICE void pass_turn() {
-    if (!due) return;
-    __syncwarp();
-    if (lane == 0) add_release(due, 1);
+    if (thread == 0 && due) add_release(due, 1);
     due = nullptr;
   }
   EK_DEVICE void write_dq(int h, int tile_row, const Part& part) {

@@ -109,7 +109,6 @@ struct Forward {
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
   static_assert(!kSmall || kSharedBytes <= kSmallSharedBytes);
-  using Blocks = float[kChunk<kHead> / 8][4];
 
   const Problem& p;
   const int thread, warp, lane;
@@ -170,7 +169,7 @@ struct Forward {
   }
 
   // The row of the block's tile that this thread's row r is, counted from the sequence's first.
-  EK_DEVICE int row_of(int r) const { return warp_row() + r / 2 * 16 + lane / 4 + r % 2 * 8; }
+  EK_DEVICE int row_of(int r) const { return warp_row() + row_in_warp(r); }
   EK_DEVICE int warp_row() const { return row + warp * kBlocks * 16; }
   EK_DEVICE uint32_t slot_at(int n) const { return slots + n * kSlotBytes; }
   EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
@@ -375,67 +374,107 @@ struct Forward {
 
   // O / l, L and what the backward pass needs. Rows behind a sequence's end: zeros in a padded tensor, none in a packed one.
   EK_DEVICE void write() {
-    const int T = p.sequences.T, written = p.sequences.query_offsets ? band.s.rows : T;
+    const int T = p.sequences.T;
+    const float sink = sink_log2(p, h);
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
       const int i = row_of(r);
-      const bool exists = i < band.s.rows;
-      const float of_keys = quad_sum(state.sum[r]), sink = sink_log2(p, h);
+      const float of_keys = quad_sum(state.sum[r]);
       // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
       const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
       const float factor = sum == 0 ? 0.0f : 1.0f / sum;  // no key in sight: O = 0
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        Blocks& blocks = o[chunk][r / 2];
-#pragma unroll
-        for (int n = 0; n < kChunk<kHead> / 8; ++n)
-          blocks[n][r % 2 * 2] *= factor, blocks[n][r % 2 * 2 + 1] *= factor;
-#pragma unroll
-        for (int n = 0; n < kChunk<kHead> / 8; n += 4) {
-          const int feature = chunk * kChunk<kHead> + 8 * (n + lane % 4);
-          write_blocks<Pairs>(blocks + n, r % 2, 1.0f,
-                              p.o.at(band.s.query_batch, h, band.s.first_row + i) + feature,
-                              i < written && feature < size(Side::values), exists);
-        }
-      }
-      const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
-      if (p.residue) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk)
-          write_residue(o[chunk][r / 2], r % 2, at, chunk * kChunk<kHead>, i < T, exists);
+      for (int n = 0; n < kHead / 8; ++n) {
+        float(&numbers)[4] = block(r / 2, n);
+        numbers[r % 2 * 2] *= factor, numbers[r % 2 * 2 + 1] *= factor;
       }
       if (lane % 4 != 0 || i >= T) continue;
-      const bool sees = exists && sum != 0;
+      const bool exists = i < band.s.rows, sees = exists && sum != 0;
+      const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
       p.lse[at] = exists ? log_sum(state.shift[r], of_keys, sink) : -kInfinity;
       if (p.row_max) {
         p.row_max[at] = sees ? state.shift[r] : -kInfinity;
         p.row_sum[at] = sees ? sum : 0.0f;
       }
     }
+    write_output();
+    if (p.residue) write_residue();
   }
-  EK_DEVICE void write_residue(const Blocks& blocks, int r, int64_t at, int first_feature, bool present,
-                               bool exists) {
+
+  // The warp's part of the query tile, which it needs no more, takes its rows before they go to memory as whole pieces.
+  static constexpr int kWarpRows = kBlocks * 16, kPieces = kHead / 8,  // pieces of eight features
+      kRowsAtOnce = kWarpThreads / kPieces;
+  EK_DEVICE uint8_t* staged(int i, int piece) const {
+    return dynamic_shared() + tile_offset<kHead>(warp * kWarpRows + i, piece);
+  }
+  // This thread's row r, of the warp's.
+  EK_DEVICE int row_in_warp(int r) const { return r / 2 * 16 + r % 2 * 8 + lane / 4; }
+  // Eight features of O, of a block of 16 rows.
+  EK_DEVICE float (&block(int i, int n))[4] {
+    constexpr int kInChunk = kChunk<kHead> / 8;
+    return o[n / kInChunk][i][n % kInChunk];
+  }
+  // f(which of the thread's rows, block of eight features, this thread's pair of them)
+  template <class F>
+  EK_DEVICE void each_pair(F f) {
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r)
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n) f(r, n, block(r / 2, n)[r % 2 * 2], block(r / 2, n)[r % 2 * 2 + 1]);
+  }
+  EK_DEVICE void write_output() {
+    __syncwarp();
+    each_pair([&](int r, int n, float low, float high) {
+      *reinterpret_cast<uint32_t*>(staged(row_in_warp(r), n) + lane % 4 * 4) = Pairs::pack(low, high);
+    });
+    __syncwarp();
+    const Sequence& sequence = band.s;
+    const int written = p.sequences.query_offsets ? sequence.rows : p.sequences.T;
+    const int feature = lane % kPieces * 8;
+    uint16_t* to =
+        p.o.at(sequence.query_batch, h, sequence.first_row + warp_row() + lane / kPieces) + feature;
+#pragma unroll
+    for (int n = 0; n < kWarpRows; n += kRowsAtOnce) {
+      const int i = n + lane / kPieces, own = warp_row() + i;
+      if (own < written && feature < size(Side::values))
+        *reinterpret_cast<uint4*>(to) = own < sequence.rows
+                                            ? *reinterpret_cast<const uint4*>(staged(i, lane % kPieces))
+                                            : uint4{0, 0, 0, 0};
+      to += kRowsAtOnce * p.o.stride[2];
+    }
+  }
+  // What O lost: a byte for each number.
+  EK_DEVICE void write_residue() {
+    const HeadRules& of_head = p.rules_of(h);  // read again: registers are short before
+    const bool wide = of_head.wide;
+    const RandomKey key = p.random(of_head);
+    const int64_t first = static_cast<int64_t>(b * p.H + h) * p.sequences.T + warp_row();
     // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
     // gradients have one sign do not add up.
-    const HeadRules& of_head = p.rules_of(h);  // read again: registers are short before
-    const uint32_t start = row_noise(p.random(of_head), static_cast<uint32_t>(at)) + lane % 4 * 0x1000u;
+    uint32_t noise[kRowCount];
 #pragma unroll
-    for (int n = 0; n < kChunk<kHead> / 8; n += 4) {
-      uint32_t words[4];
+    for (int r = 0; r < kRowCount; ++r)
+      noise[r] = row_noise(key, static_cast<uint32_t>(first + row_in_warp(r))) + lane % 4 * 0x1000u;
+    __syncwarp();
+    if (wide)
+      each_pair([&](int r, int n, float low, float high) {
+        const uint32_t start = noise[r] + n % 2 * 0x8000u;
+        *reinterpret_cast<uint16_t*>(staged(row_in_warp(r), n / 2) + n % 2 * 8 + lane % 4 * 2) =
+            static_cast<uint16_t>(Pairs::residues(low, high, Pairs::pack(low, high), start & 0xffffu,
+                                                  (start + 0x4000u) & 0xffffu));
+      });
+    __syncwarp();
+    const int feature = lane % kPieces * 8;
+    int8_t* to = p.residue + (first + lane / kPieces) * size(Side::values) + feature;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float low = blocks[n + i][2 * r], high = blocks[n + i][2 * r + 1];
-        words[i] = of_head.wide ? Pairs::residues(low, high, Pairs::pack(low, high),
-                                                  (start + i % 2 * 0x8000u) & 0xffffu,
-                                                  (start + i % 2 * 0x8000u + 0x4000u) & 0xffffu)
-                                : 0u;
-      }
-      quad_transpose(words);
-      const int feature = first_feature + 8 * (n + lane % 4);
-      if (present && feature < size(Side::values))
-        *reinterpret_cast<uint2*>(p.residue + at * size(Side::values) + feature) =
-            exists ? uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)}
-                   : uint2{0, 0};
+    for (int n = 0; n < kWarpRows; n += kRowsAtOnce) {
+      const int i = n + lane / kPieces, own = warp_row() + i;
+      if (own < p.sequences.T && feature < size(Side::values))
+        *reinterpret_cast<uint2*>(to) =
+            wide && own < band.s.rows
+                ? *reinterpret_cast<const uint2*>(staged(i, feature / 16) + feature % 16)
+                : uint2{0, 0};
+      to += kRowsAtOnce * size(Side::values);
     }
   }
 };

@@ -46,7 +46,7 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   Carver parts(workspace);
   table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
   p.next_item = parts.take<int>(1);
-  p.turn = parts.take<int>(heads * p.row_tiles * Tiles::kWarps);
+  p.turn = parts.take<int>(heads * p.row_tiles);
   p.shift = parts.take<float>(heads * p.padded_rows);
   p.delta = parts.take<float>(heads * p.padded_rows);
   const auto where = [&](bool needed, int64_t count) { return needed ? parts.take<float>(count) : nullptr; };

@@ -28,8 +28,8 @@ struct RowFacts {
     const Band band(p, b);
     if (index == 0 && thread == 0) *p.next_item = 0;
     if (first == 0)
-      for (int n = thread; n < p.row_tiles * Tiles::kWarps; n += kThreads)
-        p.turn[static_cast<int64_t>(head) * p.row_tiles * Tiles::kWarps + n] = 0;
+      for (int n = thread; n < p.row_tiles; n += kThreads)
+        p.turn[static_cast<int64_t>(head) * p.row_tiles + n] = 0;
 
     float delta[kRounds] = {};
     const int size = p.template size<kHead>(Side::values);
@@ -110,7 +110,7 @@ struct ExactDelta {
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpThreads, kBlocksAtOnce = 2;
   static constexpr int kBlocks = kHead == 64 ? 2 : 1, kRows = kWarps * kBlocks * 16,
                        kKeys = kChunked<kHead> ? 16 : 64;
-  static constexpr int kRowCount = 2 * kBlocks, kSlots = 3;
+  static constexpr int kRowCount = 2 * kBlocks, kWarpRows = kBlocks * 16, kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = 2 * kQueryBytes + kSlots * kSlotBytes;
   static_assert(kSharedBytes <= kSmallSharedBytes);
@@ -121,7 +121,7 @@ struct ExactDelta {
   }
 
   const Problem& p;
-  const int warp, lane, tiles, b, h, row;
+  const int warp, lane, tiles, b, h, g, row;
   const Band band;
   const int first_tile, end_tile;
   const uint32_t q, grad, slots;
@@ -134,6 +134,7 @@ struct ExactDelta {
         tiles((p.sequences.T + kRows - 1) / kRows),
         b(static_cast<int>(blockIdx.x) / tiles / p.H),
         h(static_cast<int>(blockIdx.x) / tiles % p.H),
+        g(h / (p.H / p.G)),
         row((tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * kRows),
         band(p, b),
         first_tile(band.first_key_tile(row, kKeys)),
@@ -158,8 +159,7 @@ struct ExactDelta {
     if (tile >= first_tile)
       load_tile<kHead, kKeys, kThreads>(
           slots + to * kSlotBytes,
-          own_piece<kHead>(tensor.at(band.s.key_batch, h / (p.H / p.G), band.s.first_key + tile * kKeys),
-                           tensor.stride[2]),
+          own_piece<kHead>(tensor.at(band.s.key_batch, g, band.s.first_key + tile * kKeys), tensor.stride[2]),
           tensor.stride[2], band.s.keys - tile * kKeys, size(side));
     commit_copies();
   }
@@ -180,8 +180,8 @@ struct ExactDelta {
 #pragma unroll
       for (int step = 0; step < kHead / 16; ++step) multiply_features(s, rows, keys, step);
     }
-    slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
+  EK_DEVICE void leave_slot() { slot = slot == kSlots - 1 ? 0 : slot + 1; }
   EK_DEVICE void multiply_features(Scores& s, uint32_t rows, const Piece<kHead>& keys, int step) {
     uint32_t left[kBlocks][4];
 #pragma unroll
@@ -208,11 +208,17 @@ struct ExactDelta {
     }
     for (int tile = end_tile - 1; tile >= first_tile; --tile) {
       Scores scores, dprobs;
+      const bool seen = band.some_seen(row + warp * kWarpRows, kWarpRows, tile * kKeys, kKeys);
       next_slot(p.k, tile, Side::keys);
-      multiply(scores, q, Side::keys);
+      if (seen) multiply(scores, q, Side::keys);
+      leave_slot();
       next_slot(p.v, tile, Side::values);
-      multiply(dprobs, grad, Side::values);
-      add(tile, scores, dprobs, shift, sum, weighted);
+      if (seen) {
+        multiply(dprobs, grad, Side::values);
+        if (!is_whole(tile)) shape(tile, scores);
+        add(scores, dprobs, shift, sum, weighted);
+      }
+      leave_slot();
     }
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
@@ -225,22 +231,58 @@ struct ExactDelta {
     }
   }
 
-  EK_DEVICE void add(int tile, const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
-                     float (&sum)[kRowCount], float (&weighted)[kRowCount]) {
+  // The warp's rows are there and see all of the tile, and no form changes their scores.
+  EK_DEVICE bool is_whole(int tile) const {
+    const int first = row + warp * kWarpRows;
+    return !p.shaped && first + kWarpRows <= band.s.rows &&
+           band.all_seen(first, kWarpRows, tile * kKeys, kKeys);
+  }
+  // f(score, which of the thread's rows, column in the tile) over a thread's scores.
+  template <class F>
+  EK_DEVICE void each_score(Scores& scores, F f) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(scores[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
+  }
+  // Soft caps (scores become tanh) and slopes; what a row does not see is -inf.
+  EK_DEVICE void shape(int tile, Scores& scores) {
+    const int key = tile * kKeys;
+    if (p.softcap > 0) {
+      const float factor = p.scale / p.softcap;
+      each_score(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
+    }
+    if (p.slopes) {
+      const float slope = slope_of(p, h);
+      each_score(scores, [&](float& x, int r, int column) {
+        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
+      });
+    }
+    int first[kRowCount], end[kRowCount];
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      first[r] = band.first_key(row_of(r)) - key;
+      end[r] = row_of(r) < band.s.rows ? band.end_key(row_of(r)) - key : 0;
+    }
     const Visible visible(p, b, h);
+    each_score(scores, [&](float& x, int r, int column) {
+      if (column < first[r] || column >= end[r] || (p.visible && !visible(row_of(r), key + column)))
+        x = -kInfinity;
+    });
+  }
+  EK_DEVICE void add(const Scores& scores, const Scores& dprobs, const float (&shift)[kRowCount],
+                     float (&sum)[kRowCount], float (&weighted)[kRowCount]) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int r = 2 * i + e / 2, own = row_of(r), key = tile * kKeys + 8 * n + lane % 4 * 2 + e % 2;
-          const bool seen = own < band.s.rows && key >= band.first_key(own) && key < band.end_key(own) &&
-                            (!p.visible || visible(own, key));
-          float score = p.softcap > 0 ? tanh_of(scores[i][n][e] * (p.scale / p.softcap)) : scores[i][n][e];
-          if (p.slopes)
-            score = fmaf(-slope_of(p, h), fabsf(static_cast<float>(own + band.offset - key)), score);
-          const float prob = seen ? exp2_approx(fmaf(score, p.score_log2, -shift[r])) : 0.0f;
+          const int r = 2 * i + e / 2;
+          const float used = shift[r] == -kInfinity ? 0.0f : shift[r];  // all of its scores are -inf
+          const float prob = exp2_approx(fmaf(scores[i][n][e], p.score_log2, -used));
           sum[r] += prob;
           weighted[r] = fmaf(prob, dprobs[i][n][e], weighted[r]);
         }
