@@ -87,7 +87,7 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
       {"bench train --rounds 3", "--rounds", "bench train --gpu"},
       {"train --preset micro --data x --out y --backend gpu", "'gpu'", "auto, cpu, cuda"},
       {"train --preset micro --data x --out y --plan 'fp32; layer 3: keel=1'", "layer 3", "from 0 to 2"},
-      {"bench attention --gpu --row 6", "--row 6", "from 1 to 5"},
+      {"bench attention --gpu --row 9", "--row 9", "from 1 to 7"},
       {"bench attention --gpu --plan bf17", "'bf17'", "flash2"},
       {"demo extra", "'extra'", "usage"},
       {"demo --plan nonsense", "'nonsense'", "bf16_all"},
