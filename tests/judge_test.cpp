@@ -252,7 +252,9 @@ TEST(Risk, AgreesWithRecordedRuns) {
   ASSERT_GE(curves.size(), 2u);
   int crossed = 0;
   for (const auto& [name, run] : curves.items()) {
-    const Risk risk = risk_of(loss_feedback_of(run.at("plan").get<std::string>().c_str()));
+    // PyTorch's FLASH has no plan of ours: its arithmetic is flash2's.
+    const std::string plan = run.value("torch", "") == "flash" ? "flash2" : run.at("plan").get<std::string>();
+    const Risk risk = risk_of(loss_feedback_of(plan.c_str()));
     const auto& steps = run.at("fact_steps");
     double passed = 0;
     for (size_t n = 0; n < steps.size() && passed == 0; ++n)
