@@ -479,8 +479,8 @@ def formats():
     return found
 
 
-# Every operand in 8 bits without a scale that blocks of P or dS share, which GPU kernels do not have: exp times 2^8 (at most 448),
-# and dS, which is far below 1, times a fixed power of two.
+# Every operand in 8 bits. GPU kernels have no scales that blocks of P or dS share. So P is exp times 2^8 (at most 448), and dS,
+# which is far below 1, has a fixed power of two.
 EIGHT_BITS = {
     "e4m3": "mxfp8,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^22/saturate",
     "hif8": "hifloat8,dscores=hif8^16/nearest_away",

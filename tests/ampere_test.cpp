@@ -1,5 +1,6 @@
-// The Ampere-class kernels on the CPU, by the CUDA emulator: within the error bounds of FlashAttention-2's arithmetic, of every
-// form and stabiliser that they take; the sign of their errors; the same bits in any order of warps and blocks.
+// The Ampere-class kernels on the CPU, by the CUDA emulator, with every form and stabiliser that they take. They stay within the
+// error bounds of FlashAttention-2's arithmetic, with errors of both signs, and have the same bits in any order of warps and
+// blocks.
 #include <gtest/gtest.h>
 
 #include "attention_bounds.h"

@@ -380,7 +380,7 @@ inline Problem make_problem(const Case& c, uint64_t seed = 1) {
   return p;
 }
 
-// Keys of D features and values of Dv, and the same problem filled up with zeros to the larger of both: what they have in
+// Keys of D features and values of Dv, and the same problem filled up with zeros to the larger of both. What they have in
 // common has the same bits wherever sums have a fixed order.
 struct Narrowed : Case {
   int64_t narrow_D, narrow_Dv;

@@ -143,8 +143,8 @@ TEST(Isolate, names_the_planted_head_and_site_of_a_llama) {
   EXPECT_TRUE(found.evidence.heals(*found.evidence.zero_sum));
 }
 
-// A run without a checkpoint of its stretch, what isolate says of it, and the run that this tells one to make: trained once for
-// both tests.
+// A run without a checkpoint of its stretch, what isolate says of it, and the run that it asks for: trained once for both
+// tests.
 class CoarseRowSums : public testing::Test {
  protected:
   static void SetUpTestSuite() {

@@ -81,8 +81,8 @@ std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
 // Fastest first. A family is added by a row (kernel_families.cpp).
 std::span<const KernelFamily> kernel_families();
 
-// What hopper_fp8 computes, as text of a plan: v has a scale a head, as FlashAttention-3's code has it, so that the tensor cores
-// can add more than one tile of keys.
+// What hopper_fp8 computes, as text of a plan. As in FlashAttention-3's code v has a scale a head, so that the tensor cores can
+// add more than one tile of keys.
 inline constexpr std::string_view kHopperFp8Plan = "fp8_fa3,v=e4m3*head";
 const KernelFamily& kernel_family(std::string_view name);  // std::invalid_argument where there is none
 

@@ -1,12 +1,12 @@
 // The backward pass of the Ampere class: one kernel for dQ, dK and dV with five products a tile, after a pass that finds
 // delta (ampere_rows.cuh).
 //
-// A block owns a key tile of one kv head: K and V stay in shared memory, dK and dV in registers, and the query rows that
-// see these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that
-// P^T and dS^T are left operands as they come; dS^T also goes through shared memory, for dQ = dS K.
+// A block owns a key tile of one kv head: K and V stay in shared memory, dK and dV in registers. The query rows that see
+// these keys stream by, two tiles of Q and dO on their way or in use. Scores are held transposed, [key][row], so that P^T
+// and dS^T are left operands as they come. dS^T also goes through shared memory, for dQ = dS K.
 //
 // A warp owns 32 keys and 64 features of dK and dV (16 keys and 128 features with head size 256). With head sizes 128 and 256
-// two warps share their keys: each finds the scores of half of the rows, uses them itself, and takes the other half's P^T and
+// two warps share their keys. Each finds the scores of half of the rows and uses them itself. It takes the other half's P^T and
 // dS^T from shared memory. So no score is found twice, and a matrix of Q or dO that is loaded serves two products (with 256,
 // one).
 //
@@ -467,8 +467,8 @@ struct Backward {
         for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * (kPartFeatures / 8) + n) * 4 + e);
   }
   // In its turn: after the parts of all later key tiles that see these rows. `index`: of the row tile; `reached`: its turn some
-  // time ago, read without an order. Nothing below is started before that number is known to be high enough, and sums are
-  // added and read in the memory that all blocks share, never in a cache of this multiprocessor: so the order holds.
+  // time ago, read without an order. Nothing below is started before that number is known to be high enough. Sums are added
+  // and read in the memory that all blocks share, never in a cache of this multiprocessor. So the order holds.
   EK_DEVICE void add_dq(int h, int tile, int64_t index, int reached, Part& part) {
     const int row = tile * kRows, own = item.key / kKeys;
     const int first = item.band.first_key_tile(row, kKeys),

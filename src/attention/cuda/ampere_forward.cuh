@@ -1,7 +1,7 @@
 // The forward pass of the Ampere class: O = softmax(a Q K^T) V, tile by tile, never in memory. A block owns 128 query rows of
 // one head, a warp 32 of them: each matrix of K and V that it loads then serves two products. K and V tiles go through a
-// ring of three slots in the order in which they are used (K, V, K, V, ...), each on its way for two steps; one barrier a
-// step. Key tiles run from the last to the first, and a warp leaves out those that none of its rows sees. Exponentials come
+// ring of three slots in the order in which they are used (K, V, K, V, ...). Each is on its way for two steps, with one
+// barrier a step. Key tiles run from the last to the first, and a warp leaves out those that none of its rows sees. Exponentials come
 // behind V's barrier, with the products that use them: the compiler lets both run at once.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What both passes of the Ampere class do on the host: resolves plans, lays out memory, and launches kernels through a
-// `launch` that is given, in order: on a stream of the device (ampere.cu), or in the emulator of the tests. Internal to
+// What both passes of the Ampere class do on the host: resolve plans, lay out memory, and launch kernels in order. They get
+// `launch`, which starts a kernel on a stream of the device (ampere.cu) or in the emulator of the tests. Internal to
 // src/attention.
 #pragma once
 

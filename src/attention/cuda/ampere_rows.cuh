@@ -59,8 +59,8 @@ struct RowFacts {
       write(p, rules, band, head, h, row, delta[0]);
   }
 
-  // Sums over the lanes of a row, as a tree. Of two rounds that are still together, a lane's bit chooses which it goes on
-  // with: one shuffle for both. Returns the round whose sum is in delta[0].
+  // Sums over the lanes of a row, as a tree. Of two rounds that are still together, a lane's bit chooses which it keeps:
+  // one shuffle for both. Returns the round whose sum is in delta[0].
   EK_DEVICE static int sum_rounds(float (&delta)[kRounds]) {
     static_assert(kRounds == 4 && kLanes >= kRounds);
     const int lane = static_cast<int>(threadIdx.x);
