@@ -76,7 +76,7 @@ set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/ho
 set(cuda_machines_ampere "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]")
 set(cuda_files_ampere src/attention/cuda/ampere_forward.cu src/attention/cuda/ampere_backward.cu)
 
-set(cuda_machines_any_plan "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]")
+set(cuda_machines_any_plan ${cuda_machines_ampere})
 set(cuda_files_any_plan src/attention/cuda/any_plan.cu src/attention/cuda/any_plan_forward.cu
                         src/attention/cuda/any_plan_backward_rows.cu src/attention/cuda/any_plan_backward_keys.cu)
 

@@ -90,7 +90,7 @@ def main():
     folder, step = Path(folder), int(step)
     config = tomllib.loads((options.ours / "config.toml").read_text())
     heads, bf16 = config["model"]["heads"], config["model"]["precision"] == "bf16"
-    starts, length = read_batches(options.ours / "batches.bin")
+    starts, length, _ = read_batches(options.ours / "batches.bin")
     expect(len(starts) > step, f"batches of step {step} in {options.ours}", len(starts))
     device = torch.device(options.device)
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype("int32"))

@@ -42,12 +42,12 @@ def expect(condition, what, found):
 
 
 def read_batches(path):
-    """(steps, sequences): where each sequence begins; tokens a sequence."""
+    """(steps, sequences): where each sequence begins; tokens a sequence; tokens of the source."""
     data = path.read_bytes()
     expect(len(data) >= BATCHES.size and data.startswith(b"EKBATCH1"), f"a record of batches in {path}", f"{len(data)} bytes")
-    _, sequences, tokens, _ = BATCHES.unpack_from(data)
+    _, sequences, tokens, source = BATCHES.unpack_from(data)
     steps = (len(data) - BATCHES.size) // (8 * sequences)
-    return np.frombuffer(data, "<i8", steps * sequences, BATCHES.size).reshape(steps, sequences), tokens
+    return np.frombuffer(data, "<i8", steps * sequences, BATCHES.size).reshape(steps, sequences), tokens, source
 
 
 def random_words(seed, steps, tensor, elements):
@@ -76,11 +76,10 @@ def drawn_batches(seed, steps, sequences, tokens, source):
 
 def batches_of(path, seed, steps):
     """(steps, sequences) from the record at `path`, and drawn where it ends; tokens a sequence. The drawn ones must agree with the record."""
-    starts, tokens = read_batches(path)
+    starts, tokens, source = read_batches(path)
     steps = steps or len(starts)
     if steps > len(starts):
-        _, sequences, _, source = BATCHES.unpack_from(path.read_bytes())
-        drawn = drawn_batches(seed, steps, sequences, tokens, source)
+        drawn = drawn_batches(seed, steps, starts.shape[1], tokens, source)
         expect(len(starts) > 0 and (drawn[: len(starts)] == starts).all(), f"batches drawn by seed {seed} in {path}", "others")
         starts = drawn
     return starts[:steps], tokens

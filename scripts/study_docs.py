@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
+from study_runs import NAMED_SYSTEMS
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -113,9 +114,6 @@ LLAMA_MICRO = (
     ("row sum, 2 bits", "the guard", ("llama_micro-guarded-1",)),
     ("row sum of layer 0 head 1, 1 bit", "none", ("~llama_micro-planted-1",)),
 )
-# The systems of papers (src/attention/precision_plan.h), and what a reader of the papers looks for.
-FORMATS = (("fp8_fa3", "FlashAttention-3, FP8"), ("fp8_deepseek", "DeepSeek-V3's FP8"), ("mxfp8", "MXFP8"), ("nvfp4", "Attn-QAT, NVFP4"), ("sage_int8", "SageBwd, INT8"),
-           ("turbo", "TurboAttention, INT8"), ("hifloat8", "HiFloat8"), ("pasa_fp16", "PASA, FP16"))  # fmt: skip
 KERNEL_WORDS = {"flash": "FLASH", "math": "MATH", "cudnn": "cuDNN", "efficient": "EFFICIENT", "evenkeel": "evenkeel with its remedy", "hopper_none": "evenkeel without a remedy"}
 RESCUES = ("zero_sum", "fp32_scores", "centre_keys", "keel")
 RESCUE_WORDS = {"zero_sum": "`zero_sum`", "fp32_scores": "`zero_sum`, FP32 scores", "centre_keys": "`centre_keys`, O-bar and O in FP32",
@@ -148,6 +146,10 @@ def listed(values, words):
     if len(known) <= 3:
         return ", ".join(dict.fromkeys(words(value) for value in sorted(known)))
     return f"{words(min(known))} to {words(max(known))}"
+
+
+def plan_cell(run):
+    return f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}"
 
 
 def table(head, rows):
@@ -431,7 +433,7 @@ class Figures:
         for run in self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued):
             twin, drift = self.study.twin(run), self.study.drift(run)
             value, step = run.largest("offset")
-            rows.append([run.name, f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}", number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
+            rows.append([run.name, plan_cell(run), number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",
                          number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), self.end_excess(run),
                          twin.name if twin else NONE])  # fmt: skip
         return table(["run", "plan", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "twin"], rows)
@@ -461,7 +463,7 @@ class Figures:
     def formats_table(self):
         """The systems of papers at micro, as published and with the sum kept; losses against FP32 with the same seed, at the same steps."""
         rows = []
-        for system, words in FORMATS:
+        for system, words in NAMED_SYSTEMS.items():
             for remedy in ("none", "zero_sum", "consistent"):
                 runs = self.match([f"~formats-{system}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
                 if runs:
@@ -512,7 +514,7 @@ class Figures:
         rows = []
         for run in sorted(runs, key=lambda run: (run.plan, run.seed)):
             drift, (value, step), validation = self.study.drift(run), run.largest("offset"), run.validation()
-            rows.append([f"`{run.plan}`" if run.plan else f"PyTorch, {KERNEL_WORDS.get(run.in_torch, run.in_torch)}", str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
+            rows.append([plan_cell(run), str(run.seed), number(run.last_step), f"{number(value)} ({number(step)}, {run.worst_layer()})",
                          number(drift[0]) if drift else NONE, number(self.study.failure(run)), loss(run.final_loss()), self.end_excess(run),
                          f"{validation[1]:.4f}" if validation else NONE])  # fmt: skip
         return table(["plan", "seed", "steps", "largest offset (step, layer)", "drift from", "failure at", "loss at the end", "above the twin's", "validation loss"], rows)

@@ -28,8 +28,7 @@ class Run:
     size: str = "micro"
     more: list = field(default_factory=list)  # further options of `train`
     branch: tuple = ()  # (name of another run, step): goes on from there
-    torch: str = ""  # in PyTorch, with this attention kernel of its own (python/twin_torch.py)
-    batches: str = ""  # of torch: the run whose batches it takes; none: drawn by the seed
+    torch: str = ""  # in PyTorch, with this attention kernel of its own, on the batches of its seed (python/twin_torch.py)
 
     @property
     def folder(self):
@@ -257,8 +256,7 @@ def twins():
         found += nano("twins", "ours", "flash2", steps, (seed,))
         found += nano("twins", "first", "flash2", 1, (seed,))
         for kernel in ("flash", "math", "evenkeel", "cudnn", "efficient"):  # evenkeel: as the package is, with its remedy
-            found += nano("twins", kernel, "", steps, (seed,), branch=(f"twins-first-{seed}", 1), torch=kernel,
-                          batches=f"twins-ours-{seed}")  # fmt: skip
+            found += nano("twins", kernel, "", steps, (seed,), branch=(f"twins-first-{seed}", 1), torch=kernel)
     return found
 
 
@@ -438,7 +436,9 @@ def claims():
     return found
 
 
-NAMED_SYSTEMS = ("fp8_fa3", "fp8_deepseek", "mxfp8", "nvfp4", "sage_int8", "turbo", "hifloat8", "pasa_fp16")
+# The systems of papers (src/attention/precision_plan.h), and what a reader of the papers looks for.
+NAMED_SYSTEMS = {"fp8_fa3": "FlashAttention-3, FP8", "fp8_deepseek": "DeepSeek-V3's FP8", "mxfp8": "MXFP8", "nvfp4": "Attn-QAT, NVFP4", "sage_int8": "SageBwd, INT8",
+                 "turbo": "TurboAttention, INT8", "hifloat8": "HiFloat8", "pasa_fp16": "PASA, FP16"}  # fmt: skip
 
 
 def formats():
