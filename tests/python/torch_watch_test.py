@@ -469,6 +469,18 @@ class Scoreboard(TorchCase):
         self.assertFalse(judged(None).passes)
 
 
+class Batches(TorchCase):
+    def test_of_large_texts_they_are_those_of_the_definition(self):
+        """batch_offsets of src/training/token_file.cpp: the high half of 64 random bits times the places, here in whole numbers. In
+        small texts the low 32 bits hardly ever matter; pytorch_test compares those with a run's."""
+        import twin_torch
+
+        source, tokens = 4_000_000_000, 1025
+        words = twin_torch.random_words(7, 50, 0x62617463, 32).tolist()
+        expected = [[(high << 32 | low) * (source - tokens + 1) >> 64 for high, low in zip(row[0::2], row[1::2])] for row in words]
+        self.assertEqual(twin_torch.drawn_batches(7, 50, 16, tokens, source).tolist(), expected)
+
+
 class FieldStory(TorchCase):
     """The judgement of python/field_story.py on planted courses; the story itself takes a minute (its size tiny)."""
 
