@@ -315,13 +315,7 @@ struct Backward {
   // f(score, key from the warp's first, row from the first) over a thread's scores.
   template <class F>
   EK_DEVICE void each(Scores& scores, F f) {
-#pragma unroll
-    for (int i = 0; i < kKeyBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kSub / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          f(scores[i][n][e], i * 16 + e / 2 * 8 + lane / 4, 8 * n + lane % 4 * 2 + e % 2);
+    each_score(scores, lane, [&](float& x, int which, int column) { f(x, 8 * which + lane / 4, column); });
   }
 
   EK_DEVICE void find_probs_of(bool consistent, const Facts& facts, int sub, Scores& scores, Operand& left) {

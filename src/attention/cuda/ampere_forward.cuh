@@ -223,7 +223,7 @@ struct Forward {
     });
     if (kAll && p.softcap > 0) {
       const float factor = p.scale / p.softcap;
-      each_score([&](float& x, int, int) { x = tanh_of(x * factor); });
+      each_score(s, lane, [&](float& x, int, int) { x = tanh_of(x * factor); });
     }
   }
   EK_DEVICE void load_queries(uint32_t (&left)[kBlocks][4], int step) {
@@ -232,22 +232,11 @@ struct Forward {
       load_matrices(left[i], Piece<kHead>::across(q, warp * kBlocks * 16, lane).at(i, step));
   }
 
-  // f(score, which of the thread's rows, column in the tile) over a thread's scores.
-  template <class F>
-  EK_DEVICE void each_score(F f) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) f(s[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
-  }
-
   EK_DEVICE void mask(int tile) {
     const int key = tile * kKeys;
     if (kAll && p.slopes) {
       const float slope = slope_of(p, h);
-      each_score([&](float& x, int r, int column) {
+      each_score(s, lane, [&](float& x, int r, int column) {
         x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
       });
     }
@@ -258,13 +247,13 @@ struct Forward {
         first[r] = band.first_key(row_of(r)) - key;
         end[r] = band.end_key(row_of(r)) - key;
       }
-      each_score([&](float& x, int r, int column) {
+      each_score(s, lane, [&](float& x, int r, int column) {
         if (column < first[r] || column >= end[r]) x = -kInfinity;
       });
     }
     if (kAll && p.visible) {
       const Visible visible(p, b, h);
-      each_score([&](float& x, int r, int column) {
+      each_score(s, lane, [&](float& x, int r, int column) {
         if (row_of(r) < band.s.rows && key + column < band.s.keys && !visible(row_of(r), key + column))
           x = -kInfinity;
       });
@@ -276,7 +265,7 @@ struct Forward {
     float most[kRowCount];
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) most[r] = -kInfinity;
-    each_score([&](float& x, int r, int) { most[r] = fmaxf(most[r], x); });
+    each_score(s, lane, [&](float& x, int r, int) { most[r] = fmaxf(most[r], x); });
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) most[r] = quad_max(most[r]);
     int ties[kRowCount] = {};
@@ -319,7 +308,7 @@ struct Forward {
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r)
       threshold[r] = fmaxf(state.largest(r), most[r] * p.score_unit) - rules.tie_tolerance;
-    each_score([&](float& x, int r, int) { ties[r] += x * p.score_unit >= threshold[r]; });
+    each_score(s, lane, [&](float& x, int r, int) { ties[r] += x * p.score_unit >= threshold[r]; });
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) ties[r] = quad_sum(ties[r]);
   }

@@ -116,6 +116,18 @@ struct Problem : ScoreForms {
   }
 };
 
+// f(score, which of the lane's rows, column) over the accumulators of 16 kBlocks x 8 kColumns scores. Row `which` is
+// row 8 which + lane / 4.
+template <int kBlocks, int kColumns, class F>
+EK_DEVICE void each_score(float (&scores)[kBlocks][kColumns][4], int lane, F f) {
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(scores[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
+}
+
 // --- Tiles
 
 // A thread's first piece of 16 bytes in a tensor whose first row of a tile is at `from`.

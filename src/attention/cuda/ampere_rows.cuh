@@ -237,26 +237,16 @@ struct ExactDelta {
     return !p.shaped && first + kWarpRows <= band.s.rows &&
            band.all_seen(first, kWarpRows, tile * kKeys, kKeys);
   }
-  // f(score, which of the thread's rows, column in the tile) over a thread's scores.
-  template <class F>
-  EK_DEVICE void each_score(Scores& scores, F f) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) f(scores[i][n][e], 2 * i + e / 2, 8 * n + lane % 4 * 2 + e % 2);
-  }
   // Soft caps (scores become tanh) and slopes; what a row does not see is -inf.
   EK_DEVICE void shape(int tile, Scores& scores) {
     const int key = tile * kKeys;
     if (p.softcap > 0) {
       const float factor = p.scale / p.softcap;
-      each_score(scores, [&](float& x, int, int) { x = tanh_of(x * factor); });
+      each_score(scores, lane, [&](float& x, int, int) { x = tanh_of(x * factor); });
     }
     if (p.slopes) {
       const float slope = slope_of(p, h);
-      each_score(scores, [&](float& x, int r, int column) {
+      each_score(scores, lane, [&](float& x, int r, int column) {
         x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
       });
     }
@@ -267,7 +257,7 @@ struct ExactDelta {
       end[r] = row_of(r) < band.s.rows ? band.end_key(row_of(r)) - key : 0;
     }
     const Visible visible(p, b, h);
-    each_score(scores, [&](float& x, int r, int column) {
+    each_score(scores, lane, [&](float& x, int r, int column) {
       if (column < first[r] || column >= end[r] || (p.visible && !visible(row_of(r), key + column)))
         x = -kInfinity;
     });
