@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
-from study_runs import NAMED_SYSTEMS
+from study_runs import FEW_BITS, NAMED_SYSTEMS
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -471,6 +471,17 @@ class Figures:
                     excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
                     rows.append(self.group_row((f"{words} (`{system}`)", f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
         return table(["system", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
+
+    def formats_sites_table(self):
+        """Operands of 6 and 4 bits at micro: all of them, and each alone; losses as in formats_table."""
+        rows = []
+        for name, words in FEW_BITS.items():
+            for remedy in ("none", "zero_sum"):
+                runs = self.match([f"~formats-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
+                if runs:
+                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
+                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
+        return table(["operands", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
 
     def llama_patterns_table(self):
         """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""
