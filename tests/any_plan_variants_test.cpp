@@ -148,7 +148,8 @@ TEST(AnyPlanVariants, FullHasTheBitsOfAny) {
   cases::Problem p = make_problem({{1, 2, 1, 70, 100, kD}, {.causal = true}, "variants"}, 4);
   for (auto* memory : {&p.q_memory, &p.k_memory, &p.v_memory, &p.grad_memory})
     for (float& x : *memory) x = cases::to_bf16(x);
-  for (const char* text : {"bf16_all,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^4/saturate",
+  for (const char* text : {"flash2,probs=e4m3^8/saturate",
+                           "bf16_all,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^4/saturate",
                            "flash2,probs=e4m3,probs_bwd=e5m2,dscores=e4m3,stabiliser=zero_sum",
                            "flash2,probs=int8^6,dscores=e5m2^4,keel=1e-2,stabiliser=consistent"})
     for (int64_t tile_keys : {64, 0}) {

@@ -54,6 +54,12 @@ struct BackwardSites {
         dscores(plan.at(Site::dscores)),
         sums_rounded(kVariant != Variant::quick && plan.sums_rounded),
         power_shift(kVariant != Variant::quick && plan.shift.rule == ShiftRule::power_of_two) {}
+
+  // Are P or dS rounded to other formats than bf16?
+  __device__ bool small_formats() const {
+    return probs.kind != RoundKind::bf16 || probs_bwd.kind != RoundKind::bf16 ||
+           dscores.kind != RoundKind::bf16;
+  }
 };
 
 // From q . k and dO . v (fragments of one head): s = P, dp = dP, slope = softcap's derivative. Where not all are seen,

@@ -166,7 +166,7 @@ struct BackwardKeys {
     const auto values_of = [&](int n, int e) { return of_column[n][e % 2]; };
     const auto masked = [&](int n, int e) {
       const int i = row + 8 * n + 2 * quad + e % 2, j = key[e / 2];
-      return !sight.sees(i, j) || (kAny && p.visible && !is_visible(p, b, head.h, i, j));
+      return !sight.sees(i, j) || (kAny && p.visible && visible_at(p, b, head.h, i, j) == 0);
     };
     const bool whole = warp_sight.whole(row, kBackwardStep) && !(kAny && p.visible);
     recompute<kVariant, kAny>(s, dp, slope, p, head.plan, head.sites, elements, whole, masked, values_of);

@@ -73,7 +73,7 @@ struct BackwardRows : WarpRows {
 
   RowValues values[2];
   float dq[kDeltaOnly ? 1 : kD / 8][4] = {};
-  // The facts' sums, in FP64. A dS in bf16 (but in Variant::any) is added up by tensor cores, and so are the squares of its
+  // The facts' sums, in FP64. Where P and dS are bf16 (but in Variant::any) tensor cores add dS up, and the squares of its
   // powers of two, for the floor: products with a matrix of ones, exact but for their sums in FP32.
   double prob_sum[2] = {0, 0}, gradient_sum[2] = {0, 0}, residual[2] = {0, 0}, floor[2] = {0, 0};
   float quick_prob_sum[2] = {0, 0}, dscore_sums[4] = {}, gap_sums[4] = {};
@@ -103,7 +103,7 @@ struct BackwardRows : WarpRows {
         value_loader(p.v, p.D, b, h, sight.keys, v_parts),
         wants_floor(p.residual_floor != nullptr),
         wants_error(p.delta_error != nullptr || plan.keel != 0),
-        sums_in_fp64(kAny || (kVariant == Variant::full && sites.dscores.kind != RoundKind::bf16)),
+        sums_in_fp64(kAny || (kVariant == Variant::full && sites.small_formats())),
         dscores_parts(kAny ? plan.parts_dscores : 1) {}
 
   EK_DEVICE void run() {
@@ -222,7 +222,7 @@ struct BackwardRows : WarpRows {
     const auto values_of = [&](int, int e) { return values[e / 2]; };
     const auto masked = [&](int n, int e) {
       const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
-      return !sight.sees(i, j) || (kAny && p.visible && !is_visible(p, b, h, i, j));
+      return !sight.sees(i, j) || (kAny && p.visible && visible_at(p, b, h, i, j) == 0);
     };
     const bool whole = warp_sight.whole(key, kBackwardStep) && !(kAny && p.visible);
     recompute<kVariant, kAny>(s, dp, slope, p, plan, sites, elements, whole, masked, values_of);
@@ -252,7 +252,7 @@ struct BackwardRows : WarpRows {
 #pragma unroll
           for (int e = 0; e < 4; ++e) dp[n][e] = __fmul_rn(dp[n][e], slope[n][e]);
       }
-    if (is_rounded_apart<kVariant>(sites.dscores))
+    if (is_rounded_apart<kVariant>(sites.dscores) || (tells_facts && sums_in_fp64))
       round_operand<kVariant>(dp, sites.dscores, stream_key(p, plan, Site::dscores), elements);
     if (tells_facts && sums_in_fp64 && !capped)
       measure(s, dp, sites.dscores.kind, sites.dscores.rounding->significand_bits,

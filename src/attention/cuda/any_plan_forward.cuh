@@ -71,6 +71,11 @@ __device__ __forceinline__ void finish_scores(float (&s)[kCount][4], const Probl
   round_fragments<kMostKind<kVariant>>(s, scores, key, elements);
 }
 
+// Values of two rows over what divides each. Not inlined: a division is a dozen instructions, and these are the last.
+static __device__ __noinline__ float4 divide_4(float4 x, float first, float second) {
+  return {__fdiv_rn(x.x, first), __fdiv_rn(x.y, first), __fdiv_rn(x.z, second), __fdiv_rn(x.w, second)};
+}
+
 // What centred keys took off every score of a row: L is of the scores as they were.
 static __device__ __noinline__ float score_of_mean_key(const Problem& p, const DevicePlan& plan, int b, int h,
                                                        int row) {
@@ -325,12 +330,16 @@ struct ForwardRows : WarpRows {
   // What p.visible does not show.
   EK_DEVICE void hide(Scores& s, int key) {
 #pragma unroll
-    for (int n = 0; n < kFragments; ++n)
+    for (int i = 0; i < 2; ++i) {
+      if (row[i] >= sight.rows) continue;
+      const uint8_t* const shown = &visible_at(p, b, h, row[i], key + 2 * quad);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
-        if (i < sight.rows && j < sight.keys && !is_visible(p, b, h, i, j)) s[n][e] = kNone;
-      }
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (key + 8 * n + 2 * quad + e < sight.keys && shown[(8 * n + e) * p.visible_stride[3]] == 0)
+            s[n][2 * i + e] = kNone;
+    }
   }
 
   // --- Ties
@@ -551,17 +560,22 @@ struct ForwardRows : WarpRows {
       const Elements elements{(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1,
                               pitch};
       float x[1][4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[0][e] = __fdiv_rn(o[n][e], by[e / 2]);
+      const auto set = [&](const float(&from)[4], const float(&divisors)[2]) {
+        const float4 y = divide_4({from[0], from[1], from[2], from[3]}, divisors[0], divisors[1]);
+        x[0][0] = y.x, x[0][1] = y.y, x[0][2] = y.z, x[0][3] = y.w;
+      };
+      set(o[n], by);
       round_fragments<RoundKind::any>(x, output, output_key, elements);
       const int d = 8 * n + 2 * quad;
       writer.write(d, x[0]);
       if (saves_output) {
+        if constexpr (kQuick) {
+          set(o[n], wide_by);
+        } else {
+          float source[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float source = o[n][e];
-          if constexpr (!kQuick) source = shadow ? wide_o[n][e] : source;
-          x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
+          for (int e = 0; e < 4; ++e) source[e] = shadow ? wide_o[n][e] : o[n][e];
+          set(source, wide_by);
         }
         round_fragments<RoundKind::any>(x, output_for_delta, output_key, elements);
       }

@@ -188,16 +188,17 @@ struct KeysSight {
   }
 };
 
-__device__ __forceinline__ bool is_visible(const Problem& p, int b, int h, int row, int key) {
+// Nonzero: the row sees the key.
+__device__ __forceinline__ const uint8_t& visible_at(const Problem& p, int b, int h, int row, int key) {
   return p.visible[b * p.visible_stride[0] + h * p.visible_stride[1] + row * p.visible_stride[2] +
-                   key * p.visible_stride[3]] != 0;
+                   key * p.visible_stride[3]];
 }
 
 // --- Tiles
-// Rows that are not whole, aligned pieces, one value at a time.
+// Rows that are not whole, aligned pieces, one value at a time. Not inlined: every load of a tile may come here, and few do.
 template <int kD, int kThreads>
-__device__ __forceinline__ void load_narrow_tile(uint32_t target, int rows, const __nv_bfloat16* source,
-                                                 int64_t row_stride, int64_t stride, int D, int present) {
+static __device__ __noinline__ void load_narrow_tile(uint32_t target, int rows, const __nv_bfloat16* source,
+                                                     int64_t row_stride, int64_t stride, int D, int present) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < rows * kD; n += kThreads) {
     const int i = n / kD, d = n % kD;
