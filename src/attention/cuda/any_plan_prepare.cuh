@@ -20,10 +20,14 @@ static __global__ void fill_plans(const __grid_constant__ PlanRows rows, DeviceP
   if (threadIdx.x < count) table[threadIdx.x] = rows.row[threadIdx.x];
 }
 
-// Largest magnitudes of one tensor, as bits: (B, heads, rows), (B, heads, tiles of rows), (B, heads), (B).
+// Largest magnitudes of one tensor, as bits: (B, heads, rows), (B, heads, tiles of rows), (B, heads), (B). Down the columns,
+// where a plan has scales there: (B, heads, blocks of kColumnRows rows, D), (B, heads, D).
 struct LargestTable {
   uint32_t *row, *tile, *head, *tensor;
+  uint32_t *column_block, *column;
 };
+// The shortest block of a column: longer ones are some of these.
+inline constexpr int kColumnRows = kScaleBlocks[0];
 
 struct Preparation {
   Site site;
@@ -88,6 +92,40 @@ static __global__ void find_largest(const __grid_constant__ Problem p, const __g
   atomicMax(table.tensor + b, largest);
 }
 
+__device__ __forceinline__ int column_blocks_of(const Preparation& x) {
+  return (x.rows + kColumnRows - 1) / kColumnRows;
+}
+
+// A thread for each block of a column; the table is all zeros before.
+static __global__ void find_largest_of_columns(const __grid_constant__ Problem p,
+                                               const __grid_constant__ Preparation x, bool centred) {
+  const int64_t n = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int blocks = column_blocks_of(x);
+  if (n >= static_cast<int64_t>(p.B) * x.heads * blocks * p.D) return;
+  const int d = n % p.D, block = n / p.D % blocks, head = n / p.D / blocks % x.heads,
+            b = n / p.D / blocks / x.heads;
+  const bool of_keys = x.site == Site::k || x.site == Site::v;
+  const int last = min((block + 1) * kColumnRows, of_keys ? keys_of(p, b) : rows_of(p, b));
+  uint32_t largest = 0;
+  for (int row = block * kColumnRows; row < last; ++row)
+    largest = max(largest, counted_bits(operand_value(p, x, centred, b, head, row, d)));
+  const LargestTable& table = centred ? x.centred : x.plain;
+  table.column_block[n] = largest;
+  atomicMax(table.column + (static_cast<int64_t>(b) * x.heads + head) * p.D + d, largest);
+}
+
+// block: rows of ScaleGroup::column_block.
+__device__ inline float largest_in_column(const Problem& p, const LargestTable& table, const Preparation& x,
+                                          ScaleGroup group, int block, int b, int head, int row, int d) {
+  const int64_t at = static_cast<int64_t>(b) * x.heads + head;
+  if (group == ScaleGroup::column) return __uint_as_float(table.column[at * p.D + d]);
+  const int blocks = column_blocks_of(x), first = row / block * (block / kColumnRows),
+            last = min(first + block / kColumnRows, blocks);
+  uint32_t largest = 0;
+  for (int n = first; n < last; ++n) largest = max(largest, table.column_block[(at * blocks + n) * p.D + d]);
+  return __uint_as_float(largest);
+}
+
 __device__ __forceinline__ float largest_in(const LargestTable& table, const Preparation& x, ScaleGroup group,
                                             int b, int head, int row) {
   const int64_t at = static_cast<int64_t>(b) * x.heads + head;
@@ -109,12 +147,16 @@ __device__ inline float operand_scale(const Problem& p, const Preparation& x, co
     for (int j = first; j < last; ++j)
       bits = max(bits, counted_bits(operand_value(p, x, centred, b, head, row, j)));
     largest = __uint_as_float(bits);
+  } else if (is_down_column(shared.group)) {
+    largest = largest_in_column(p, table, x, shared.group, shared.block, b, head, row, d);
   } else {
     largest = largest_in(table, x, shared.group, b, head, row);
   }
-  const float outer = shared.outer == ScaleGroup::none
-                          ? 1.0f
-                          : device_outer_scale(r, largest_in(table, x, shared.outer, b, head, row));
+  const float outer =
+      shared.outer == ScaleGroup::none ? 1.0f
+      : shared.outer == ScaleGroup::column
+          ? device_outer_scale(r, largest_in_column(p, table, x, shared.outer, 0, b, head, row, d))
+          : device_outer_scale(r, largest_in(table, x, shared.outer, b, head, row));
   return device_block_scale(r, shared, largest, outer);
 }
 
