@@ -1,5 +1,6 @@
 // Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, prepares the operands.
 #include <algorithm>
+#include <bit>
 
 #include "attention/cuda/any_plan_launch.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
@@ -39,6 +40,18 @@ PrecisionPlan backward_readings(PrecisionPlan plan) {
   for (const SecondReading& row : kSecondReadings)
     if (row.first <= Site::v) plan.at(row.first) = plan.at(row.site);
   return plan;
+}
+
+// The quickest kernels that round as the loops of this plan do.
+Variant variant_of_formats(const DevicePlan& d) {
+  const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
+  for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
+    if (kind(site) > RoundKind::bf16) return Variant::any;
+  if (std::max({d.parts_probs, d.parts_probs_bwd, d.parts_dscores}) > 1) return Variant::any;
+  const auto [least, most] = std::minmax({kind(Site::probs), kind(Site::probs_bwd), kind(Site::dscores)});
+  return least < RoundKind::bf16 || most > RoundKind::nearest ? Variant::any
+         : most == RoundKind::nearest                         ? Variant::full
+                                                              : Variant::quick;
 }
 
 struct Resolved : FamilyPlan {
@@ -97,18 +110,14 @@ struct Resolved : FamilyPlan {
     d.parts_probs = parts_of(at(Site::probs));
     d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
     d.parts_dscores = parts_of(at(Site::dscores));
-    const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
-    bool quick = !fp32 && problem.softcap == 0 && !problem.mask.visible.present();
-    for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
-      quick = quick && kind(site) != RoundKind::any;
-    for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
-      quick = quick && kind(site) == RoundKind::bf16;
     // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
-    quick = quick && !centres && std::max({d.parts_q, d.parts_k, d.parts_v, d.parts_grad}) == 1;
+    const bool plain = !fp32 && problem.softcap == 0 && !problem.mask.visible.present() && !centres &&
+                       std::max({d.parts_q, d.parts_k, d.parts_v, d.parts_grad}) == 1;
+    const Variant formats = plain ? variant_of_formats(d) : Variant::any;
     const bool full = head.shadow || head.sums_rounded || problem.tile_keys == 0 ||
                       counts_ties(head.shift.rule) || head.power_shift();
-    d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
-    d.backward = !quick ? Variant::any : head.sums_rounded ? Variant::full : Variant::quick;
+    d.forward = std::max(formats, full ? Variant::full : Variant::quick);
+    d.backward = std::max(formats, head.sums_rounded ? Variant::full : Variant::quick);
     centres_keys |= centres;
     saves_output |= d.saves_output;
     packs_q |= fp32 || !keeps_bf16(at(Site::q));
@@ -287,6 +296,8 @@ class Pass {
     task.copies = static_cast<int>(copies);
     task.rows = static_cast<int>(rows);
     task.padded_D = static_cast<int>(work_.padded_D);
+    task.row_threads = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(work_.padded_D / kPiece)));
+    task.wide = is_wide(x, problem_.D);
     task.target = parts;
     task.part_stride = problem_.B * copies * rows * work_.padded_D;
     constexpr int kThreads = 256;
@@ -296,11 +307,13 @@ class Pass {
       check_launch("averaging keys");
     }
     if (resolved_.any([&](const DevicePlan& d) {
-          return d.shared[static_cast<int>(task.operand)].group != ScaleGroup::none;
+          const SharedScale& shared = d.shared[static_cast<int>(task.operand)];
+          return shared.group > ScaleGroup::block || shared.outer > ScaleGroup::block;
         }))
       find_largest_values(task);
-    const int64_t blocks = std::min<int64_t>(divide_up(task.part_stride, kThreads), 1 << 16);
-    prepare_operand<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
+    const int64_t blocks = p.B * copies * divide_up(rows * task.row_threads, kThreads);
+    (resolved_.shares_columns ? prepare_operand<true>
+                              : prepare_operand<false>)<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
     check_launch("preparing an operand");
     result.data = parts;
     result.part_stride = task.part_stride;
@@ -328,11 +341,11 @@ class Pass {
     };
     task.plain = table(work_.largest);
     task.centred = table(work_.largest + work_.largest_count);
-    constexpr int kThreads = 128;
-    const int64_t rows = int64_t{p.B} * task.heads * task.rows;
+    constexpr int kThreads = 256;
+    const int64_t blocks = int64_t{p.B} * task.heads * divide_up(task.rows * task.row_threads, kThreads);
     for (const bool centred : {false, true}) {
       if (centred && !(task.site == Site::k && resolved_.centres_keys)) continue;
-      any_plan::find_largest<<<grid(divide_up(rows, kThreads)), kThreads, 0, stream_>>>(p, task, centred);
+      any_plan::find_largest<<<grid(blocks), kThreads, 0, stream_>>>(p, task, centred);
       check_launch("finding the largest values of an operand");
       if (!resolved_.shares_columns) continue;
       const int64_t blocks_of_columns = int64_t{p.B} * task.heads * divide_up(task.rows, kColumnRows) * p.D;

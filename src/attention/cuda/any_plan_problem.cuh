@@ -30,9 +30,25 @@ inline constexpr int kWarpRows = 16;   // rows of one mma
 // too.
 enum class Variant : uint8_t {
   quick,  // operands, P and dS in bf16; what else the loops round is bf16 or not rounded; plain masks
-  full,   // and every stabiliser, tile_keys = 0
+  full,   // and every stabiliser, tile_keys = 0, P and dS in formats of RoundKind::nearest that bf16 contains
   any,    // and any format, element type, mask and alignment
 };
+// What a variant's loops round other sites than P and dS to, at most.
+template <Variant kVariant>
+inline constexpr RoundKind kMostKind = kVariant == Variant::any ? RoundKind::any : RoundKind::bf16;
+
+// Rounds P or dS.
+template <Variant kVariant, int kCount>
+__device__ __forceinline__ void round_operand(float (&x)[kCount][4], const SiteRounding& site,
+                                              const StreamKey& key, const Elements& elements) {
+  round_fragments<kVariant == Variant::full ? RoundKind::nearest : kMostKind<kVariant>>(x, site, key,
+                                                                                        elements);
+}
+// Must they be, where products follow at once? But in Variant::any, these round to bf16 as they pack.
+template <Variant kVariant>
+__device__ __forceinline__ bool is_rounded_apart(const SiteRounding& site) {
+  return kVariant == Variant::any || (kVariant == Variant::full && site.kind != RoundKind::bf16);
+}
 
 // Of the operands that are prepared before the tiles.
 enum class OperandOf : uint8_t { q, k, v, grad };
