@@ -464,6 +464,12 @@ def formats():
     # SageBwd: is the mean key essential, is dS guilty, is the normalisation of q and k needed?
     for name, plan, more in (
         ("sage_given_keys", "sage_int8,keys=given", ()),
+        ("sage_queries_centred", "sage_int8,queries=centred", ()),
+        # SageAttention2's four bits, with and without the mean query; a scale for each feature of the keys, as KIVI has.
+        ("sage_int4", "sage_int8,q=int4*tile,k=int4*tile", ()),
+        ("sage_int4_queries_centred", "sage_int8,q=int4*tile,k=int4*tile,queries=centred", ()),
+        ("k_int4_row", "flash2,k=int4*row", ()),
+        ("k_int4_column", "flash2,k=int4*column", ()),
         ("sage_dscores_bf16", "sage_int8,dscores=bf16", ()),
         ("sage_dscores_alone", "flash2,dscores=int8*tile", ()),
         ("sage_qk_norm", "sage_int8", setting("model.qk_norm = true")),

@@ -73,19 +73,26 @@ class Prepared {
     task.target = parts.data();
     task.part_stride = count;
     std::vector<uint32_t> memory(static_cast<size_t>(6 * rows));
-    const auto table = [&](uint32_t* at) {
-      return LargestTable{at, at + rows, at + 2 * rows, at + 2 * rows + rows / 2};
+    const int64_t columns = p_.B * task.heads * column_blocks_of(task) * p_.D;
+    std::vector<uint32_t> of_columns(static_cast<size_t>(4 * columns));
+    const auto table = [&](uint32_t* at, uint32_t* column) {
+      return LargestTable{at, at + rows, at + 2 * rows, at + 2 * rows + rows / 2, column, column + columns};
     };
-    task.plain = table(memory.data());
-    task.centred = table(memory.data() + 3 * rows);
+    task.plain = table(memory.data(), of_columns.data());
+    task.centred = table(memory.data() + 3 * rows, of_columns.data() + 2 * columns);
     std::vector<float> mean(static_cast<size_t>(p_.B * p_.G * p_.D));
     if (site == Site::k && plan_.centres_keys) {
       launch(p_.B * p_.G * p_.D, [&] { mean_keys(p_, task, mean.data()); });
       p_.mean_key = mean.data();
       launch(threads, [&] { find_largest(p_, task, true); });
+      launch(columns, [&] { find_largest_of_columns(p_, task, true); });
     }
     launch(threads, [&] { find_largest(p_, task, false); });
-    launch(threads, [&] { prepare_operand(p_, task); });
+    launch(columns, [&] { find_largest_of_columns(p_, task, false); });
+    if (is_down_column(plan_.shared[static_cast<int>(site)].group))
+      launch(threads, [&] { prepare_operand<true>(p_, task); });
+    else
+      launch(threads, [&] { prepare_operand<false>(p_, task); });
     std::vector<float> values;
     for (int64_t n = 0; n < count; ++n)
       if (n % task.padded_D < p_.D)
@@ -150,10 +157,27 @@ TEST_P(SharedScales, AreTheCpusBits) {
     for (auto* memory : {&tensors.q_memory, &tensors.k_memory, &tensors.v_memory, &tensors.grad_memory})
       for (float& x : *memory) x = cases::to_bf16(x);
   int changed = 0;
-  for (const char* text :
-       {"e4m3*block16", "int8*tile", "int8*row/stochastic", "e2m1*block16@e4m3*tensor",
-        "e2m1*block16@e4m3*row", "e3m2*block32@e8m0", "e4m3*tile@e8m0_up", "int4*head",
-        "hif8*tensor/nearest_away", "hif8/nearest_away", "int8", "e2m3*block16@e4m3*tile", "e5m2*row@e4m3"})
+  for (const char* text : {"e4m3*block16",
+                           "int8*tile",
+                           "int8*row/stochastic",
+                           "e2m1*block16@e4m3*tensor",
+                           "e2m1*block16@e4m3*row",
+                           "e3m2*block32@e8m0",
+                           "e4m3*tile@e8m0_up",
+                           "int4*head",
+                           "hif8*tensor/nearest_away",
+                           "hif8/nearest_away",
+                           "int8",
+                           "e2m3*block16@e4m3*tile",
+                           "e5m2*row@e4m3",
+                           "int4*column",
+                           "int8*column@e4m3*head",
+                           "e4m3*column16@e8m0",
+                           "int4*column32/stochastic",
+                           "e3m2*column64@e8m0_up",
+                           "e2m1*column16@e4m3*tensor",
+                           "e2m1*column32@e4m3*column",
+                           "e2m1*column16@e4m3*tile"})
     for (const char* keys : {"given", "centred"}) {
       std::string plan = "keys=" + std::string(keys) + ",seed=5";
       for (const char* site : {"q", "k", "v", "grad_output"}) plan += "," + std::string(site) + "=" + text;

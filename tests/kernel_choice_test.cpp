@@ -179,6 +179,7 @@ TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_its_plan_by_name) {
                                       {",v=e4m3*tile", "v=e4m3*tile"},
                                       {",row_sum=bf16", "row_sum=bf16"},
                                       {",keys=centred", "keys=centred"},
+                                      {",queries=centred", "queries=centred"},
                                       {",stabiliser=dither", "the stabiliser dither"},
                                       {",accumulate=h200", "theirs are accumulate=h200/4"},
                                       {",accumulate=a100/4", "theirs are accumulate=h200/4"}}) {
@@ -197,6 +198,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   const std::pair<const char*, const char*> cases[] = {
       {"mxfp8", "probs=e4m3*block32@e8m0_up (scales that blocks of P or dS share run on the CPU)"},
       {"flash2,dscores=int8*tile", "dscores=int8*tile"},
+      {"flash2,probs=int8*column", "probs=int8*column"},
+      {"flash2,queries=centred", "queries=centred (queries less their mean run on the CPU)"},
       {"hifloat8", "dscores=hif8*tile@e8m0_up/nearest_away"},
       {"flash2,grad_output=bf16,grad_output_for_dprobs=fp32",
        "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
@@ -214,8 +217,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
     }
   }
   EXPECT_EQ(choose_kernel(problem("flash2,keys=centred"), kHopper).kernel, "any_plan");
-  for (const char* plan :
-       {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
+  for (const char* plan : {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile",
+                           "flash2,k=int4*column,v=e4m3*column32", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
     EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan") << plan;
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }

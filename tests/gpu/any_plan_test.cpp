@@ -140,7 +140,8 @@ TEST_F(AnyPlan, SameBitsWithSharedScalesAndFormatsBelowEightBits) {
   const Exact exact = exact_problem(8.5f, false, 70, 128, 2, /*one_tile=*/true);
   for (const char* site : {"q", "k", "v", "grad_output", "q_bwd", "k_bwd", "v_bwd"})
     for (const char* rounding : {"e4m3*tile@e8m0_up", "e4m3*block32@e8m0", "int8*row@e8m0_up",
-                                 "e2m3*head@e8m0", "e3m2*tensor@e8m0_up", "hif8/nearest_away", "int8"}) {
+                                 "e2m3*head@e8m0", "e3m2*tensor@e8m0_up", "hif8/nearest_away", "int8",
+                                 "e4m3*column@e8m0_up", "int8*column32@e8m0_up"}) {
       expect_same_bits(exact, {std::string(kExactBase) + "," + site + "=" + rounding});
       if (HasFailure()) return;
     }

@@ -87,6 +87,7 @@ struct Resolved : FamilyPlan {
     for (Site site : {Site::q, Site::k, Site::v, Site::grad_output}) {
       d.shared[static_cast<int>(site)] = at(site).shared;
       shares |= at(site).shared != SharedScale{};
+      shares_columns |= is_down_column(at(site).shared.group);
     }
     d.seed = plan.seed;
     d.keel = plan.keel;
@@ -137,7 +138,7 @@ struct Resolved : FamilyPlan {
   std::vector<DevicePlan> rows, backward_rows;  // one, or one a head
   std::vector<HeadPlan> plans;
   bool centres_keys = false, saves_output = false, reads_alike = true;
-  bool shares = false;                                                         // scales, at some operand
+  bool shares = false, shares_columns = false;                                 // scales, at some operand
   bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
 };
 
@@ -172,6 +173,11 @@ struct Workspace {
     if (resolved.shares) {
       const int64_t most_rows = std::max(problem.H * problem.T, problem.G * problem.N);
       largest_count = problem.B * (2 * most_rows + 2 * std::max(problem.H, problem.G) + 1);
+      if (resolved.shares_columns) {
+        const auto blocks = [](int64_t rows) { return divide_up(rows, kColumnRows) + 1; };  // and the column
+        largest_count +=
+            problem.B * problem.D * std::max(problem.H * blocks(problem.T), problem.G * blocks(problem.N));
+      }
       largest = carver.take<uint32_t>(2 * largest_count);
     }
     if (resolved.packs_grad) grad = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_grad));
@@ -180,7 +186,8 @@ struct Workspace {
   DevicePlan* plans;
   float *used_delta, *mean_key = nullptr;
   uint32_t* largest = nullptr;  // two tables of the operand at hand
-  int64_t largest_count = 0;    // of one: rows, at most as many tiles, heads, sequences
+  int64_t largest_count =
+      0;  // of one: rows, at most as many tiles, heads, sequences; columns and their blocks
   __nv_bfloat16 *q = nullptr, *k = nullptr, *v = nullptr, *grad = nullptr;
   int64_t padded_D, kv_copies;
   size_t bytes;
@@ -305,7 +312,8 @@ class Pass {
         }))
       find_largest_values(task);
     const int64_t blocks = p.B * copies * divide_up(rows * task.row_threads, kThreads);
-    prepare_operand<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
+    (resolved_.shares_columns ? prepare_operand<true>
+                              : prepare_operand<false>)<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
     check_launch("preparing an operand");
     result.data = parts;
     result.part_stride = task.part_stride;
@@ -325,8 +333,11 @@ class Pass {
     const auto table = [&](uint32_t* memory) {
       const int64_t heads = int64_t{p.B} * task.heads, of_rows = heads * task.rows,
                     tiles = heads * divide_up(task.rows, kScaleTileRows);
-      return LargestTable{memory, memory + of_rows, memory + of_rows + tiles,
-                          memory + of_rows + tiles + heads};
+      uint32_t* const of_head = memory + of_rows + tiles;
+      uint32_t* const columns = of_head + heads + p.B;
+      return LargestTable{memory,  memory + of_rows,
+                          of_head, of_head + heads,
+                          columns, columns + heads * divide_up(task.rows, kColumnRows) * p.D};
     };
     task.plain = table(work_.largest);
     task.centred = table(work_.largest + work_.largest_count);
@@ -336,6 +347,11 @@ class Pass {
       if (centred && !(task.site == Site::k && resolved_.centres_keys)) continue;
       any_plan::find_largest<<<grid(blocks), kThreads, 0, stream_>>>(p, task, centred);
       check_launch("finding the largest values of an operand");
+      if (!resolved_.shares_columns) continue;
+      const int64_t blocks_of_columns = int64_t{p.B} * task.heads * divide_up(task.rows, kColumnRows) * p.D;
+      find_largest_of_columns<<<grid(divide_up(blocks_of_columns, kThreads)), kThreads, 0, stream_>>>(
+          p, task, centred);
+      check_launch("finding the largest values of an operand's columns");
     }
   }
 

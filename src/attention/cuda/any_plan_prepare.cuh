@@ -20,10 +20,14 @@ static __global__ void fill_plans(const __grid_constant__ PlanRows rows, DeviceP
   if (threadIdx.x < count) table[threadIdx.x] = rows.row[threadIdx.x];
 }
 
-// Largest magnitudes of one tensor, as bits: (B, heads, rows), (B, heads, tiles of rows), (B, heads), (B).
+// Largest magnitudes of one tensor, as bits: (B, heads, rows), (B, heads, tiles of rows), (B, heads), (B). Down the columns,
+// where a plan has scales there: (B, heads, blocks of kColumnRows rows, D), (B, heads, D).
 struct LargestTable {
   uint32_t *row, *tile, *head, *tensor;
+  uint32_t *column_block, *column;
 };
+// The shortest block of a column: longer ones are some of these.
+inline constexpr int kColumnRows = kScaleBlocks[0];
 
 // Features that one thread prepares.
 inline constexpr int kPiece = 8;
@@ -147,6 +151,35 @@ static __global__ void find_largest(const __grid_constant__ Problem p, const __g
   atomicMax(table.tensor + piece.b, largest);
 }
 
+__device__ __forceinline__ int column_blocks_of(const Preparation& x) {
+  return (x.rows + kColumnRows - 1) / kColumnRows;
+}
+
+// The value as its site meets it.
+__device__ __forceinline__ float operand_value(const Problem& p, const Preparation& x, bool centred, int b,
+                                               int head, int row, int d) {
+  const float value = source_value(p, x, source_at(x, b, head, row, d));
+  return centred ? __fsub_rn(value, p.mean_key[(b * p.G + head) * p.D + d]) : value;
+}
+
+// A thread for each block of a column; the table is all zeros before.
+static __global__ void find_largest_of_columns(const __grid_constant__ Problem p,
+                                               const __grid_constant__ Preparation x, bool centred) {
+  const int64_t n = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int blocks = column_blocks_of(x);
+  if (n >= static_cast<int64_t>(p.B) * x.heads * blocks * p.D) return;
+  const int d = n % p.D, block = n / p.D % blocks, head = n / p.D / blocks % x.heads,
+            b = n / p.D / blocks / x.heads;
+  const bool of_keys = x.site == Site::k || x.site == Site::v;
+  const int last = min((block + 1) * kColumnRows, of_keys ? keys_of(p, b) : rows_of(p, b));
+  uint32_t largest = 0;
+  for (int row = block * kColumnRows; row < last; ++row)
+    largest = max(largest, counted_bits(operand_value(p, x, centred, b, head, row, d)));
+  const LargestTable& table = centred ? x.centred : x.plain;
+  table.column_block[n] = largest;
+  atomicMax(table.column + (static_cast<int64_t>(b) * x.heads + head) * p.D + d, largest);
+}
+
 __device__ __forceinline__ float largest_in(const LargestTable& table, const Preparation& x, ScaleGroup group,
                                             const Piece& piece) {
   const int64_t at = static_cast<int64_t>(piece.b) * x.heads + piece.head;
@@ -171,6 +204,28 @@ __device__ inline float piece_scale(const Preparation& x, const DeviceRounding& 
   return device_block_scale(r, shared, largest, outer);
 }
 
+// The scale of value d of a thread's row, where columns have the scales.
+__device__ __noinline__ float column_scale(const Problem& p, const Preparation& x, const DeviceRounding& r,
+                                           const SharedScale& shared, bool centred, Piece piece, int d) {
+  const LargestTable& table = centred ? x.centred : x.plain;
+  const int64_t at = static_cast<int64_t>(piece.b) * x.heads + piece.head;
+  const uint32_t of_column = table.column[at * p.D + d];
+  uint32_t largest = of_column;
+  if (shared.group == ScaleGroup::column_block) {
+    const int blocks = column_blocks_of(x), count = shared.block / kColumnRows,
+              first = piece.row / shared.block * count;
+    largest = 0;
+    for (int n = first; n < min(first + count, blocks); ++n)
+      largest = max(largest, table.column_block[(at * blocks + n) * p.D + d]);
+  }
+  float outer = 1;
+  if (shared.outer != ScaleGroup::none)
+    outer =
+        device_outer_scale(r, shared.outer == ScaleGroup::column ? __uint_as_float(of_column)
+                                                                 : largest_in(table, x, shared.outer, piece));
+  return device_block_scale(r, shared, __uint_as_float(largest), outer);
+}
+
 __device__ __forceinline__ int parts_of(const DevicePlan& plan, OperandOf operand) {
   return operand == OperandOf::q   ? plan.parts_q
          : operand == OperandOf::k ? plan.parts_k
@@ -178,8 +233,9 @@ __device__ __forceinline__ int parts_of(const DevicePlan& plan, OperandOf operan
                                    : plan.parts_grad;
 }
 
-static __global__ void prepare_operand(const __grid_constant__ Problem p,
-                                       const __grid_constant__ Preparation x) {
+// kColumns: some plan has scales down columns. Without them a thread's values have one scale, and registers are saved.
+template <bool kColumns>
+__global__ void prepare_operand(const __grid_constant__ Problem p, const __grid_constant__ Preparation x) {
   const Piece piece(p, x, x.copies);
   const DevicePlan& plan = plan_of(p, piece.copy * (p.H / x.copies));
   const bool centred = x.site == Site::k && plan.centres_keys;
@@ -188,14 +244,21 @@ static __global__ void prepare_operand(const __grid_constant__ Problem p,
   const SiteRounding site = plan.at(x.site);
   const SharedScale& shared = plan.shared[static_cast<int>(x.operand)];
   const bool scaled = shared.group != ScaleGroup::none;
-  const float scale = scaled ? piece_scale(x, *site.rounding, shared, centred, piece, value) : 1.0f;
+  const bool down = kColumns && is_down_column(shared.group);
+  float scale[kPiece];
+  scale[0] = scaled && !down ? piece_scale(x, *site.rounding, shared, centred, piece, value) : 1.0f;
+#pragma unroll
+  for (int n = 0; n < kPiece; ++n)
+    scale[n] = down && n < piece.count
+                   ? column_scale(p, x, *site.rounding, shared, centred, piece, piece.d + n)
+                   : scale[0];
   if (piece.row >= x.rows || piece.d >= x.padded_D) return;
   if (site.kind != RoundKind::identity) {
     const auto round_each = [&](auto round) {
 #pragma unroll
       for (int n = 0; n < kPiece; ++n) {
         const auto round_it = [&](float y) { return round(y, n); };
-        value[n] = scaled ? under_scale(value[n], scale, round_it) : round_it(value[n]);
+        value[n] = scaled ? under_scale(value[n], scale[n], round_it) : round_it(value[n]);
       }
     };
     if (site.kind == RoundKind::nearest) {
