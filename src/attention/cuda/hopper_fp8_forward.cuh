@@ -50,7 +50,7 @@ EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
   return max(0, causal ? min(keys, row + 1 + keys - rows) : keys);
 }
 
-template <int kHead, bool kConsistent>
+template <int kHead>
 struct Forward {
   static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   // The least factor of scores: 0 times a masked one would be a NaN.
@@ -198,7 +198,7 @@ struct Forward {
     float part[kOutputs];      // P V of the pair
     float o[kOutputs];
     float shift[2];  // in force, in powers of two, less 8; -inf: no key yet
-    float sum[2];    // l: consistent: of rounded probabilities, whole; else this thread's part
+    float sum[2];    // l, this thread's part
 
     EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, int group_)
         : WarpgroupThread(group_), shared(shared_), a(a_) {}
@@ -316,7 +316,7 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const float highest = quad_max(most[r]), before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
-        shift[r] = fmaxf(before, (kConsistent ? ceilf(highest) : highest) - kProbsExponent);
+        shift[r] = fmaxf(before, highest - kProbsExponent);
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
         decay[r] = exp2_approx(before - used[r]);
         sum[r] *= decay[r];
@@ -326,7 +326,7 @@ struct Forward {
 #pragma unroll
         for (int i = tile * kTileScores; i < (tile + 1) * kTileScores; ++i) {
           s[i] = exp2_approx(fmaf(s[i], factor[tile], -used[i / 2 % 2]));
-          if (!kConsistent) sum[i / 2 % 2] += s[i];
+          sum[i / 2 % 2] += s[i];
         }
         pack(tile);
       }
@@ -339,23 +339,6 @@ struct Forward {
         p[n] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
       }
     }
-    // l of consistent: mma.sync with ones sums rows, here of 128 keys, at most 2^15 and multiples of 2^-9: exactly. It waits
-    // for the products of other warpgroups. So it stands where P V has to wait for them too, not among the exponentials.
-    EK_DEVICE void add_rounded() {
-      constexpr uint32_t kOnes = 0x3c003c00u;
-      float rounded[4][4] = {};  // four sums, so that none waits long for the one before
-#pragma unroll
-      for (int n = 0; n < kWords; n += 2) {
-        uint32_t halves[4];
-        unpack_e4m3(p[n], halves[0], halves[2]);
-        unpack_e4m3(p[n + 1], halves[1], halves[3]);
-        multiply_add_fp16(rounded[n / 2 % 4], halves, kOnes, kOnes);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        sum[r] += (rounded[0][2 * r] + rounded[1][2 * r]) + (rounded[2][2 * r] + rounded[3][2 * r]);
-    }
-
     // The pairs [0, own) of the item at hand, the last first; own > 0.
     EK_DEVICE void attend(int own) {
       shift[0] = shift[1] = kMinusInfinity;
@@ -375,7 +358,6 @@ struct Forward {
         wait_values();
         if (j > 0) wait_keys();  // of the next pair, which are asked for before these values: not in its turn
         wait_turn();
-        if (kConsistent) add_rounded();
         add_values(decay);
       }
       pass_turn();
@@ -394,7 +376,7 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const int i = row + lane_row + 8 * r;
         const bool exists = i < done.rows;
-        const float l = kConsistent ? sum[r] : quad_sum(sum[r]);
+        const float l = quad_sum(sum[r]);
         const float inverse = exists && l != 0 ? __fdividef(value_scale, l) : 0.0f;
         if (lane_column == 0 && i < a.sequences.T)
           a.lse[static_cast<int64_t>(done.head) * a.sequences.T + i] =
