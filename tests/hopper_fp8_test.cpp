@@ -21,8 +21,10 @@ using cuda_emulator::KernelFault;
 using evenkeel::emulated::How;
 using evenkeel::emulated::Order;
 
-// The forward pass is the same with zero_sum.
-AttentionProblem kernel_problem(const Problem& host) { return host.with(fp8_judge::kernel_plan("none")); }
+constexpr const char* kStabilisers[] = {"none", "zero_sum"};
+AttentionProblem kernel_problem(const Problem& host, const char* stabiliser = "none") {
+  return host.with(fp8_judge::kernel_plan(stabiliser));
+}
 
 // --- Layouts
 
@@ -101,8 +103,9 @@ struct Memory {
   evenkeel::emulated::Poisoned lse, workspace;
 };
 
-fp8_judge::Found run(const Problem& host, const How& how = {}, int multiprocessors = 3) {
-  Memory memory(kernel_problem(host), host, how);
+fp8_judge::Found run(const Problem& host, const char* stabiliser, const How& how = {},
+                     int multiprocessors = 3) {
+  Memory memory(kernel_problem(host, stabiliser), host, how);
   evenkeel::emulated::Launch launch{how};
   forward_pass(memory.p, memory.inputs(), {memory.o.tensor(), memory.lse.as<float>()},
                memory.workspace.data(), multiprocessors, launch);
@@ -114,7 +117,8 @@ fp8_judge::Found run(const Problem& host, const How& how = {}, int multiprocesso
   return found;
 }
 void judge(const std::string& name, const Problem& host) {
-  fp8_judge::judge(name, kernel_problem(host), host, run(host));
+  for (const char* stabiliser : kStabilisers)
+    fp8_judge::judge(name + ", " + stabiliser, kernel_problem(host, stabiliser), host, run(host, stabiliser));
 }
 
 // --- The quantiser
@@ -212,7 +216,7 @@ bool same_bits(const Tensor<float>& a, const Tensor<float>& b) {
 TEST(HopperFp8, one_tile_is_the_cpus) {
   for (const int64_t D : {64, 128}) {
     const Problem host = make_problem({{1, 1, 1, 64, 64, D}, {}, ""});
-    const fp8_judge::Found found = run(host);
+    const fp8_judge::Found found = run(host, "none");
     AttentionBuffers cpu(host.in, false);
     attention_forward(kernel_problem(host), host.in, cpu.forward());
     int64_t differ = 0;
@@ -246,13 +250,33 @@ TEST(HopperFp8, hard_scores) {
 // Lengths, padded and packed; and neither the order of warps nor the number of blocks changes a bit.
 TEST(HopperFp8, sequences_and_the_same_bits) {
   const Problem host = make_problem({{5, 2, 1, 140, 150, 64}, {.causal = true, .ragged = true}, "ragged"});
-  const fp8_judge::Found padded = run(host);
-  fp8_judge::judge("ragged", kernel_problem(host), host, padded);
-  const fp8_judge::Found descending = run(host, {.order = Order::descending});
-  EXPECT_TRUE(same_bits(padded.o, descending.o));
-  EXPECT_TRUE(same_bits(padded.lse, descending.lse));
-  EXPECT_TRUE(same_bits(padded.o, run(host, {}, 1).o));
-  EXPECT_TRUE(same_bits(padded.o, run(host, {.sequences = true}).o));
+  for (const char* stabiliser : kStabilisers) {
+    const fp8_judge::Found padded = run(host, stabiliser);
+    fp8_judge::judge("ragged", kernel_problem(host, stabiliser), host, padded);
+    const fp8_judge::Found descending = run(host, stabiliser, {.order = Order::descending});
+    EXPECT_TRUE(same_bits(padded.o, descending.o));
+    EXPECT_TRUE(same_bits(padded.lse, descending.lse));
+    EXPECT_TRUE(same_bits(padded.o, run(host, stabiliser, {}, 1).o));
+    EXPECT_TRUE(same_bits(padded.o, run(host, stabiliser, {.sequences = true}).o));
+  }
+}
+
+// Scores that rise from the last keys to the first, which the kernel meets last: by less than a shift may lag, by a little
+// more, and by more than an exponential can be. Rows without a key, and one NaN, which stays in its row.
+TEST(HopperFp8, shifts_that_lag) {
+  for (const float rise : {0.3f, 1.0f, 3.0f, 60.0f}) {  // in 128 keys, in nats
+    Problem host = make_problem({{1, 1, 1, 70, 640, 64}, {.scale = 0.125f}, ""});
+    for (int64_t i = 0; i < 70; ++i) *host.q().at(0, 0, i, 0) = 8;
+    for (int64_t j = 0; j < 640; ++j)
+      *host.k().at(0, 0, j, 0) = cases::to_bf16(rise * static_cast<float>(4 - j / 128));
+    judge("rise " + std::to_string(rise), host);
+  }
+  Problem host = make_problem({{1, 1, 1, 300, 200, 64}, {.causal = true}, ""});
+  *host.q().at(0, 0, 150, 3) = std::numeric_limits<float>::quiet_NaN();
+  for (const char* stabiliser : kStabilisers) {
+    const fp8_judge::Found found = run(host, stabiliser);
+    for (int64_t i = 0; i < 300; ++i) EXPECT_EQ(std::isnan(*found.lse.view().at(0, 0, i)), i == 150) << i;
+  }
 }
 
 // Why P V leaves the tensor cores after every 64 keys: their 13 bits, truncated, shrink a long sum of values of one sign. Relative

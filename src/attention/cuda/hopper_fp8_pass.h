@@ -96,9 +96,20 @@ void forward_pass(const AttentionProblem& p, const PassInputs& in, const Forward
                   int multiprocessors, Launch& launch) {
   const Layout layout = lay_out(p, workspace);
   quantise_tiles(p, in, layout, launch);
+  // Where every head allows it.
+  const bool lag = std::all_of(p.plans.begin(), p.plans.end(), [](const PrecisionPlan& plan) {
+    return may_lag(rules_of(plan.stabiliser).shift);
+  });
+  const auto with_kernel = [&]<int kHead, bool kLag>() {
+    using Kernel = Forward<kHead, kLag>;
+    const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
+    launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
+  };
   const auto with_head = [&]<int kHead>() {
-    const ForwardArguments a = forward_arguments(p, out, layout, Forward<kHead>::kRows);
-    launch.template run<Forward<kHead>>(std::min(multiprocessors, a.items_per_head * a.heads), a);
+    if (lag)
+      with_kernel.template operator()<kHead, true>();
+    else
+      with_kernel.template operator()<kHead, false>();
   };
   if (kernel_head(p.D) == 64)
     with_head.template operator()<64>();

@@ -171,25 +171,27 @@ struct QuantiseTile {
   // The bits of the tile's largest finite magnitude.
   EK_DEVICE static uint32_t largest(const Numbers& loaded) {
     constexpr uint32_t kInfinity = 0x7f80u;
-    const uint32_t most = block_max(most_of(loaded, [](uint32_t magnitude) { return magnitude; }));
+    uint32_t pair = 0;  // magnitudes of BF16 numbers are in the order of integers, two in a word
+    each_word(loaded, [&](uint32_t first, uint32_t second) {
+      pair = __vimax3_u16x2(pair, first & 0x7fff7fffu, second & 0x7fff7fffu);
+    });
+    const uint32_t most = block_max(larger(pair & 0xffffu, pair >> 16));
     if (most < kInfinity) return most;
     __syncthreads();  // the warps' maxima are read
-    return block_max(
-        most_of(loaded, [](uint32_t magnitude) { return magnitude < kInfinity ? magnitude : 0u; }));
+    uint32_t finite = 0;
+    const auto add = [&](uint32_t magnitude) {
+      if (magnitude < kInfinity) finite = larger(finite, magnitude);
+    };
+    each_word(loaded, [&](uint32_t first, uint32_t second) {
+      add(first & 0x7fffu), add(first >> 16 & 0x7fffu), add(second & 0x7fffu), add(second >> 16 & 0x7fffu);
+    });
+    return block_max(finite);
   }
-  template <class Magnitude>
-  EK_DEVICE static uint32_t most_of(const Numbers& loaded, Magnitude counted) {
-    uint32_t most = 0;
+  // body(word, next word), all of them.
+  template <class Body>
+  EK_DEVICE static void each_word(const Numbers& loaded, Body body) {
 #pragma unroll
-    for (int n = 0; n < kPerThread; ++n) {
-      const uint32_t words[4] = {loaded[n].x, loaded[n].y, loaded[n].z, loaded[n].w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        most = larger(most, counted(words[w] & 0x7fffu));
-        most = larger(most, counted(words[w] >> 16 & 0x7fffu));
-      }
-    }
-    return most;
+    for (int n = 0; n < kPerThread; ++n) body(loaded[n].x, loaded[n].y), body(loaded[n].z, loaded[n].w);
   }
   EK_DEVICE static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
   EK_DEVICE static uint32_t block_max(uint32_t most) {
@@ -208,7 +210,7 @@ struct QuantiseTile {
 template <int kHead, Target kTarget>
 struct Quantise : QuantiseTile<kHead> {
   using Tile = QuantiseTile<kHead>;
-  static constexpr int kBlocksAtOnce = 5;  // as many as registers allow
+  static constexpr int kBlocksAtOnce = 6;
   EK_DEVICE static int count(const QuantiseArguments& a, const QuantiseArguments::Operand& x) {
     return a.B * x.heads * x.tiles;
   }
