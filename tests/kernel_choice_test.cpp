@@ -188,6 +188,7 @@ TEST(KernelChoice, hopper_fp8_runs_its_plan) {
         {",dscores=e5m2^22", "dscores=e5m2^22"},
         {",dq=fp32", "dq=fp32"},
         {",keys=centred", "keys=centred"},
+        {",queries=centred", "queries=centred"},
         {",stabiliser=consistent", "the stabiliser consistent (they have none and zero_sum)"},
         {",stabiliser=wide_output", "the stabiliser wide_output"},
         {",accumulate=h200", "theirs are accumulate=h200/4"},
@@ -217,6 +218,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   const std::pair<const char*, const char*> cases[] = {
       {"mxfp8", "probs=e4m3*block32@e8m0_up (scales that blocks of P or dS share run on the CPU)"},
       {"flash2,dscores=int8*tile", "dscores=int8*tile"},
+      {"flash2,probs=int8*column", "probs=int8*column"},
+      {"flash2,queries=centred", "queries=centred (queries less their mean run on the CPU)"},
       {"hifloat8", "dscores=hif8*tile@e8m0_up/nearest_away"},
       {"flash2,grad_output=bf16,grad_output_for_dprobs=fp32",
        "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
@@ -234,8 +237,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
     }
   }
   EXPECT_EQ(choose_kernel(problem("flash2,keys=centred"), kHopper).kernel, "any_plan");
-  for (const char* plan :
-       {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
+  for (const char* plan : {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile",
+                           "flash2,k=int4*column,v=e4m3*column32", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
     EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan") << plan;
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }

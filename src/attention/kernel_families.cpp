@@ -41,6 +41,8 @@ std::string hopper_device_not_taken(const CudaDevice& device) {
 
 // What a plan may ask and no kernels of a GPU have yet: they must not compute something else instead.
 std::string any_plan_plan_not_taken(const PrecisionPlan& plan, TensorType) {
+  if (plan.queries != QueryRule::given)
+    return fmt::format("queries={} (queries less their mean run on the CPU)", name(plan.queries));
   for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
     if (plan.at(site).shared != SharedScale{})
       return fmt::format("{}={} (scales that blocks of P or dS share run on the CPU)", name(site),
@@ -123,6 +125,7 @@ bool hopper_gives_score_facts(const AttentionProblem& p) {
 
 // kHopperFp8Plan. The forward pass's sums go to FP32 after all features of a score and every 128 keys of O: h200/4.
 std::string hopper_fp8_plan_not_taken(const PrecisionPlan& plan, TensorType) {
+  if (plan.queries != QueryRule::given) return fmt::format("queries={}", name(plan.queries));
   if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
   // P is rounded to 4 bits, forward alone. So a delta from O, however wide, does not fit the P of the backward pass; and
   // that finds the rounded P only where it adds up scores as the FP8 tensor cores do. What fits is zero_sum.
