@@ -37,7 +37,7 @@ class Run:
     @property
     def minutes(self):
         """Estimated, on one H200 by itself."""
-        fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] == "flash2"
+        fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] in ("flash2", "fp8_trains")
         speed = SPEED[self.size][2 if self.torch else 0 if fast else 1]
         wider = 1.0
         for n, word in enumerate(self.more):
@@ -490,15 +490,16 @@ def formats():
 
 
 # Every operand in 8 bits. GPU kernels have no scales that blocks of P or dS share. So P is exp times 2^8 (at most 448), and dS,
-# which is far below 1, has a fixed power of two.
+# which is far below 1, has a fixed power of two. fp8_trains: what the FP8 kernels run, 8 bits forward and BF16 backward.
 EIGHT_BITS = {
+    "fp8_trains": "fp8_trains",
     "e4m3": "mxfp8,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^22/saturate",
     "hif8": "hifloat8,dscores=hif8^16/nearest_away",
 }
 
 
 def eight_bits():
-    """All operands of attention's products in 8 bits at nano: with the sum kept, and as they are."""
+    """Operands of attention's products in 8 bits at nano: with the sum kept, and as they are."""
     found = []
     for name, plan in EIGHT_BITS.items():
         found += nano("eight_bits", name + "_zero_sum", plan + ZERO, 9_000, more=VALIDATE)

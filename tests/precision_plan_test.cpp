@@ -84,13 +84,17 @@ TEST(PrecisionPlan, NamedPlansAreWhatTheyAreDocumentedToBe) {
   for (const char* name : {"fp8_deepseek", "mxfp8", "hifloat8"}) EXPECT_EQ(eight_bits(name), all) << name;
   EXPECT_EQ(eight_bits("sage_int8"), "q k v grad_output probs probs_bwd dscores q_bwd k_bwd ");
   EXPECT_EQ(eight_bits("nvfp4"), "q k v probs probs_bwd q_bwd k_bwd v_bwd ");
-  for (const char* name : {"fp8_fa3", "turbo"})
+  for (const char* name : {"fp8_fa3", "fp8_trains", "turbo"})
     EXPECT_EQ(eight_bits(name), "q k v probs q_bwd k_bwd v_bwd ") << name;
   EXPECT_EQ(eight_bits("pasa_fp16"), "");
   for (const char* name : {"sage_int8", "pasa_fp16"})
     EXPECT_EQ(parse_plan(name).keys, KeyRule::centred) << name;
   EXPECT_EQ(parse_plan("mxfp8").at(Site::dscores), parse_rounding("e4m3*block32@e8m0_up"));
   EXPECT_EQ(parse_plan("nvfp4").at(Site::v), parse_rounding("e2m1*block16@e4m3*tensor"));
+  // Both passes read the same q, k and v, and all of them are BF16 numbers.
+  for (Site site : {Site::q, Site::k_bwd})
+    EXPECT_EQ(parse_plan("fp8_trains").at(site), parse_rounding("e4m3*tile@e8m0_up"));
+  EXPECT_EQ(parse_plan("fp8_trains").at(Site::v_bwd), parse_rounding("e4m3*head@e8m0_up"));
   for (std::string_view known : kPlanNames) EXPECT_EQ(to_string(parse_plan(known)), known);
 }
 
@@ -211,8 +215,9 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
 
 TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
   const std::string plans =
-      "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_deepseek, mxfp8, nvfp4, sage_int8, turbo, "
-      "hifloat8, "
+      "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_trains, fp8_deepseek, mxfp8, nvfp4, "
+      "sage_int8, "
+      "turbo, hifloat8, "
       "pasa_fp16, or SITE=FORMAT, stabiliser=NAME, keel=Z";
   const std::string sites =
       "q, k, v, grad_output, scores, shifted, probs, row_sum, pv, output, output_for_delta, delta, "

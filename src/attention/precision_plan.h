@@ -143,6 +143,10 @@ inline constexpr NamedPlan kNamedPlans[] = {
     // code). Left out: the rotation by a random Hadamard matrix, which changes no score but for rounding. It has no FP8
     // backward: BF16 is ours. Its sums: add accumulate=h200.
     {"fp8_fa3", "flash2,q=e4m3*tile,k=e4m3*tile,v=e4m3*tile,probs=e4m3^8/saturate,grad_output=bf16"},
+    // What the FP8 kernels of Hopper train with, ours: fp8_fa3 with scales that are powers of two, so that the rounded q, k
+    // and v are BF16 numbers, which the products of a BF16 backward pass read; v's scale is a head's, as in FlashAttention-3's
+    // code, so that the tensor cores can add more than one tile of keys.
+    {"fp8_trains", "fp8_fa3,q=e4m3*tile@e8m0_up,k=e4m3*tile@e8m0_up,v=e4m3*head@e8m0_up"},
     // DeepSeek-V3, arXiv 2412.19437: E4M3 in all products, a scale in FP32 for 128 neighbours. The paper keeps attention
     // in BF16: its rule for linear layers at attention's operands is ours. Its sums, every 128 products to FP32: add
     // accumulate=h200/4.
