@@ -182,6 +182,8 @@ class Figures:
         name, _, layer = name.partition(":")
         layer = int(layer) if layer else None
         study = self.study
+        if name == "drift_layer":
+            return str(study.drift(run)[1])
         if name in ("offset", "score"):
             return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
         if name == "loss":
@@ -266,10 +268,12 @@ class Figures:
         if what == "first_share":  # of life, median of those with a forecast
             return f"{100 * median([next(m['share'] for m in life['life'] if m['forecast'] is not None) for life in failing.values() if any(m['forecast'] is not None for m in life['life'])]):.0f} %"
         drifting = [run for run in others.values() if run["drifts"]]
+        sizes = lambda runs: ", ".join(f"{sum(run['size'] == size for run in runs)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in runs))
         return {
             "failing": lambda: str(len(failing)),
             "healthy": lambda: str(len(healthy)),
-            "healthy_sizes": lambda: ", ".join(f"{sum(run['size'] == size for run in healthy)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in healthy)),
+            "healthy_sizes": lambda: sizes(healthy),
+            "failing_sizes": lambda: sizes(failing.values()),
             "alarms": lambda: str(sum(bool(run["alarms"]) for run in healthy)),
             "second_text": lambda: str(sum(bool(run["text"]) for run in healthy)),
             "held_out": lambda: str(sum(run["held_out"] for run in healthy)),
