@@ -183,6 +183,8 @@ class Figures:
         name, _, layer = name.partition(":")
         layer = int(layer) if layer else None
         study = self.study
+        if name == "drift_layer":
+            return str(study.drift(run)[1])
         if name in ("offset", "score"):
             return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
         if name == "loss":
@@ -246,26 +248,37 @@ class Figures:
         texts = [self.quantity(run, first) for run in self.match(rest)]
         return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
 
-    def forecast_value(self, what, share=None):
-        """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life."""
+    def forecast_value(self, what, share=None, key=None):
+        """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life;
+        `design NAME KEY` and `law KEY [KEY]` of its designs."""
         failing, others = self.forecast["failing"], self.forecast["others"]
+        if what == "design":
+            found = self.forecast["designs"][share][key]
+            return str(len(found)) if isinstance(found, list) else f"{found} of {len(failing)}"
+        if what == "law":
+            found = self.forecast["designs"]["law_" + share]
+            return f"{found[key]} of {found['runs']}" if key else number(found)
         healthy = [run for run in others.values() if not run["drifts"]]
         if what in ("forecasts", "within", "in_interval"):
             moments = [moment for life in failing.values() for moment in life["life"] if abs(moment["share"] - float(share)) < 1e-9]
             chosen = {"forecasts": lambda m: m["forecast"] is not None, "within": lambda m: m.get("within"), "in_interval": lambda m: m.get("in_interval")}[what]
             return f"{sum(bool(chosen(moment)) for moment in moments)} of {len(moments)}"
-        if what == "first_within":
+        if what in ("first_within", "first_in_interval"):
             firsts = [next((m for m in life["life"] if m["forecast"] is not None), None) for life in failing.values()]
-            return f"{sum(bool(m and m['within']) for m in firsts)} of {len(firsts)}"
+            return f"{sum(bool(m and m[what.removeprefix('first_')]) for m in firsts)} of {len(firsts)}"
         if what == "first_share":  # of life, median of those with a forecast
             return f"{100 * median([next(m['share'] for m in life['life'] if m['forecast'] is not None) for life in failing.values() if any(m['forecast'] is not None for m in life['life'])]):.0f} %"
         drifting = [run for run in others.values() if run["drifts"]]
+        sizes = lambda runs: ", ".join(f"{sum(run['size'] == size for run in runs)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in runs))
         return {
             "failing": lambda: str(len(failing)),
             "healthy": lambda: str(len(healthy)),
-            "healthy_sizes": lambda: ", ".join(f"{sum(run['size'] == size for run in healthy)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in healthy)),
+            "healthy_sizes": lambda: sizes(healthy),
+            "failing_sizes": lambda: sizes(failing.values()),
             "alarms": lambda: str(sum(bool(run["alarms"]) for run in healthy)),
             "second_text": lambda: str(sum(bool(run["text"]) for run in healthy)),
+            "held_out": lambda: str(sum(run["held_out"] for run in healthy)),
+            "held_out_alarms": lambda: str(sum(run["held_out"] and bool(run["alarms"]) for run in healthy)),
             "drifting_alarms": lambda: f"{sum(bool(run['alarms']) for run in drifting)} of {len(drifting)}",
             "hidden": lambda: f"{sum((life['half_life_ratio'] or math.inf) < 2 for life in failing.values())} of {len(failing)}",
         }[what]()
@@ -285,6 +298,15 @@ class Figures:
             right = len(lives) if 1 / factor <= 2 * share <= factor else 0
             rows.append([f"{share:.0%}", str(sum(m["forecast"] is not None for m in moments)), count("within"), count("in_interval"), str(right)])
         return table(["share of the run's life", "runs with a forecast", f"right within a factor of {factor}", "in the stated interval", '"as long again" would be right in'], rows)
+
+    def designs_table(self):
+        """What each design of a forecast reaches."""
+        count, healthy = len(self.forecast["failing"]), sum(not run["drifts"] for run in self.forecast["others"].values())
+        rows = []
+        for name in ("offsets", "statistics", "twin", "law", "both"):
+            one = self.forecast["designs"][name]
+            rows.append([one["words"], f"{one['half']} of {count}", f"{one['half_right']} of {count}", f"{one['first_right']} of {count}", f"{len(one['false_alarms'])} of {healthy}"])
+        return table(["what the forecast knows", "alarm at half of life", "and a date right within 1.5", "first forecast right within 1.5", "healthy runs with an alarm at any moment"], rows)
 
     def risk_table(self):
         """Leak share of the median head where it is packed with the run: before drift, by run."""

@@ -519,6 +519,25 @@ def law():
     return found
 
 
+def leaks():
+    """Plans that leak in different places and sizes, probed, of a seed that no other run has: what does the leak of the first steps say?
+    No number of the forecast was chosen on these runs."""
+    found = []
+    for name, plan, steps in (
+        ("fp32", "fp32", 1_200),
+        ("row_sum_2", "fp32,row_sum=e8m2", 800),
+        ("row_sum_3", "fp32,row_sum=e8m3", 1_200),
+        ("pv_stochastic", "fp32,pv=e8m2/stochastic", 1_000),
+        ("scores", "fp32,scores=e8m2", 1_000),
+        ("nvfp4", "nvfp4", 1_200),
+        ("mxfp8", "mxfp8", 1_000),
+        ("delta", "fp32,delta=e8m2/stochastic", 1_000),
+        ("row_sum_2_zero_sum", "fp32,row_sum=e8m2" + ZERO, 800),
+    ):
+        found += micro("leaks", name, plan, (4,), LAW_PROBES, steps=steps)
+    return found
+
+
 def texts():
     """micro on another text (C headers, HTML, documentation): failing and healthy, for the forecast."""
     found = micro("texts", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES)
@@ -528,7 +547,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
+PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):
