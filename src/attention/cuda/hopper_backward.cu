@@ -5,6 +5,7 @@
 
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
+#include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
 
 namespace evenkeel {
