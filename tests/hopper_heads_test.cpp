@@ -35,7 +35,7 @@ struct Passes : emulated::AmperePasses {
                   void* workspace) const {
     using namespace hopper::forward;
     for_head_groups(p, out, [&](ForwardArguments a) {
-      if (p.D > hopper::kSmallHead || p.Dv != p.D)
+      if (has_large_heads(p))
         with_block_of<Pairs, true, false, false>(
             p, a.rules, [&]<class Block>() { launch<Block>(p, in, out, a, workspace); });
       else

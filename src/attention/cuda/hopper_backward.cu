@@ -1,4 +1,5 @@
-// The backward pass on Hopper, its host code: plans, memory, and the order of launches. First comes the delta of the heads
+// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads go to the Ampere class,
+// which reads what Hopper's forward pass has saved. For the others, first comes the delta of the heads
 // with zero_sum. Then delta and the other facts of each row. Then dQ, dK and dV by one kernel, launched once for each kind of
 // kv heads.
 #include <stdexcept>
@@ -82,6 +83,7 @@ std::vector<KeyGroup> key_groups(const AttentionProblem& problem) {
 }  // namespace hopper::backward
 
 std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem) {
+  if (has_large_heads(problem)) return ampere_prepare(problem);
   hopper::backward::Backward p{};
   hopper::backward::Workspace work{};
   auto plan = std::make_shared<FamilyPlan>();
@@ -90,9 +92,11 @@ std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem
   return plan;
 }
 
-void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const PassInputs& in,
+void hopper_backward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
                      const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
                      void* workspace, void* stream_handle) {
+  if (has_large_heads(problem))
+    return ampere_backward(problem, plan, in, grad_output, saved, out, workspace, stream_handle);
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   using namespace hopper::backward;

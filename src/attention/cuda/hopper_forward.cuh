@@ -12,7 +12,7 @@ namespace evenkeel::hopper::forward {
 template <class Pairs>
 void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                     const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream);
-// Of head sizes above 128, without forms.
+// Of large heads, without forms.
 template <class Pairs>
 void launch_large_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                           const ForwardArguments& a, void* workspace, cudaStream_t stream);

@@ -58,8 +58,9 @@ struct Tiles {
   // Above 128 there is room for one query tile: each warpgroup has its part to itself, and O leaves through it.
   static constexpr bool kLarge = kHeadSize > 128;
   static constexpr int kQueryStages = kLarge ? 1 : 2, kQueryParts = kLarge ? kWarpgroups : 1, kItems = 4;
-  // As many keys as registers (256: 128 for O, 60 for scores and P) and shared memory (all of it) allow.
-  static constexpr int kKeys = kHeadSize == 64 ? 64 : kValueSize == 128 ? 128 : kValueSize == 192 ? 112 : 80;
+  // As many keys as registers (192: 96 for O, 84 for scores and P) and shared memory allow; but with 256, 80 would fit and
+  // are slower than 64.
+  static constexpr int kKeys = kHeadSize == 64 ? 64 : kValueSize == 128 ? 128 : kValueSize == 192 ? 112 : 64;
   static constexpr int kHalf = kKeys / 2, kStages = kHeadSize == 64 ? 6 : 2;
   static constexpr bool kHalves = kHalf >= 64;  // a tile of which only the first half is seen is cut
   static constexpr int kWorkers = kWarpgroups * kWarpgroup;  // threads

@@ -114,7 +114,7 @@ struct Worker : WarpgroupThread {
     return tiles >= 0 && own > 0 && skipped <= T::kStages - 2;
   }
   EK_DEVICE int query_part() const { return T::kLarge ? group : 0; }
-  EK_DEVICE void release_query(int count) { release(&shared.q_empty[count % T::kQueryStages][query_part()]); }
+  EK_DEVICE void release_query(int tile) { release(&shared.q_empty[tile % T::kQueryStages][query_part()]); }
 
   EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }
   EK_DEVICE void wait_values() { barrier_wait(&shared.v_full[v.stage], v.parity); }
@@ -218,12 +218,12 @@ struct Worker : WarpgroupThread {
       each_score([&](int i, int r) { total[r] += s[i]; });
   }
   // The facts of the warp's rows of a query tile that is done.
-  EK_DEVICE void write_score_facts(const Item& done, int row) {
+  EK_DEVICE void write_score_facts(const Item& done, int done_row) {
     float score = kMinusInfinity, mean = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(total[r]);
-      const int i = row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
+      const int i = done_row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
       if (i >= done.rows || keys <= 0) continue;
       score = fmaxf(score, largest[r] * a.scale);
       mean = fmaxf(mean, fabsf(sum * a.scale / static_cast<float>(keys)));
@@ -317,7 +317,7 @@ struct Worker : WarpgroupThread {
   }
 
   // O / l, L and what backward needs, of a query tile that is done.
-  EK_DEVICE void write(const Item& done, int row) {
+  EK_DEVICE void write(const Item& done, int done_row) {
     float of_keys[2], sum[2], factor[2];
     const float sink = kForms ? sink_log2(a, done.h) : kMinusInfinity;
 #pragma unroll
@@ -329,39 +329,39 @@ struct Worker : WarpgroupThread {
     }
 #pragma unroll
     for (int i = 0; i < kValueSize / 2; ++i) o[i] *= factor[(i / 2) % 2];
-    if (row + kWarpgroupRows > done.rows) {  // rows that do not exist may hold anything
+    if (done_row + kWarpgroupRows > done.rows) {  // rows that do not exist may hold anything
 #pragma unroll
       for (int i = 0; i < kValueSize / 2; ++i)
-        if (row + lane_row + i / 2 % 2 * 8 >= done.rows) o[i] = 0;
+        if (done_row + lane_row + i / 2 % 2 * 8 >= done.rows) o[i] = 0;
     }
     uint32_t packed[kValueSize / 4];
 #pragma unroll
     for (int pair = 0; pair < kValueSize / 4; ++pair)
       packed[pair] = Pairs::pack(o[2 * pair], o[2 * pair + 1]);
-    if (a.sequences.query_offsets && row + kWarpgroupRows > done.rows)
-      store_single_rows(done, row, packed);
+    if (a.sequences.query_offsets && done_row + kWarpgroupRows > done.rows)
+      store_single_rows(done, done_row, packed);
     else
-      store_boxes(done, row, packed);
+      store_boxes(done, done_row, packed);
     if (T::kLarge) {  // the next Q comes to where O left from
       if (thread % 32 == 0) store_wait_read<0>();
       release_query(count - 1);
     }
-    if (a.saved.residue) write_residue(done, row, packed);
-    write_row_facts(done, row, of_keys, sum, sink);
-    if constexpr (kFacts) write_score_facts(done, row);
+    if (a.saved.residue) write_residue(done, done_row, packed);
+    write_row_facts(done, done_row, of_keys, sum, sink);
+    if constexpr (kFacts) write_score_facts(done, done_row);
   }
   // The last rows of a packed sequence: the next sequence's rows follow at once.
-  EK_DEVICE void store_single_rows(const Item& done, int row, const uint32_t (&packed)[kValueSize / 4]) {
+  EK_DEVICE void store_single_rows(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
 #pragma unroll
     for (int pair = 0; pair < kValueSize / 4; ++pair) {
-      const int i = row + lane_row + pair % 2 * 8, feature = pair / 2 * 8 + lane_column;
+      const int i = done_row + lane_row + pair % 2 * 8, feature = pair / 2 * 8 + lane_column;
       if (i < done.rows && feature < a.Dv)
         *reinterpret_cast<uint32_t*>(a.o + done.h * a.o_stride[1] +
                                      (static_cast<int64_t>(done.first_row) + i) * a.o_stride[2] + feature) =
             packed[pair];
     }
   }
-  EK_DEVICE void store_boxes(const Item& done, int row, const uint32_t (&packed)[kValueSize / 4]) {
+  EK_DEVICE void store_boxes(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
     const int lane = thread % 32, warp_row = thread / 32 * 16, box_row = warp_row + lane % 16;
     if (lane == 0 && !T::kLarge) store_wait_read<0>();
     __syncwarp();
@@ -375,7 +375,7 @@ struct Worker : WarpgroupThread {
 #pragma unroll
       for (int box = 0; box < T::kValueBoxes; ++box)
         store_box(o_map, output_box(box) + warp_row * kRowBytes, box * kBoxFeatures,
-                  done.first_row + row + warp_row, done.h, done.query_batch);
+                  done.first_row + done_row + warp_row, done.h, done.query_batch);
       store_commit();
     }
   }
@@ -387,11 +387,11 @@ struct Worker : WarpgroupThread {
       return shared.o[group][box];
   }
   // L, and consistent's m and l.
-  EK_DEVICE void write_row_facts(const Item& done, int row, const float (&of_keys)[2], const float (&sum)[2],
-                                 float sink) {
+  EK_DEVICE void write_row_facts(const Item& done, int done_row, const float (&of_keys)[2],
+                                 const float (&sum)[2], float sink) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + lane_row + 8 * r;
+      const int i = done_row + lane_row + 8 * r;
       if (lane_column != 0 || i >= a.sequences.T) continue;
       const bool exists = i < done.rows;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
@@ -407,10 +407,10 @@ struct Worker : WarpgroupThread {
 
   // A row's bytes lie two by two with the four lanes of a quad; after a transposition each lane has 16 in
   // order.
-  EK_DEVICE void write_residue(const Item& done, int row, const uint32_t (&packed)[kValueSize / 4]) {
+  EK_DEVICE void write_residue(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + lane_row + 8 * r;
+      const int i = done_row + lane_row + 8 * r;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
       int8_t* const to = a.saved.residue + at * a.Dv;
       RandomKey key = a.random;

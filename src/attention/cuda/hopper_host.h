@@ -7,9 +7,6 @@
 
 namespace evenkeel::hopper {
 
-// Larger heads have tiles and kernels of their own.
-inline constexpr int64_t kSmallHead = 128;
-
 // Tensor maps of tensors of a problem, packed or not: with the rows and heads of queries (T, H) or of keys (N, G), and the
 // features of either (D) or of values and outputs (Dv).
 CUtensorMap query_map(const AttentionProblem& problem, const DeviceTensor& tensor, int box_rows);

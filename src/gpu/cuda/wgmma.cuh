@@ -126,17 +126,6 @@ struct Wgmma<72, kFp16> {
 };
 
 template <bool kFp16>
-struct Wgmma<80, kFp16> {
-  template <bool kTransposeA, bool kTransposeB>
-  EK_DEVICE static void ss(float (&d)[40], uint64_t a, uint64_t b, bool sum) {
-    if constexpr (kFp16)
-      EK_SS("80", "f16", EK_NAMES_40, EK_FLOATS_40, "%40", "%41", "%42", "%43, %44");
-    else
-      EK_SS("80", "bf16", EK_NAMES_40, EK_FLOATS_40, "%40", "%41", "%42", "%43, %44");
-  }
-};
-
-template <bool kFp16>
 struct Wgmma<112, kFp16> {
   template <bool kTransposeA, bool kTransposeB>
   EK_DEVICE static void ss(float (&d)[56], uint64_t a, uint64_t b, bool sum) {
