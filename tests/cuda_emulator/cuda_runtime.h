@@ -68,6 +68,11 @@ inline bool __any_sync(uint32_t lanes, bool value) {
   return evenkeel::cuda_emulator::machine().vote(lanes, value) != 0;
 }
 
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
+
 // One thread of the CPU runs all threads of all blocks.
 template <class T>
 T atomicAdd(T* at, T value) {

@@ -1,5 +1,5 @@
-// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads go to the Ampere class,
-// which reads what Hopper's forward pass has saved. For the others, first comes the delta of the heads
+// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads have a kernel of their own
+// (hopper_backward_large.cuh) and the Ampere class's memory. For the others, first comes the delta of the heads
 // with zero_sum. Then delta and the other facts of each row. Then dQ, dK and dV by one kernel, launched once for each kind of
 // kv heads.
 #include <stdexcept>
@@ -92,14 +92,16 @@ std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem
   return plan;
 }
 
-void hopper_backward(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
+void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const PassInputs& in,
                      const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
                      void* workspace, void* stream_handle) {
-  if (has_large_heads(problem))
-    return ampere_backward(problem, plan, in, grad_output, saved, out, workspace, stream_handle);
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   using namespace hopper::backward;
+  if (has_large_heads(problem))
+    return (problem.type == TensorType::fp16
+                ? launch_large_backward<Fp16Pairs>
+                : launch_large_backward<Bf16Pairs>)(problem, in, grad_output, saved, out, workspace, stream);
   const Saved kept = saved_layout(problem, saved.saved);
   Backward p{};
   Workspace work{};
