@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
-from study_runs import NAMED_SYSTEMS
+from study_runs import FEW_BITS, NAMED_SYSTEMS
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -163,6 +163,7 @@ class Figures:
         self.study, self.experiments = Study(folder), experiments
         beside = lambda name: json.loads((Path(folder).parent / name).read_text()) if (Path(folder).parent / name).exists() else None
         self.forecast, self.is_it_us, self.llama_patterns = beside("forecast.json"), beside("is_it_us.json"), beside("llama_patterns.json")
+        self.field_story = beside("field_story.json")
 
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
@@ -471,6 +472,17 @@ class Figures:
                     rows.append(self.group_row((f"{words} (`{system}`)", f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
         return table(["system", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
 
+    def formats_sites_table(self):
+        """Operands of 6 and 4 bits at micro: all of them, and each alone; losses as in formats_table."""
+        rows = []
+        for name, words in FEW_BITS.items():
+            for remedy in ("none", "zero_sum"):
+                runs = self.match([f"~formats-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
+                if runs:
+                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
+                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
+        return table(["operands", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
+
     def llama_patterns_table(self):
         """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""
         rows = []
@@ -622,6 +634,24 @@ class Figures:
             run = self.study[name]
             rows.append([words] + [number(run.at("offset", step, 2)) if step <= run.last_step else NONE for step in marks])
         return table(["attention", *(f"{mark:,} steps" if mark == marks[0] else f"{mark:,}" for mark in marks)], rows)
+
+    def field_story_table(self):
+        """docs/pytorch.md's: what each instrument said of one drift in plain PyTorch, in the order of steps."""
+        if not self.field_story:
+            return "docs/field_story.json is not there: python/field_story.py makes it.\n"
+        free, kept, verdict = (self.field_story[part] for part in ("unguarded", "guarded", "isolate"))
+        verdict, heads = verdict["verdict"], lambda listed: ", ".join(f"layer {layer} head {head}" for layer, head in listed)
+        guilty = [(head["layer"], head["head"]) for head in verdict["heads"]]
+        alarm = next(alarm for alarm in free["alarms"] if any(tuple(head) in guilty for head in alarm["heads"]))
+        told = next(told for n, told in enumerate(free["forecasts"]) if all(later["failure_at"] is not None for later in free["forecasts"][n:]))
+        acted = [event for event in kept["events"] if event["kind"] != "warning"]
+        rows = [(told["at"], "Monitor's forecast", f"failure near step {number(round(told['failure_at']))} ({number(round(told['earliest']))} to {number(round(told['latest']))})"),
+                (alarm["step"], "Monitor's alarm", f"{heads(alarm['heads'])} drifts"),
+                (free["drift_from"], "offset", f"beyond 8 times its healthy level ({number(round(free['healthy_offset']))}) for good; {number(round(free['largest_offset']))} at most"),
+                (self.field_story["failure_at"], "loss", "more than 5 % above the guarded run's"),
+                (acted[0]["step"], "Guard, in a run of its own", f"{len(acted)} remedies, the last at step {number(acted[-1]['step'])}; offset {number(round(kept['largest_offset']))} at most, to its last step, {number(kept['steps'])}"),
+                (verdict["begin"], "`evenkeel.isolate`", f"{verdict['replays']} replays of {verdict['end'] - verdict['begin']} steps: `{'`, `'.join(verdict['sites'])}` ({', '.join(verdict['formats'])}) of {heads(guilty)}; {verdict['certainty']}")]  # fmt: skip
+        return table(["at step", "what", "says"], [[number(step), *words] for step, *words in sorted(rows)])
 
     def micro_runs_table(self):
         rows = []
