@@ -34,6 +34,7 @@ struct alignas(16) uint4 {
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -71,10 +72,27 @@ inline bool __any_sync(uint32_t lanes, bool value) {
   return evenkeel::cuda_emulator::machine().vote(lanes, value) != 0;
 }
 
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
+
 // One thread of the CPU runs all threads of all blocks.
 template <class T>
 T atomicAdd(T* at, T value) {
   const T before = *at;
   *at += value;
+  return before;
+}
+template <class T>
+T atomicMax(T* at, T value) {
+  const T before = *at;
+  *at = std::max(*at, value);
+  return before;
+}
+template <class T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  *at = std::min(*at, value);
   return before;
 }

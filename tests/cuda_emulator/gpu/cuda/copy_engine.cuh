@@ -1,16 +1,133 @@
-// Hopper's copy engine on the CPU: as much of src/gpu/cuda/copy_engine.cuh as copies of plain bytes need.
+// Hopper's copy engine on the CPU: src/gpu/cuda/copy_engine.cuh by the definitions of its instructions. What is loaded arrives
+// when a thread waits for it, and what is stored is read when its thread waits for that, neither before.
 #pragma once
 
 #include "gpu/cuda/barriers.cuh"
+#include "gpu/cuda/tensor_map.h"
 
 namespace evenkeel::gpu {
 
+inline constexpr int kRowBytes = kBoxFeatures * 2;
+inline uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
+namespace emulated {
+
+// A box of a tensor and its place in shared memory.
+struct Box {
+  const CUtensorMap* map;
+  uint8_t* shared;
+  std::array<int, 4> at;  // feature, row, head, batch
+
+  uint32_t bytes() const { return static_cast<uint32_t>(map->box_rows * kRowBytes); }
+  // f(16 bits of shared memory, those of the tensor, or null: outside) over all elements.
+  template <class F>
+  void each(F f) const {
+    const uint32_t start = shared_address(shared);
+    for (int row = 0; row < map->box_rows; ++row)
+      for (int feature = 0; feature < kBoxFeatures; ++feature) {
+        const std::array<int64_t, 4> index = {at[3], at[2], at[1] + row, at[0] + feature};
+        uint16_t* element = map->data;
+        for (size_t axis = 0; axis < 4; ++axis) {
+          if (index[axis] < 0 || index[axis] >= map->size[axis]) element = nullptr;
+          if (element) element += index[axis] * (axis == 3 ? 1 : map->stride[axis]);
+        }
+        uint32_t address = start + static_cast<uint32_t>(row * kRowBytes + feature * 2);
+        address ^= (address >> 7 & 7) << 4;
+        f(reinterpret_cast<uint16_t*>(machine().shared_at(address, 2)), element);
+      }
+  }
+};
+
+inline Box box_at(const CUtensorMap& map, void* shared, int feature, int row, int head, int batch) {
+  if (shared_address(shared) % 1024 != 0) machine().fail("a box that is not aligned to 1024 bytes");
+  return {&map, static_cast<uint8_t*>(shared), {feature, row, head, batch}};
+}
+
+// A thread's stores: groups of boxes and of plain bytes.
+struct Store {
+  int group;
+  std::function<void()> copy;
+};
+struct Stores {
+  std::vector<Store> pending;
+  int group = 0;
+};
+inline Stores& stores() {
+  static std::array<Stores, 1024> of_thread;
+  return of_thread[threadIdx.x];
+}
+inline void finish_stores(int pending) {
+  Stores& mine = stores();
+  size_t done = 0;
+  for (; done < mine.pending.size() && mine.pending[done].group < mine.group - pending; ++done)
+    mine.pending[done].copy();
+  mine.pending.erase(mine.pending.begin(), mine.pending.begin() + static_cast<std::ptrdiff_t>(done));
+}
+
+}  // namespace emulated
+
+inline void prefetch_map(const CUtensorMap&) {}
 // The target is unreadable until a thread waits for the copy.
+inline void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int feature, int row, int head,
+                     int batch) {
+  const emulated::Box box = emulated::box_at(map, to, feature, row, head, batch);
+  std::memset(to, cuda_emulator::Machine::kUnwritten, box.bytes());
+  emulated::bulk_copies().push_back({barrier, box.bytes(), [box] {
+                                       box.each([](uint16_t* shared, const uint16_t* element) {
+                                         *shared = element ? *element : uint16_t{0};
+                                       });
+                                     }});
+}
 inline void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   if (bytes % 16 != 0 || shared_address(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     machine().fail("a bulk copy that is not aligned to 16 bytes");
   std::memset(to, cuda_emulator::Machine::kUnwritten, bytes);
-  emulated::bulk_copies().push_back({static_cast<uint8_t*>(to), from, bytes, barrier});
+  emulated::bulk_copies().push_back({barrier, bytes, [=] { std::memcpy(to, from, bytes); }});
+}
+
+inline void store_fence() {}
+inline void store_box(const CUtensorMap& map, const void* from, int feature, int row, int head, int batch) {
+  const emulated::Box box = emulated::box_at(map, const_cast<void*>(from), feature, row, head, batch);
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [box] {
+                            box.each([](const uint16_t* shared, uint16_t* element) {
+                              if (element) *element = *shared;
+                            });
+                          }});
+}
+inline void store_bytes(void* to, const void* from, uint32_t bytes) {
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [=] { std::memcpy(to, from, bytes); }});
+}
+inline void add_floats(float* to, const float* from, uint32_t bytes) {
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [=] {
+                            for (uint32_t n = 0; n < bytes / sizeof(float); ++n) to[n] += from[n];
+                          }});
+}
+inline void store_commit() { ++emulated::stores().group; }
+template <int kPending>
+void store_wait_read() {
+  emulated::finish_stores(kPending);
+}
+template <int kPending>
+void store_wait() {
+  emulated::finish_stores(kPending);
+}
+
+inline void store_matrices(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  struct Operand {
+    uint8_t* row;
+    std::array<uint32_t, 4> words;
+  } mine{machine().shared_at(shared_address(to), 16), {a, b, c, d}};
+  machine().meet("stmatrix", mine, [](Operand** lanes) {
+    for (size_t matrix = 0; matrix < 4; ++matrix)
+      for (size_t row = 0; row < 8; ++row)
+        for (size_t word = 0; word < 4; ++word)
+          std::memcpy(lanes[8 * matrix + row]->row + 4 * word, &lanes[4 * row + word]->words[matrix], 4);
+  });
 }
 
 }  // namespace evenkeel::gpu

@@ -4,19 +4,11 @@
 // thread waits for it. One block at a time.
 #pragma once
 
-#include <array>
-#include <vector>
-
-#include "gpu/cuda/warp.cuh"
+#include "gpu/cuda/wgmma.cuh"
 #include "numerics/format.h"
 #include "numerics/tensor_core.h"
 
 namespace evenkeel::gpu {
-
-template <int kRegisters>
-void give_registers() {}
-template <int kRegisters>
-void take_registers() {}
 
 template <int kLineBytes>
 uint64_t operand_e4m3(const void* at) {
@@ -26,7 +18,6 @@ uint64_t operand_e4m3(const void* at) {
   return uint64_t{shared_address(at)} >> 4 | uint64_t{1} << 16 |
          static_cast<uint64_t>(8 * kLineBytes >> 4) << 32 | kSwizzle << 62;
 }
-inline uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
 
 inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   const Rounding e4m3{kE4m3, RoundingMode::nearest_even, /*saturate=*/true};
@@ -59,25 +50,8 @@ inline float e4m3_operand(uint64_t descriptor, int line, int byte) {
   return e4m3_value(*machine().shared_at(address, 1));
 }
 
-struct WarpgroupProduct {
-  int group, columns;
-  float* d;
-  std::array<const uint32_t*, 4> words;  // A in registers; null: by its descriptor
-  uint64_t a, b;
-  bool add;
-};
-
-struct Issued {
-  std::vector<WarpgroupProduct> products;
-  int group = 0;
-};
-inline Issued& issued() {
-  static std::array<Issued, 1024> of_thread;
-  return of_thread[threadIdx.x];
-}
-
 // All lanes of a warp, whose rows are the warp's sixteen of 64.
-inline void compute(WarpgroupProduct& mine) {
+inline void compute_e4m3(WarpgroupProduct& mine) {
   machine().meet("wgmma", mine, [](WarpgroupProduct** lanes) {
     static const TensorCoreModel& model = find_tensor_core_model(kE4m3);
     const WarpgroupProduct& first = *lanes[0];
@@ -103,19 +77,6 @@ inline void compute(WarpgroupProduct& mine) {
 
 }  // namespace emulated
 
-inline void products_begin() {}
-inline void products_commit() { ++emulated::issued().group; }
-template <int kPending>
-void products_wait() {
-  emulated::Issued& mine = emulated::issued();
-  size_t done = 0;
-  for (; done < mine.products.size() && mine.products[done].group < mine.group - kPending; ++done)
-    emulated::compute(mine.products[done]);
-  mine.products.erase(mine.products.begin(), mine.products.begin() + static_cast<std::ptrdiff_t>(done));
-}
-template <int n>
-void settle(float (&)[n]) {}
-
 inline void unpack_e4m3(uint32_t packed, uint32_t& low, uint32_t& high) {
   low = pack_fp16(emulated::e4m3_value(packed), emulated::e4m3_value(packed >> 8));
   high = pack_fp16(emulated::e4m3_value(packed >> 16), emulated::e4m3_value(packed >> 24));
@@ -125,12 +86,13 @@ template <int N>
 struct WgmmaE4m3 {
   static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {}, a, b, add});
+    mine.products.push_back({mine.group, N, d, {}, a, b, add, false, false, emulated::compute_e4m3});
   }
   static void rs(float (&d)[N / 2], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
                  const uint32_t& a3, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add});
+    mine.products.push_back(
+        {mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add, false, false, emulated::compute_e4m3});
   }
 };
 
