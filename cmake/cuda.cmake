@@ -87,6 +87,15 @@ set(cuda_files_any_plan src/attention/cuda/any_plan.cu src/attention/cuda/any_pl
 set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
                       -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
 
+# Files with many instances of their kernels: alone, so that the cores share them. All others are joined where sources are.
+set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} src/model/cuda/layer_norm.cu
+                     src/attention/cuda/hopper_forward_bf16.cu src/attention/cuda/hopper_forward_fp16.cu
+                     src/attention/cuda/hopper_forward_facts.cu src/attention/cuda/hopper_backward_bf16.cu
+                     src/attention/cuda/hopper_backward_fp16.cu)
+
+# nvcc's -O is of host code, which launches kernels and computes nothing; kernels are optimised in any case.
+set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
+
 # Flags of a target's .cu files. By default nvcc keeps IEEE division, roots and subnormals. It does fuse a * b + c,
 # so kernels that must not fuse say so themselves (__fmul_rn, __fadd_rn).
 function(evenkeel_cuda_flags target)
@@ -94,7 +103,7 @@ function(evenkeel_cuda_flags target)
                         CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static
                         CUDA_COMPILER_LAUNCHER ${CMAKE_SOURCE_DIR}/scripts/nvcc_checked)
   target_compile_options(${target} PRIVATE
-    "$<$<COMPILE_LANGUAGE:CUDA>:-O3;-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
+    "$<$<COMPILE_LANGUAGE:CUDA>:-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
 endfunction()
 
 # Adds all of src/*/cuda to the target, each kernel file for its family's machines.
@@ -111,6 +120,12 @@ function(evenkeel_add_cuda_kernels target)
     endforeach()
     set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${cuda_machines_${family}}")
   endforeach()
+  if(EVENKEEL_JOIN)
+    list(TRANSFORM cuda_files_alone PREPEND ${CMAKE_SOURCE_DIR}/ OUTPUT_VARIABLE alone)
+    list(REMOVE_ITEM sources ${alone})
+    evenkeel_join(sources ${sources})
+    list(PREPEND sources ${alone})
+  endif()
   target_sources(${target} PRIVATE ${sources})
   evenkeel_cuda_flags(${target})
   # The runtime goes in statically; the driver is found at run time, or is not there.

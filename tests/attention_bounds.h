@@ -103,8 +103,10 @@ class HeadBounds {
     if (r.seen.empty()) return;
     r.i = i;
     for (int64_t d = 0; d < D_; ++d) {
-      r.q_error.push_back(operand_error(plan_.at(Site::q), q(r, d)));
-      r.grad_error.push_back(operand_error(plan_.at(Site::grad_output), grad(r, d)));
+      r.q.push_back(*p_.in.q.at(b_, h_, i, d));
+      r.grad.push_back(*p_.grad_output.at(b_, h_, i, d));
+      r.q_error.push_back(operand_error(plan_.at(Site::q), r.q.back()));
+      r.grad_error.push_back(operand_error(plan_.at(Site::grad_output), r.grad.back()));
     }
     set_scores(r);
     set_probabilities(r);
@@ -122,7 +124,7 @@ class HeadBounds {
   struct Row {
     int64_t i = 0;
     std::vector<int64_t> seen;
-    std::vector<double> q_error, grad_error;
+    std::vector<double> q, grad, q_error, grad_error;
     std::vector<double> S, slope, S_error;
     double M = -INFINITY, worst_S = 0;  // the largest S, and the largest error of one
     double shift = 0;                   // how far the shift may lie from M
@@ -141,9 +143,9 @@ class HeadBounds {
   double at_site(Site site, double magnitude) const { return rounding_error(plan_.at(site), magnitude); }
   double relative(Site site) const { return at_site(site, 1.0); }
 
-  double q(const Row& r, int64_t d) const { return *p_.in.q.at(b_, h_, r.i, d); }
-  double grad(const Row& r, int64_t d) const { return *p_.grad_output.at(b_, h_, r.i, d); }
-  double v(const Row& r, size_t s, int64_t d) const { return *p_.in.v.at(b_, g_, r.seen[s], d); }
+  double q(const Row& r, int64_t d) const { return r.q[size_of(d)]; }
+  double grad(const Row& r, int64_t d) const { return r.grad[size_of(d)]; }
+  double v(const Row& r, size_t s, int64_t d) const { return v_[size_of(r.seen[s] * D_ + d)]; }
   double k(const Row& r, size_t s, int64_t d) const { return k_[size_of(r.seen[s] * D_ + d)]; }
   double k_error(const Row& r, size_t s, int64_t d) const { return k_error_[size_of(r.seen[s] * D_ + d)]; }
   double v_error(const Row& r, size_t s, int64_t d) const { return v_error_[size_of(r.seen[s] * D_ + d)]; }
@@ -158,7 +160,7 @@ class HeadBounds {
           mean_[size_of(d)] += double{*p_.in.k.at(b_, g_, j, d)} / double(keys);
         mean_[size_of(d)] = static_cast<float>(mean_[size_of(d)]);
       }
-    for (auto* values : {&k_, &k_error_, &v_error_}) values->resize(size_of(shape_.N * D_));
+    for (auto* values : {&k_, &v_, &k_error_, &v_error_}) values->resize(size_of(shape_.N * D_));
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t d = 0; d < D_; ++d) {
         const double m = std::fabs(mean_[size_of(d)]), key = *p_.in.k.at(b_, g_, j, d) - mean_[size_of(d)];
@@ -166,7 +168,8 @@ class HeadBounds {
         k_error_[size_of(j * D_ + d)] =
             !centred ? operand_error(plan_.at(Site::k), key)
                      : at_site(Site::k, std::fabs(key)) + 2 * kUnit * (m + std::fabs(key));
-        v_error_[size_of(j * D_ + d)] = operand_error(plan_.at(Site::v), *p_.in.v.at(b_, g_, j, d));
+        v_[size_of(j * D_ + d)] = *p_.in.v.at(b_, g_, j, d);
+        v_error_[size_of(j * D_ + d)] = operand_error(plan_.at(Site::v), v_[size_of(j * D_ + d)]);
       }
   }
 
@@ -365,22 +368,28 @@ class HeadBounds {
     }
   }
 
-  // What dS does to dK, and P to dV.
+  // What dS does to dK, and P to dV. Most of the time goes here: nothing is computed for a feature that holds for the row.
   void add_to_keys(const Row& r) const {
     const double terms = double(shape_.T * (shape_.H / shape_.G));
+    std::vector<double> q_size(size_of(D_)), grad_size(size_of(D_));
+    for (size_t d = 0; d < size_of(D_); ++d) {
+      q_size[d] = std::fabs(r.q[d]) + r.q_error[d];
+      grad_size[d] = std::fabs(r.grad[d]) + r.grad_error[d];
+    }
     for (size_t s = 0; s < r.n(); ++s) {
-      const double P = r.P[s];
+      const double P = r.P[s], dS = r.dS[s], dS_error = r.dS_error[s];
       const double p_error = P * r.Q_error[s] + kLostProb + at_site(Site::probs_bwd, P * (1 + r.Q_error[s]));
-      for (int64_t d = 0; d < D_; ++d) {
-        const double q_error = r.q_error[size_of(d)], grad_error = r.grad_error[size_of(d)];
-        const double q_size = std::fabs(q(r, d)) + q_error, grad_size = std::fabs(grad(r, d)) + grad_error;
-        const double e = p_error * grad_size + P * grad_error + (terms + 2) * u_ * P * grad_size + kTiny;
-        *bounds_.dv.view().at(b_, g_, r.seen[s], d) += e;
-        *bounds_.dv_size.view().at(b_, g_, r.seen[s], d) += P * grad_size + e;
-        const double f =
-            r.dS_error[s] * q_size + r.dS[s] * q_error + (terms + 2) * u_ * r.dS[s] * q_size + kTiny;
-        *bounds_.dk.view().at(b_, g_, r.seen[s], d) += f;
-        *bounds_.dk_size.view().at(b_, g_, r.seen[s], d) += r.dS[s] * q_size + f;
+      const auto of_key = [&](Tensor<double>& tensor) { return tensor.view().at(b_, g_, r.seen[s], 0); };
+      double *const dv = of_key(bounds_.dv), *const dv_size = of_key(bounds_.dv_size),
+                    *const dk = of_key(bounds_.dk), *const dk_size = of_key(bounds_.dk_size);
+      for (size_t d = 0; d < size_of(D_); ++d) {
+        const double e =
+            p_error * grad_size[d] + P * r.grad_error[d] + (terms + 2) * u_ * P * grad_size[d] + kTiny;
+        dv[d] += e;
+        dv_size[d] += P * grad_size[d] + e;
+        const double f = dS_error * q_size[d] + dS * r.q_error[d] + (terms + 2) * u_ * dS * q_size[d] + kTiny;
+        dk[d] += f;
+        dk_size[d] += dS * q_size[d] + f;
       }
     }
   }
@@ -394,8 +403,8 @@ class HeadBounds {
   const bool consistent_, wide_;
   const double a_, cap_, tiles_;
   double u_ = kUnit;
-  std::vector<double> mean_;                   // (D), of the keys; zero but for centre_keys
-  std::vector<double> k_, k_error_, v_error_;  // (N, D)
+  std::vector<double> mean_;                       // (D), of the keys; zero but for centre_keys
+  std::vector<double> k_, v_, k_error_, v_error_;  // (N, D)
 };
 
 inline Bounds error_bounds(const AttentionProblem& config, const Problem& p) {

@@ -44,13 +44,9 @@ using Bugs = std::vector<Bug>;
 class Kernel {
  public:
   Kernel(const ConformForm& form, const FormTensors& t, const Bugs& bugs, int64_t tile, uint32_t call)
-      : f_(form),
-        t_(t),
-        bugs_(bugs),
-        tile_(tile),
-        call_(call),
-        type_(rounding_of(form.type)),
-        a_(form.softmax_scale()) {}
+      : f_(form), t_(t), tile_(tile), call_(call), type_(rounding_of(form.type)), a_(form.softmax_scale()) {
+    for (Bug bug : bugs) bugs_ |= bit_of(bug);
+  }
 
   void run() {
     const auto rows = static_cast<size_t>(f_.batch() * f_.H * f_.all_rows());
@@ -71,7 +67,8 @@ class Kernel {
   }
 
  private:
-  bool has(Bug bug) const { return std::find(bugs_.begin(), bugs_.end(), bug) != bugs_.end(); }
+  static uint32_t bit_of(Bug bug) { return uint32_t{1} << static_cast<int>(bug); }
+  bool has(Bug bug) const { return (bugs_ & bit_of(bug)) != 0; }
   struct Row {
     int64_t b, h, i, number, keys, first_key, kv;  // kv: the key head's first row in k and v
   };
@@ -135,10 +132,9 @@ class Kernel {
         l += unrounded;
         const float p = has(Bug::unrounded_row_sum) ? round_to(type_, unrounded) : unrounded;
         if (p == 0) continue;
-        for (int64_t d = 0; d < f_.Dv; ++d) {
-          const float v = t_.v[(row.kv + begin + n) * f_.Dv + d];
-          o[static_cast<size_t>(d)] += p * (has(Bug::hides_nan) && std::isnan(v) ? 0 : v);
-        }
+        const float* const v = t_.v + (row.kv + begin + n) * f_.Dv;
+        const bool hides_nan = has(Bug::hides_nan);
+        for (size_t d = 0; d < o.size(); ++d) o[d] += p * (hides_nan && std::isnan(v[d]) ? 0 : v[d]);
       }
       if (has(Bug::late_rescale) && m != kNone)
         for (float& x : o) x *= alpha;
@@ -181,6 +177,9 @@ class Kernel {
     delta_[static_cast<size_t>(row.number)] = sum;
   }
 
+  static void add_times(float factor, const float* x, float* to, int64_t count) {
+    for (int64_t n = 0; n < count; ++n) to[n] += factor * x[n];
+  }
   void backward(const Row& row) {
     int64_t of = row.number;
     if (has(Bug::delta_of_next_head) && f_.H > 1) of += (row.h + 1 == f_.H ? 1 - f_.H : 1) * f_.all_rows();
@@ -197,12 +196,10 @@ class Kernel {
       // FP16 loses dS in its range: kept in FP32 unless that is the bug.
       if (f_.type != FormType::fp16 || has(Bug::fp16_dscores)) ds = round_to(type_, ds);
       ds *= a_ * slope;
-      for (int64_t d = 0; d < f_.D; ++d) {
-        dq[static_cast<size_t>(d)] += ds * t_.k[(row.kv + j) * f_.D + d];
-        dk_[static_cast<size_t>((row.kv + j) * f_.D + d)] += ds * t_.q[row.number * f_.D + d];
-      }
-      for (int64_t d = 0; d < f_.Dv; ++d)
-        dv_[static_cast<size_t>((row.kv + j) * f_.Dv + d)] += p * t_.grad_output[row.number * f_.Dv + d];
+      const int64_t key = row.kv + j;
+      add_times(ds, t_.k + key * f_.D, dq.data(), f_.D);
+      add_times(ds, t_.q + row.number * f_.D, dk_.data() + key * f_.D, f_.D);
+      add_times(p, t_.grad_output + row.number * f_.Dv, dv_.data() + key * f_.Dv, f_.Dv);
     };
     const int64_t keys = last_key(row);
     // Sums in another order in every other call.
@@ -226,7 +223,7 @@ class Kernel {
 
   const ConformForm& f_;
   const FormTensors& t_;
-  const Bugs& bugs_;
+  uint32_t bugs_ = 0;  // a bit each: they are asked for in the innermost loops
   const int64_t tile_;
   const uint32_t call_;
   const Rounding type_;

@@ -14,6 +14,8 @@
 #include "cli/python_script.h"
 
 namespace evenkeel::cli {
+// A namespace of its own: names as natural as the other benches have.
+namespace forms_bench {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -203,8 +205,10 @@ Contestants measure(const Shape& shape, int64_t rounds, PythonScript* script) {
 }
 
 }  // namespace
+}  // namespace forms_bench
 
 int bench_attention_forms(const GpuBenchOptions& options) {
+  using namespace forms_bench;
   const int64_t rounds = options.rounds > 0 ? options.rounds : 9;
   bool ok = true;
   Json json = Json::array();

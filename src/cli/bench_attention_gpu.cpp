@@ -22,6 +22,8 @@
 #include "cli/python_script.h"
 
 namespace evenkeel::cli {
+// A namespace of its own: names as natural as the other benches have.
+namespace attention_gpu_bench {
 namespace {
 
 namespace fs = std::filesystem;
@@ -445,8 +447,10 @@ Json to_json(const std::vector<Group>& groups, const Timings& timings, const std
 }
 
 }  // namespace
+}  // namespace attention_gpu_bench
 
 int bench_attention_gpu(const GpuBenchOptions& options) {
+  using namespace attention_gpu_bench;
   require(options.layout == "bthd" || options.layout == "bhtd", "--layout {}: expected bthd or bhtd",
           options.layout);
   const std::vector<Group> groups = groups_for(options);

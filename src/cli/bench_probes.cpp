@@ -19,6 +19,8 @@
 #include "training/trainer.h"
 
 namespace evenkeel::cli {
+// A namespace of its own: names as natural as the other benches have.
+namespace probes_bench {
 namespace {
 
 constexpr int kRounds = 60, kGpuRounds = 20;
@@ -70,8 +72,10 @@ int print(const std::vector<Figure>& figures, nlohmann::ordered_json head, const
 }
 
 }  // namespace
+}  // namespace probes_bench
 
 int bench_probes(bool check, bool json) {
+  using namespace probes_bench;
   const int threads_before = thread_count();
   set_thread_count(1);
   const ModelConfig config = model_preset("micro");
@@ -128,6 +132,7 @@ int bench_probes(bool check, bool json) {
 // A round has three stretches of kEvery steps: without probes, with the cheap set, and with both sets as a run has them.
 // In the last the full set is at the first step and its record at the last.
 int bench_probes_gpu(bool check, bool json) {
+  using namespace probes_bench;
   const CudaDevice device = cuda_device();
   require_data(device.present, "--gpu: no GPU: {}", device.why);
   const char* const plans[] = {"bf16_all", "flash2"};

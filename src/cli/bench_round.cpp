@@ -18,6 +18,8 @@
 #include "numerics/round_array.h"
 
 namespace evenkeel::cli {
+// A namespace of its own: names as natural as the other benches have.
+namespace round_bench {
 namespace {
 
 constexpr size_t kCount = size_t{4} << 20;  // 16 MiB each for source and target
@@ -101,8 +103,10 @@ void print_json(const std::vector<Case>& list, double copy, bool ok) {
 }
 
 }  // namespace
+}  // namespace round_bench
 
 int bench_round(bool check, bool json) {
+  using namespace round_bench;
   std::vector<Case> list = cases();
   std::vector<float> source(kCount), target(kCount);
   // 40 binades around 2^-8, both signs: every format meets its normals, subnormals, underflow and overflow.

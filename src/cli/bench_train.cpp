@@ -23,6 +23,8 @@
 #include "training/trainer.h"
 
 namespace evenkeel::cli {
+// A namespace of its own: names as natural as the other benches have.
+namespace train_bench {
 namespace {
 
 namespace fs = std::filesystem;
@@ -238,6 +240,7 @@ PythonScript::Start add_rivals(Group& group, Report& report) {
 }
 
 }  // namespace
+}  // namespace train_bench
 
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences) {
   RunConfig c;
@@ -252,7 +255,7 @@ RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequence
   return c;
 }
 
-void write_bench_tokens(const fs::path& file, int64_t vocabulary) {
+void write_bench_tokens(const std::filesystem::path& file, int64_t vocabulary) {
   constexpr size_t kTokens = 1 << 20;
   std::vector<uint16_t> tokens(kTokens);
   for (size_t n = 0; n < kTokens; ++n)
@@ -264,6 +267,7 @@ void write_bench_tokens(const fs::path& file, int64_t vocabulary) {
 }
 
 int bench_train(bool check, bool json) {
+  using namespace train_bench;
   Report report;
   report.title = fmt::format("training on the CPU: FP32, {} thread{}, {} kernels", thread_count(),
                              thread_count() == 1 ? "" : "s", name(cpu_target()));
@@ -282,6 +286,7 @@ int bench_train(bool check, bool json) {
   return print(report, check, json);
 }
 
+namespace train_bench {
 namespace {
 
 constexpr const char* kNone = "evenkeel, no remedy";
@@ -355,8 +360,10 @@ void note_optimizer(Report& report) {
 }
 
 }  // namespace
+}  // namespace train_bench
 
 int bench_train_gpu(const GpuBenchOptions& options) {
+  using namespace train_bench;
   constexpr std::string_view kMeasured[] = {"gpt2", "nano", "llama-124m", "llama-nano"};
   for (const std::string& preset : options.presets)
     require(std::ranges::find(kMeasured, preset) != std::end(kMeasured), "--preset: expected {}, got '{}'",

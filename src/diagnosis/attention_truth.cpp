@@ -12,9 +12,9 @@ namespace evenkeel {
 namespace {
 
 // A matrix of rows x columns, contiguous.
-struct Matrix {
-  Matrix() = default;
-  Matrix(int64_t r, int64_t c) : rows(r), columns(c), values(static_cast<size_t>(r * c)) {}
+struct DoubleMatrix {
+  DoubleMatrix() = default;
+  DoubleMatrix(int64_t r, int64_t c) : rows(r), columns(c), values(static_cast<size_t>(r * c)) {}
   double* row(int64_t i) { return values.data() + i * columns; }
   const double* row(int64_t i) const { return values.data() + i * columns; }
 
@@ -22,36 +22,36 @@ struct Matrix {
   std::vector<double> values;
 };
 
-Matrix absolute(Matrix x) {
+DoubleMatrix absolute(DoubleMatrix x) {
   for (double& value : x.values) value = std::fabs(value);
   return x;
 }
-Matrix transposed(const Matrix& x) {
-  Matrix out(x.columns, x.rows);
+DoubleMatrix transposed(const DoubleMatrix& x) {
+  DoubleMatrix out(x.columns, x.rows);
   for (int64_t i = 0; i < x.rows; ++i)
     for (int64_t j = 0; j < x.columns; ++j) out.row(j)[i] = x.row(i)[j];
   return out;
 }
 // `count` rows of a head from `first` on.
-Matrix rows_of(View<const float> x, int64_t b, int64_t h, int64_t first, int64_t count) {
-  Matrix out(count, x.shape[3]);
+DoubleMatrix rows_of(View<const float> x, int64_t b, int64_t h, int64_t first, int64_t count) {
+  DoubleMatrix out(count, x.shape[3]);
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < out.columns; ++d) out.row(i)[d] = double{*x.at(b, h, first + i, d)};
   return out;
 }
 
 // c += a b.
-void add_product(const Matrix& a, const Matrix& b, double* c) {
+void add_product(const DoubleMatrix& a, const DoubleMatrix& b, double* c) {
   double_kernels().multiply({a.rows, b.columns, a.columns, a.values.data(), a.columns, 1, b.values.data(),
                              b.columns, c, b.columns});
 }
 // c += a^T b.
-void add_transposed_product(const Matrix& a, const Matrix& b, double* c) {
+void add_transposed_product(const DoubleMatrix& a, const DoubleMatrix& b, double* c) {
   double_kernels().multiply({a.columns, b.columns, a.rows, a.values.data(), 1, a.columns, b.values.data(),
                              b.columns, c, b.columns});
 }
-Matrix product(const Matrix& a, const Matrix& b) {
-  Matrix out(a.rows, b.columns);
+DoubleMatrix product(const DoubleMatrix& a, const DoubleMatrix& b) {
+  DoubleMatrix out(a.rows, b.columns);
   add_product(a, b, out.values.data());
   return out;
 }
@@ -105,7 +105,8 @@ class RowBlock {
         d_o_(rows_of(task.grad_output, of.batch, h, of.first_row + first, count)),
         m_(static_cast<size_t>(count), kNoScore) {}
 
-  void run(const Matrix& k, const Matrix& k_size, const Matrix& v, const Matrix& v_size) {
+  void run(const DoubleMatrix& k, const DoubleMatrix& k_size, const DoubleMatrix& v,
+           const DoubleMatrix& v_size) {
     find_scores(k, k_size);
     find_probabilities();
     find_gradient_of_scores(v, v_size);
@@ -119,12 +120,12 @@ class RowBlock {
   static double& at(std::vector<double>& x, int64_t i) { return x[static_cast<size_t>(i)]; }
 
   // S, soft-capped, -inf where a key is not seen; the slope of the soft cap; the largest |q| |k| a.
-  void find_scores(const Matrix& k, const Matrix& k_size) {
+  void find_scores(const DoubleMatrix& k, const DoubleMatrix& k_size) {
     const AttentionProblem& p = task_.problem;
     const double a = p.scale, c = p.softcap;
     s_ = product(k, transposed(q_));
     size_ = product(k_size, transposed(absolute(q_)));
-    if (c > 0) slope_ = Matrix(s_.rows, s_.columns);
+    if (c > 0) slope_ = DoubleMatrix(s_.rows, s_.columns);
     std::vector<std::pair<int64_t, int64_t>> range;
     for (int64_t i = 0; i < rows_; ++i) range.push_back(p.key_range(of_.number, first_ + i));
     const View<const uint8_t>& visible = p.mask.visible;
@@ -185,9 +186,9 @@ class RowBlock {
   }
 
   // dS, and the weights of the three scales of dQ and dK (OutputScales).
-  void find_gradient_of_scores(const Matrix& v, const Matrix& v_size) {
-    Matrix dp = product(v, transposed(d_o_));
-    Matrix g = product(v_size, transposed(absolute(d_o_)));
+  void find_gradient_of_scores(const DoubleMatrix& v, const DoubleMatrix& v_size) {
+    DoubleMatrix dp = product(v, transposed(d_o_));
+    DoubleMatrix g = product(v_size, transposed(absolute(d_o_)));
     delta_.assign(m_.size(), 0);
     w_ = delta_;
     for (int64_t j = 0; j < s_.rows; ++j)
@@ -201,7 +202,7 @@ class RowBlock {
       at(grad_l, i) = *grad_lse.at(of_.batch, h_, of_.first_row + first_ + i);
     const double a = task_.problem.scale, size = std::fabs(a);
     const bool capped = task_.problem.softcap > 0, rounded = !is_identity(task_.options.dscores);
-    for (Matrix& terms : terms_) terms = Matrix(s_.rows, rows_);
+    for (DoubleMatrix& terms : terms_) terms = DoubleMatrix(s_.rows, rows_);
     ds_ = std::move(dp);
     for (int64_t j = 0; j < s_.rows; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
@@ -228,9 +229,10 @@ class RowBlock {
     }
   }
 
-  void add_outputs(const Matrix& k, const Matrix& k_size, const Matrix& v, const Matrix& v_size) {
+  void add_outputs(const DoubleMatrix& k, const DoubleMatrix& k_size, const DoubleMatrix& v,
+                   const DoubleMatrix& v_size) {
     OutputScales& scales = task_.out.scales;
-    const Matrix q_size = absolute(q_), d_o_size = absolute(d_o_);
+    const DoubleMatrix q_size = absolute(q_), d_o_size = absolute(d_o_);
     add_transposed_product(s_, v, row_of(task_.out.o, 0));
     add_transposed_product(s_, v_size, row_of(scales.o, 0));
     add_transposed_product(ds_, k, row_of(task_.out.dq, 0));
@@ -257,8 +259,8 @@ class RowBlock {
   Task& task_;
   const Sequence of_;
   const int64_t h_, first_, rows_;
-  Matrix q_, d_o_, s_, size_, slope_, ds_;
-  std::array<Matrix, 3> terms_;
+  DoubleMatrix q_, d_o_, s_, size_, slope_, ds_;
+  std::array<DoubleMatrix, 3> terms_;
   std::vector<double> m_, sink_, delta_, w_;
 };
 
@@ -274,7 +276,7 @@ double largest_of(View<const float> x, int64_t rows) {
   return largest;
 }
 
-void find_range(const Matrix& v, bool with_zero, double* low, double* high) {
+void find_range(const DoubleMatrix& v, bool with_zero, double* low, double* high) {
   for (int64_t d = 0; d < v.columns; ++d) {
     low[d] = with_zero || v.rows == 0 ? 0 : HUGE_VAL, high[d] = with_zero || v.rows == 0 ? 0 : -HUGE_VAL;
     for (int64_t j = 0; j < v.rows; ++j)
@@ -321,9 +323,9 @@ AttentionTruth attention_truth(const AttentionProblem& asked, const AttentionInp
   parallel_for(p.B * p.G, [&](int64_t item, int) {
     const int64_t b = item / p.G, g = item % p.G;
     const Sequence of = task.sequence(b);
-    const Matrix k = rows_of(in.k, of.batch, g, of.first_key, of.keys),
-                 v = rows_of(in.v, of.batch, g, of.first_key, of.keys), k_size = absolute(k),
-                 v_size = absolute(v);
+    const DoubleMatrix k = rows_of(in.k, of.batch, g, of.first_key, of.keys),
+                       v = rows_of(in.v, of.batch, g, of.first_key, of.keys), k_size = absolute(k),
+                       v_size = absolute(v);
     find_range(v, !options.sinks.empty(), out.scales.v_low.view().at(b, g, 0),
                out.scales.v_high.view().at(b, g, 0));
     for (int64_t h = g * group; h < (g + 1) * group; ++h)

@@ -12,17 +12,11 @@
 #include <memory>
 
 #include "attention/attention_problem.h"
+#include "model/matrix_view.h"
 
 namespace evenkeel {
 
-// A matrix in device memory: value (i, j) is data[i * row + j * column]. One of the strides is 1.
-struct DeviceMatrix {
-  const void* data;
-  int64_t row, column;  // strides in elements
-
-  static DeviceMatrix rows_of(const void* data, int64_t columns) { return {data, columns, 1}; }
-  static DeviceMatrix transposed(const void* data, int64_t columns) { return {data, 1, columns}; }
-};
+using DeviceMatrix = MatrixView<void>;  // in device memory, of values that the product knows
 
 // What happens to a sum before it is stored, in FP32. Where c_type is bf16, cuBLASLt may round the sum to it
 // before a base or GELU' is applied. It does so on Hopper for some shapes: two roundings instead of one, both to

@@ -4,16 +4,11 @@
 
 #include <cstdint>
 
+#include "model/matrix_view.h"
+
 namespace evenkeel {
 
-// A matrix in someone else's memory: value (i, j) is data[i * row + j * column]. One of the strides is 1.
-struct Matrix {
-  const float* data;
-  int64_t row, column;  // strides in elements
-
-  static Matrix rows_of(const float* data, int64_t columns) { return {data, columns, 1}; }
-  static Matrix transposed(const float* data, int64_t columns) { return {data, 1, columns}; }
-};
+using Matrix = MatrixView<float>;
 
 // Terms of a sum are added in blocks of so many. Each block is a chain of fused multiply-adds from 0 in the
 // order of the summed index. Blocks are added up in order. Short blocks lose fewer bits than one long chain.

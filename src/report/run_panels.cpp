@@ -258,35 +258,27 @@ struct LeakCharts {
 
   // where: "layer 1 head 2"
   std::string drawn(const std::string& where) {
-    std::string content;
-    if (!sums.lines.empty()) {
-      sums.id = "leak-sum", sums.title = "Running sum of the leak",
-      sums.y_label = "running sum of the mean leak, with a 95 % band";
-      sums.description = fmt::format(
-          "Sum over steps of the mean leak of {}, with the band that the rows' scatter leaves; "
-          "a curve that leaves zero is biased.",
-          where);
-      sums.zero_y = true, sums.height = 240, sums.guides.push_back({0, ""});
-      content += draw(sums);
-    }
-    if (!running.lines.empty()) {
-      running.id = "delta-running", running.title = "Running sum of delta's error",
-      running.y_label = "running sum of delta error over the probed steps";
-      running.description =
-          fmt::format("Sum of delta's error of {} over the probed steps of each run.", where);
-      running.zero_y = true, running.height = 220, running.guides.push_back({0, ""});
-      content += draw(running);
-    }
-    if (!share.lines.empty()) {
-      share.id = "leak-size", share.title = "Leak over delta",
-      share.y_label = "leak over delta, root mean squares, log axis";
-      share.description =
-          fmt::format("How large the leak of {} is, as a share of delta, on a logarithmic axis.", where);
-      share.log_y = true, share.height = 220;
-      share.guides.push_back({0x1p-23, "FP32's step, 2⁻²³"});
-      content += draw(share);
-    }
-    return content;
+    for (Chart* const sum : {&sums, &running}) sum->zero_y = true, sum->guides = {{0, ""}};
+    sums.height = 240, running.height = share.height = 220;
+    share.log_y = true, share.guides = {{0x1p-23, "FP32's step, 2⁻²³"}};
+    const auto named = [](Chart& chart, const char* id, const char* title, const char* y_label,
+                          std::string description) -> std::string {
+      if (chart.lines.empty()) return "";
+      chart.id = id, chart.title = title, chart.y_label = y_label;
+      chart.description = std::move(description);
+      return draw(chart);
+    };
+    return named(sums, "leak-sum", "Running sum of the leak",
+                 "running sum of the mean leak, with a 95 % band",
+                 fmt::format("Sum over steps of the mean leak of {}, with the band that the rows' scatter "
+                             "leaves; a curve that leaves zero is biased.",
+                             where)) +
+           named(running, "delta-running", "Running sum of delta's error",
+                 "running sum of delta error over the probed steps",
+                 fmt::format("Sum of delta's error of {} over the probed steps of each run.", where)) +
+           named(share, "leak-size", "Leak over delta", "leak over delta, root mean squares, log axis",
+                 fmt::format("How large the leak of {} is, as a share of delta, on a logarithmic axis.",
+                             where));
   }
 
  private:

@@ -62,11 +62,7 @@ EK_DEVICE float low_fp16(uint32_t packed) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(packed)));
   return x;
 }
-EK_DEVICE float high_fp16(uint32_t packed) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(packed >> 16)));
-  return x;
-}
+EK_DEVICE float high_fp16(uint32_t packed) { return low_fp16(packed >> 16); }
 
 // -1 where a >= b, else 0.
 EK_DEVICE int greater_equal(float a, float b) {

@@ -142,33 +142,33 @@ __global__ void __launch_bounds__(kPlainSide* kPlainSide)
 // --- The largest row mean
 // The mean of a row's scores is its q times the mean of the keys that it sees. A block for each head of each
 // sequence; each warp walks over its part of the rows with the sum of all keys so far.
-constexpr int kMeanWarps = 8, kHeadValues = 4;  // up to 128 features
+constexpr int kMeanWarps = 8, kFactValues = 4;  // up to 128 features
 
 template <class T>
 __global__ void __launch_bounds__(kMeanWarps* kWarp) largest_row_mean_kernel(FactInputs in, FactSums* sums) {
-  __shared__ float shared[kMeanWarps][kHeadValues * kWarp];
+  __shared__ float shared[kMeanWarps][kFactValues * kWarp];
   const Head<T> head(in, blockIdx.x, blockIdx.y);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, D = static_cast<int>(in.D);
   const int64_t first = in.T * warp / kMeanWarps, last = in.T * (warp + 1) / kMeanWarps;
-  const auto load = [&](const T* row, float(&values)[kHeadValues]) {
+  const auto load = [&](const T* row, float(&values)[kFactValues]) {
 #pragma unroll
-    for (int n = 0; n < kHeadValues; ++n) {
+    for (int n = 0; n < kFactValues; ++n) {
       const int d = n * kWarp + lane;
       values[n] = d < D ? to_float(row[d]) : 0.0f;
     }
   };
-  float sum[kHeadValues] = {}, key[kHeadValues], query[kHeadValues];
+  float sum[kFactValues] = {}, key[kFactValues], query[kFactValues];
 #pragma unroll 4
   for (int64_t i = first; i < last; ++i) {
     load(head.k + i * head.row_stride, key);
 #pragma unroll
-    for (int n = 0; n < kHeadValues; ++n) sum[n] += key[n];
+    for (int n = 0; n < kFactValues; ++n) sum[n] += key[n];
   }
 #pragma unroll
-  for (int n = 0; n < kHeadValues; ++n) shared[warp][n * kWarp + lane] = sum[n];
+  for (int n = 0; n < kFactValues; ++n) shared[warp][n * kWarp + lane] = sum[n];
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kHeadValues; ++n) {
+  for (int n = 0; n < kFactValues; ++n) {
     sum[n] = 0;
     for (int before = 0; before < warp; ++before) sum[n] += shared[before][n * kWarp + lane];
   }
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMeanWarps* kWarp) largest_row_mean_kernel(Fac
     load(head.q + i * head.row_stride, query);
     float dot = 0;
 #pragma unroll
-    for (int n = 0; n < kHeadValues; ++n) {
+    for (int n = 0; n < kFactValues; ++n) {
       sum[n] += key[n];
       dot = fmaf(query[n], sum[n], dot);
     }
