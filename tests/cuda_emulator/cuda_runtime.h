@@ -12,6 +12,9 @@
 
 #define __device__
 #define __host__
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 
 struct alignas(8) float2 {
@@ -34,6 +37,7 @@ struct alignas(16) uint4 {
 
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -54,6 +58,10 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline void __syncthreads() { evenkeel::cuda_emulator::machine().block_barrier(); }
 inline void __syncwarp() { evenkeel::cuda_emulator::machine().warp_barrier(); }
 inline void __threadfence() {}
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
 
 template <class T>
 T __shfl_xor_sync(uint32_t lanes, T value, int mask) {
@@ -72,5 +80,17 @@ template <class T>
 T atomicAdd(T* at, T value) {
   const T before = *at;
   *at += value;
+  return before;
+}
+template <class T>
+T atomicMax(T* at, T value) {
+  const T before = *at;
+  *at = std::max(*at, value);
+  return before;
+}
+template <class T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  *at = std::min(*at, value);
   return before;
 }

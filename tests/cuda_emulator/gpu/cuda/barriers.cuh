@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <vector>
 
 #include "gpu/cuda/device_function.cuh"
@@ -28,8 +29,7 @@ inline Barrier& barrier_at(uint64_t* at) { return *reinterpret_cast<Barrier*>(at
 
 // Copies of the copy engine arrive when a thread waits for them, not before.
 struct BulkCopy {
-  uint8_t* target;
-  const void* source;
+  std::function<void()> arrive;
   uint32_t bytes;
   uint64_t* barrier;
 };
@@ -44,7 +44,7 @@ inline void arrive_copies(uint64_t* barrier) {
       ++n;
       continue;
     }
-    std::memcpy(copies[n].target, copies[n].source, copies[n].bytes);
+    copies[n].arrive();
     barrier_at(barrier).bytes -= static_cast<int32_t>(copies[n].bytes);
     copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(n));
   }
@@ -73,10 +73,10 @@ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   emulated::barrier_at(barrier) = {0, static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals)};
 }
 inline void barrier_init_fence() {}
-inline void barrier_arrive(uint64_t* barrier) {
+inline void barrier_arrive(uint64_t* barrier, uint32_t arrivals = 1) {
   emulated::Barrier& b = emulated::barrier_at(barrier);
-  if (b.missing == 0) machine().fail("more arrivals at a barrier than it counts");
-  --b.missing;
+  if (b.missing < arrivals) machine().fail("more arrivals at a barrier than it counts");
+  b.missing = static_cast<uint8_t>(b.missing - arrivals);
   b.advance();
 }
 inline void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {

@@ -1,22 +1,12 @@
 // Products of a warpgroup with E4M3 operands on the CPU: src/gpu/cuda/wgmma_e4m3.cuh by the definitions of its instructions.
-// Operands are found by the bits of their descriptors, and sums are the chip's (numerics/tensor_core.h), so that a kernel's
-// results should be those of an H200 but for its exponentials. A product reads its operands as late as it may: when the
-// thread waits for it. One block at a time.
+// Sums are the chip's (numerics/tensor_core.h), so that a kernel's results should be those of an H200 but for its exponentials.
 #pragma once
 
-#include <array>
-#include <vector>
-
-#include "gpu/cuda/warp.cuh"
+#include "gpu/cuda/wgmma.cuh"
 #include "numerics/format.h"
 #include "numerics/tensor_core.h"
 
 namespace evenkeel::gpu {
-
-template <int kRegisters>
-void give_registers() {}
-template <int kRegisters>
-void take_registers() {}
 
 template <int kLineBytes>
 uint64_t operand_e4m3(const void* at) {
@@ -26,7 +16,6 @@ uint64_t operand_e4m3(const void* at) {
   return uint64_t{shared_address(at)} >> 4 | uint64_t{1} << 16 |
          static_cast<uint64_t>(8 * kLineBytes >> 4) << 32 | kSwizzle << 62;
 }
-inline uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
 
 inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   const Rounding e4m3{kE4m3, RoundingMode::nearest_even, /*saturate=*/true};
@@ -59,62 +48,29 @@ inline float e4m3_operand(uint64_t descriptor, int line, int byte) {
   return e4m3_value(*machine().shared_at(address, 1));
 }
 
-struct WarpgroupProduct {
-  int group, columns;
-  float* d;
-  std::array<const uint32_t*, 4> words;  // A in registers; null: by its descriptor
-  uint64_t a, b;
-  bool add;
-};
-
-struct Issued {
-  std::vector<WarpgroupProduct> products;
-  int group = 0;
-};
-inline Issued& issued() {
-  static std::array<Issued, 1024> of_thread;
-  return of_thread[threadIdx.x];
-}
-
-// All lanes of a warp, whose rows are the warp's sixteen of 64.
-inline void compute(WarpgroupProduct& mine) {
-  machine().meet("wgmma", mine, [](WarpgroupProduct** lanes) {
-    static const TensorCoreModel& model = find_tensor_core_model(kE4m3);
-    const WarpgroupProduct& first = *lanes[0];
-    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-    float a[16][32];
-    for (int row = 0; row < 16; ++row)
-      for (int term = 0; term < 32; ++term) {
-        const int lane = row % 8 * 4 + term % 16 / 4, word = term / 16 * 2 + row / 8;
-        a[row][term] = first.words[0]
-                           ? e4m3_value(*lanes[lane]->words[static_cast<size_t>(word)] >> (term % 4 * 8))
-                           : e4m3_operand(first.a, first_row + row, term);
-      }
-    for (int column = 0; column < first.columns; ++column) {
-      float b[32];
-      for (int term = 0; term < 32; ++term) b[term] = e4m3_operand(first.b, column, term);
-      for (int row = 0; row < 16; ++row) {
-        float& d = lanes[row % 8 * 4 + column % 8 / 2]->d[column / 8 * 4 + row / 8 * 2 + column % 2];
-        d = tensor_core_dot(model, a[row], b, 32, first.add ? d : 0.0f);
-      }
+inline void multiply_e4m3(WarpgroupProduct** lanes) {
+  static const TensorCoreModel& model = find_tensor_core_model(kE4m3);
+  const WarpgroupProduct& first = *lanes[0];
+  const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  float a[16][32];
+  for (int row = 0; row < 16; ++row)
+    for (int term = 0; term < 32; ++term) {
+      const int lane = row % 8 * 4 + term % 16 / 4, word = term / 16 * 2 + row / 8;
+      a[row][term] = first.words[0]
+                         ? e4m3_value(*lanes[lane]->words[static_cast<size_t>(word)] >> (term % 4 * 8))
+                         : e4m3_operand(first.a, first_row + row, term);
     }
-  });
+  for (int column = 0; column < first.columns; ++column) {
+    float b[32];
+    for (int term = 0; term < 32; ++term) b[term] = e4m3_operand(first.b, column, term);
+    for (int row = 0; row < 16; ++row) {
+      float& d = lanes[row % 8 * 4 + column % 8 / 2]->d[column / 8 * 4 + row / 8 * 2 + column % 2];
+      d = tensor_core_dot(model, a[row], b, 32, first.add ? d : 0.0f);
+    }
+  }
 }
 
 }  // namespace emulated
-
-inline void products_begin() {}
-inline void products_commit() { ++emulated::issued().group; }
-template <int kPending>
-void products_wait() {
-  emulated::Issued& mine = emulated::issued();
-  size_t done = 0;
-  for (; done < mine.products.size() && mine.products[done].group < mine.group - kPending; ++done)
-    emulated::compute(mine.products[done]);
-  mine.products.erase(mine.products.begin(), mine.products.begin() + static_cast<std::ptrdiff_t>(done));
-}
-template <int n>
-void settle(float (&)[n]) {}
 
 inline void unpack_e4m3(uint32_t packed, uint32_t& low, uint32_t& high) {
   low = pack_fp16(emulated::e4m3_value(packed), emulated::e4m3_value(packed >> 8));
@@ -125,12 +81,12 @@ template <int N>
 struct WgmmaE4m3 {
   static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {}, a, b, add});
+    mine.products.push_back({mine.group, N, d, {}, a, b, add, emulated::multiply_e4m3});
   }
   static void rs(float (&d)[N / 2], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
                  const uint32_t& a3, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add});
+    mine.products.push_back({mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add, emulated::multiply_e4m3});
   }
 };
 
