@@ -256,8 +256,6 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
       } else {
         barrier_init(&sm.dq_full[i], kConsumerWarps);
         barrier_init(&sm.dq_empty[i], kConsumerWarps);
-        barrier_init(&sm.dscores_full[i], kConsumerWarps);
-        barrier_init(&sm.dscores_empty[i], kConsumerWarps);
       }
     barrier_init_fence();
   }

@@ -127,7 +127,6 @@ struct alignas(1024) SharedMemory<128> {
   float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages], grad_output_full[kStages], grad_output_empty[kStages];
-  uint64_t dscores_full[kStages], dscores_empty[kStages];
   uint64_t dq_full[kStages], dq_empty[kStages];
   uint64_t item_full[kStages], item_empty[kStages];
   Item item[kStages];

@@ -8,9 +8,7 @@ namespace evenkeel::hopper::backward {
 
 // One consumer warpgroup: 64 keys of the tile, 64 queries a step, all features.
 //
-// Products of a step, in the order in which the tensor cores get them: S, dP, dV, dQ, dK. The warpgroups are half a step apart,
-// so that one's arithmetic meets the other's products: the second one starts an item when the first has its first P, and the
-// first one finds dQ, for which it needs the dS of both, a step late.
+// Products of a step, in the order in which the tensor cores get them: S, dP, dV, dQ, dK.
 //
 // Operands of products are found from numbers that the compiler knows to be the same in all threads of a warp (warp_uniform).
 // It then keeps their descriptors in uniform registers. Else four moves stand before every product, and the tensor cores wait.
@@ -23,7 +21,7 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
   using Work::consumer, Work::group, Work::kFp16, Work::kKeyBox, Work::kNext16Rows, Work::kRowBox,
       Work::kRows, Work::lane, Work::p, Work::sm, Work::thread, Work::warp;
   static constexpr int kGroups = kRows / 16;
-  static constexpr int kRowsCleared = 1, kFirstBegan = 2;  // named barriers
+  static constexpr int kRowsCleared = 1, kScoresShared = 2;  // named barriers
 
   Ring<kStages> queue;
   uint32_t item_parity = 0;
@@ -31,13 +29,10 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
   uint32_t count = 0;
   // This lane's part of a stmatrix into dS: row lane % 8 of matrix lane / 8; (query, 16-byte chunk of 8 keys).
   const uint32_t store_offset;
-  // How many steps later than the others' products dQ is found: the first warpgroup's one.
-  const int lag;
 
   EK_DEVICE WideConsumer(SharedMemory<128>& shared, const Backward& problem, int which)
       : Work(shared, problem, which),
-        store_offset(swizzled(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2)),
-        lag(which == 0 ? 1 : 0) {}
+        store_offset(swizzled(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2)) {}
 
   EK_DEVICE static uint32_t stage_of(uint32_t n) { return warp_uniform(n % kStages); }
   EK_DEVICE static uint32_t parity_of(uint32_t n) { return n / kStages % 2; }
@@ -67,12 +62,12 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
     for (int step = 0; step < steps; ++step) {
       const uint32_t stage = stage_of(count);
       await_rows(item, tile);
-      if (step == 0 && consumer == 1) named_sync(kFirstBegan, kConsumerThreads);
       Scores scores, dprobs;  // S^T, then P^T; dP^T
       begin_scores(stage, scores);
       begin_dprobs(stage, dprobs);
-      float4 shifts[kGroups], deltas[kGroups];
-      load_facts(sm.shift[stage], shifts);  // before the products are waited for
+      float4 shifts[kGroups];  // read before the products are waited for
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) shifts[i] = this->four_facts(sm.shift[stage], i);
       const bool edge = typename Work::Edges(p, item, tile).cross();
       products_wait<1>();
       settle(scores);
@@ -81,42 +76,26 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
       if (edge) this->mask(typename Work::Edges(p, item, tile), scores);
       ScoreOperand probs, dscores;
       find_probs(stage, shifts, scores, probs);
-      add_to_dv(stage, probs, dv);
-      if (step == 0 && consumer == 0) named_arrive(kFirstBegan, kConsumerThreads);
-      load_facts(sm.delta[stage], deltas);
-      products_wait<1>();
+      products_wait<0>();
       settle(dprobs);
       if (step + 1 == steps) release(&sm.v_empty);
-      find_dscores(deltas, scores, dprobs, dscores);
+      find_dscores(stage, scores, dprobs, dscores);
       share_dscores(dscores);
-      // 64 queries x 64 features. The first step of the warpgroup that is late finds one that nobody reads.
-      float dq[32];
-      if (step >= lag) await_dscores(count - lag);
-      begin_dq(count - lag, dq);
+      add_to_dv(stage, probs, dv);
+      named_sync(kScoresShared, kConsumerThreads);  // the other warpgroup's keys of dS are there
+      float dq[32];                                 // 64 queries x 64 features
+      begin_dq(dq);
       add_to_dk(stage, dscores, dk);
       products_wait<1>();  // dV and dQ are there
       settle(dq);
       release(&sm.grad_output_empty[stage]);
-      if (step >= lag) pass_on_dq(item, step - lag, tile, count - lag, dq);
+      pass_on_dq(item, step, tile, dq);
       products_wait<0>();
       release(&sm.q_empty[stage]);
       ++count;
       tile = tile + 1 == item.row_tiles ? item.first_row_tile : tile + 1;
     }
-    if (lag > 0)
-      find_last_dq(item, steps);
-    else
-      release(&sm.k_empty);
-  }
-  // Of the warpgroup that is late.
-  EK_DEVICE void find_last_dq(const volatile Item& item, int steps) {
-    float dq[32];
-    await_dscores(count - 1);
-    begin_dq(count - 1, dq);
-    products_wait<0>();
-    settle(dq);
     release(&sm.k_empty);
-    pass_on_dq(item, steps - 1, item.first_row_tile, count - 1, dq);
   }
   EK_DEVICE void release(uint64_t* empty) {
     if (lane == 0) barrier_arrive(empty);
@@ -165,10 +144,6 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
     barrier_wait(&sm.grad_output_full[stage], parity_of(count));
     begin_product<128, kKeyBox, kRowBox, kFp16>(dprobs, keys_of(sm.v), rows_of(sm.grad_output, stage));
   }
-  EK_DEVICE void load_facts(const float (&facts)[kRows], float4 (&to)[kGroups]) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) to[i] = this->four_facts(facts, i);
-  }
   // S^T to P^T, and the same packed. With a soft cap the scores are then what dP - delta is multiplied by.
   EK_DEVICE void find_probs(int stage, const float4 (&shifts)[kGroups], Scores& scores, ScoreOperand& probs) {
 #pragma unroll
@@ -191,11 +166,11 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
     }
   }
   // dS^T = P^T (dP^T - delta).
-  EK_DEVICE static void find_dscores(const float4 (&facts)[kGroups], const Scores& scores,
-                                     const Scores& dprobs, ScoreOperand& dscores) {
+  EK_DEVICE void find_dscores(int stage, const Scores& scores, const Scores& dprobs, ScoreOperand& dscores) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      const float deltas[4] = {facts[i].x, facts[i].y, facts[i].z, facts[i].w};
+      const float4 delta = this->four_facts(sm.delta[stage], i);
+      const float deltas[4] = {delta.x, delta.y, delta.z, delta.w};
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
         float ds[2];
@@ -206,19 +181,16 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
       }
     }
   }
-  // dS into shared memory, for both warpgroups' dQ.
+  // dS into shared memory, for both warpgroups' dQ. The other one is done with the dQ of two steps ago: it was at the barrier of
+  // the step before.
   EK_DEVICE void share_dscores(const ScoreOperand& dscores) {
     const uint32_t stage = stage_of(count);
-    barrier_wait(&sm.dscores_empty[stage], parity_of(count) ^ 1);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
       store_matrices_transposed(&sm.dscores[stage][consumer][0][0] + i * kNext16Rows + store_offset,
                                 dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2], dscores[4 * i + 3]);
     store_fence();
-    __syncwarp();
-    release(&sm.dscores_full[stage]);
   }
-  EK_DEVICE void await_dscores(uint32_t n) { barrier_wait(&sm.dscores_full[stage_of(n)], parity_of(n)); }
 
   // ------------------------------------------------------------------------------------------------ accumulate
   // sums += P^T or dS^T (keys x query rows) times the query rows of a tile.
@@ -236,9 +208,9 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
   EK_DEVICE void add_to_dk(uint32_t stage, const ScoreOperand& dscores, Gradient& dk) {
     add_product(dscores, rows_of(sm.q, stage, kRowBox), dk);
   }
-  // All 64 queries of step n, and 64 of 128 features.
-  EK_DEVICE void begin_dq(uint32_t n, float (&dq)[32]) {
-    const uint64_t dscores = advance(operand(sm.dscores[0][0]), stage_of(n) * sizeof(sm.dscores[0])),
+  // All 64 queries, and 64 of 128 features.
+  EK_DEVICE void begin_dq(float (&dq)[32]) {
+    const uint64_t dscores = advance(operand(sm.dscores[0][0]), stage_of(count) * sizeof(sm.dscores[0])),
                    keys = advance(operand(sm.k[0][0]), warp_uniform(consumer) * sizeof(sm.k[0]));
     products_begin();
 #pragma unroll
@@ -247,12 +219,10 @@ struct WideConsumer : ScoreWork<Pairs, 128, kConsistent, kForm> {
                                                  advance(keys, i * kNext16Rows), i > 0);
     products_commit();
   }
-  // dQ of step n, the one of `tile` or (where it is late) the one before. The row tile's first key tile comes last: it finds the
-  // sum of all others' parts in shared memory. Other parts go to the thread that adds them up.
-  EK_DEVICE void pass_on_dq(const volatile Item& item, int step, int tile, uint32_t n, float (&dq)[32]) {
-    const uint32_t stage = stage_of(n), parity = parity_of(n);
-    release(&sm.dscores_empty[stage]);
-    if (lag > 0) tile = (tile == item.first_row_tile ? item.row_tiles : tile) - 1;
+  // The row tile's first key tile comes last: it finds the sum of all others' parts in shared memory. Other parts go to the
+  // thread that adds them up.
+  EK_DEVICE void pass_on_dq(const volatile Item& item, int step, int tile, float (&dq)[32]) {
+    const uint32_t stage = stage_of(count), parity = parity_of(count);
     auto& part = sm.dq[stage][consumer];
     if (item.key_tile > first_key_tile<128, kForm>(p, item.offset, tile)) {
       barrier_wait(&sm.dq_empty[stage], parity ^ 1);
