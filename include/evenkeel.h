@@ -144,7 +144,7 @@ EVENKEEL_API int32_t evenkeel_plan_draws(const char* plan, int32_t* draws);
 
 /* How many bytes of memory the two passes of a problem need. */
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
-/* Which family of kernels runs ("hopper", "ampere", "any_plan", "cpu") and why. Valid until this thread's next call. */
+/* Which family of kernels runs ("hopper", "hopper_fp8", "ampere", "any_plan", "cpu") and why. Valid until this thread's next call. */
 EVENKEEL_API int32_t evenkeel_attention_kernel(const evenkeel_attention* attention, const char** kernel,
                                                const char** why);
 /* The limits of one family of kernels; a problem beyond those of every family of its device is refused. */

@@ -310,7 +310,7 @@ def in_a_trainer(training, options, given):
 
     class Stop(TrainerCallback):
         def on_step_end(self, arguments, state, control, **_):
-            control.should_training_stop = is_done(options, options.first + state.global_step)
+            control.should_training_stop |= is_done(options, options.first + state.global_step)
 
     rate = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: training.rate(n + options.first) / training.lr)
     callback = evenkeel.integrations.TrainerCallback(options.folder / "guarded", guard=True, first_step=options.first, **given)
@@ -464,6 +464,7 @@ def judged(story, folder):
         f"Guard remedied heads in {kept['in']}: {[(event['step'], event['heads']) for event in kept['events'][:4]]}":
             any(event["kind"] in ("remedy", "roll_back") for event in kept["events"]),
         f"the guarded run's offset ends below half of that: {kept['last_offset']:.0f}": kept["last_offset"] < 0.5 * free["last_offset"],
+        f"the guarded run ended with the other: {kept['steps']} steps and {free['steps']}": kept["steps"] <= free["steps"],
         f"isolate established a rounding: {found['verdict'].get('words', '')[:160]}":
             bool(found["verdict"].get("sites")) and cause not in ("healthy", "not_established"),
     }

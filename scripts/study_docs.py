@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
-from study_runs import NAMED_SYSTEMS
+from study_runs import FEW_BITS, NAMED_SYSTEMS
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -163,6 +163,7 @@ class Figures:
         self.study, self.experiments = Study(folder), experiments
         beside = lambda name: json.loads((Path(folder).parent / name).read_text()) if (Path(folder).parent / name).exists() else None
         self.forecast, self.is_it_us, self.llama_patterns = beside("forecast.json"), beside("is_it_us.json"), beside("llama_patterns.json")
+        self.field_story = beside("field_story.json")
 
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
@@ -182,6 +183,8 @@ class Figures:
         name, _, layer = name.partition(":")
         layer = int(layer) if layer else None
         study = self.study
+        if name == "drift_layer":
+            return str(study.drift(run)[1])
         if name in ("offset", "score"):
             return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
         if name == "loss":
@@ -245,26 +248,37 @@ class Figures:
         texts = [self.quantity(run, first) for run in self.match(rest)]
         return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " and " + texts[-1]
 
-    def forecast_value(self, what, share=None):
-        """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life."""
+    def forecast_value(self, what, share=None, key=None):
+        """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life;
+        `design NAME KEY` and `law KEY [KEY]` of its designs."""
         failing, others = self.forecast["failing"], self.forecast["others"]
+        if what == "design":
+            found = self.forecast["designs"][share][key]
+            return str(len(found)) if isinstance(found, list) else f"{found} of {len(failing)}"
+        if what == "law":
+            found = self.forecast["designs"]["law_" + share]
+            return f"{found[key]} of {found['runs']}" if key else number(found)
         healthy = [run for run in others.values() if not run["drifts"]]
         if what in ("forecasts", "within", "in_interval"):
             moments = [moment for life in failing.values() for moment in life["life"] if abs(moment["share"] - float(share)) < 1e-9]
             chosen = {"forecasts": lambda m: m["forecast"] is not None, "within": lambda m: m.get("within"), "in_interval": lambda m: m.get("in_interval")}[what]
             return f"{sum(bool(chosen(moment)) for moment in moments)} of {len(moments)}"
-        if what == "first_within":
+        if what in ("first_within", "first_in_interval"):
             firsts = [next((m for m in life["life"] if m["forecast"] is not None), None) for life in failing.values()]
-            return f"{sum(bool(m and m['within']) for m in firsts)} of {len(firsts)}"
+            return f"{sum(bool(m and m[what.removeprefix('first_')]) for m in firsts)} of {len(firsts)}"
         if what == "first_share":  # of life, median of those with a forecast
             return f"{100 * median([next(m['share'] for m in life['life'] if m['forecast'] is not None) for life in failing.values() if any(m['forecast'] is not None for m in life['life'])]):.0f} %"
         drifting = [run for run in others.values() if run["drifts"]]
+        sizes = lambda runs: ", ".join(f"{sum(run['size'] == size for run in runs)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in runs))
         return {
             "failing": lambda: str(len(failing)),
             "healthy": lambda: str(len(healthy)),
-            "healthy_sizes": lambda: ", ".join(f"{sum(run['size'] == size for run in healthy)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in healthy)),
+            "healthy_sizes": lambda: sizes(healthy),
+            "failing_sizes": lambda: sizes(failing.values()),
             "alarms": lambda: str(sum(bool(run["alarms"]) for run in healthy)),
             "second_text": lambda: str(sum(bool(run["text"]) for run in healthy)),
+            "held_out": lambda: str(sum(run["held_out"] for run in healthy)),
+            "held_out_alarms": lambda: str(sum(run["held_out"] and bool(run["alarms"]) for run in healthy)),
             "drifting_alarms": lambda: f"{sum(bool(run['alarms']) for run in drifting)} of {len(drifting)}",
             "hidden": lambda: f"{sum((life['half_life_ratio'] or math.inf) < 2 for life in failing.values())} of {len(failing)}",
         }[what]()
@@ -284,6 +298,15 @@ class Figures:
             right = len(lives) if 1 / factor <= 2 * share <= factor else 0
             rows.append([f"{share:.0%}", str(sum(m["forecast"] is not None for m in moments)), count("within"), count("in_interval"), str(right)])
         return table(["share of the run's life", "runs with a forecast", f"right within a factor of {factor}", "in the stated interval", '"as long again" would be right in'], rows)
+
+    def designs_table(self):
+        """What each design of a forecast reaches."""
+        count, healthy = len(self.forecast["failing"]), sum(not run["drifts"] for run in self.forecast["others"].values())
+        rows = []
+        for name in ("offsets", "statistics", "twin", "law", "both"):
+            one = self.forecast["designs"][name]
+            rows.append([one["words"], f"{one['half']} of {count}", f"{one['half_right']} of {count}", f"{one['first_right']} of {count}", f"{len(one['false_alarms'])} of {healthy}"])
+        return table(["what the forecast knows", "alarm at half of life", "and a date right within 1.5", "first forecast right within 1.5", "healthy runs with an alarm at any moment"], rows)
 
     def risk_table(self):
         """Leak share of the median head where it is packed with the run: before drift, by run."""
@@ -471,6 +494,17 @@ class Figures:
                     rows.append(self.group_row((f"{words} (`{system}`)", f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
         return table(["system", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
 
+    def formats_sites_table(self):
+        """Operands of 6 and 4 bits at micro: all of them, and each alone; losses as in formats_table."""
+        rows = []
+        for name, words in FEW_BITS.items():
+            for remedy in ("none", "zero_sum"):
+                runs = self.match([f"~formats-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
+                if runs:
+                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
+                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
+        return table(["operands", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
+
     def llama_patterns_table(self):
         """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""
         rows = []
@@ -622,6 +656,24 @@ class Figures:
             run = self.study[name]
             rows.append([words] + [number(run.at("offset", step, 2)) if step <= run.last_step else NONE for step in marks])
         return table(["attention", *(f"{mark:,} steps" if mark == marks[0] else f"{mark:,}" for mark in marks)], rows)
+
+    def field_story_table(self):
+        """docs/pytorch.md's: what each instrument said of one drift in plain PyTorch, in the order of steps."""
+        if not self.field_story:
+            return "docs/field_story.json is not there: python/field_story.py makes it.\n"
+        free, kept, verdict = (self.field_story[part] for part in ("unguarded", "guarded", "isolate"))
+        verdict, heads = verdict["verdict"], lambda listed: ", ".join(f"layer {layer} head {head}" for layer, head in listed)
+        guilty = [(head["layer"], head["head"]) for head in verdict["heads"]]
+        alarm = next(alarm for alarm in free["alarms"] if any(tuple(head) in guilty for head in alarm["heads"]))
+        told = next(told for n, told in enumerate(free["forecasts"]) if all(later["failure_at"] is not None for later in free["forecasts"][n:]))
+        acted = [event for event in kept["events"] if event["kind"] != "warning"]
+        rows = [(told["at"], "Monitor's forecast", f"failure near step {number(round(told['failure_at']))} ({number(round(told['earliest']))} to {number(round(told['latest']))})"),
+                (alarm["step"], "Monitor's alarm", f"{heads(alarm['heads'])} drifts"),
+                (free["drift_from"], "offset", f"beyond 8 times its healthy level ({number(round(free['healthy_offset']))}) for good; {number(round(free['largest_offset']))} at most"),
+                (self.field_story["failure_at"], "loss", "more than 5 % above the guarded run's"),
+                (acted[0]["step"], "Guard, in a run of its own", f"{len(acted)} remedies, the last at step {number(acted[-1]['step'])}; offset {number(round(kept['largest_offset']))} at most, to its last step, {number(kept['steps'])}"),
+                (verdict["begin"], "`evenkeel.isolate`", f"{verdict['replays']} replays of {verdict['end'] - verdict['begin']} steps: `{'`, `'.join(verdict['sites'])}` ({', '.join(verdict['formats'])}) of {heads(guilty)}; {verdict['certainty']}")]  # fmt: skip
+        return table(["at step", "what", "says"], [[number(step), *words] for step, *words in sorted(rows)])
 
     def micro_runs_table(self):
         rows = []

@@ -2,9 +2,10 @@
 
 Every run is cut at several moments, and the program is asked what it forecasts from the records up to there. A forecast is
 right where the forecast step of failure is within a factor of FACTOR of the true one (study_curves.py defines failure).
-The one fitted number that sets the dates, kForecastTimeLeft (src/diagnosis/forecast.h), is fitted anew for each run, to all
-*other* failing runs. The thresholds that decide whether there is a forecast were chosen on all runs of docs/curves but those
-of HELD_OUT. So a false alarm is judged fairly on these alone.
+The one fitted number that sets the dates, kForecastTimeLeft (src/diagnosis/forecast.h), is fitted anew for each run, to the
+first forecasts of all *other* failing runs. The thresholds that decide whether there is a forecast were chosen on all runs of
+docs/curves but those of HELD_OUT. So alarms, false and true, are judged fairly on these alone. Other designs are judged beside
+(study_designs.py).
 
 Standard library only; the curves are by layer (largest over heads), so a layer stands for a head here.
 """
@@ -17,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from study_curves import Study, median
+from study_designs import Designs
 
 FACTOR = 1.5
 SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
@@ -24,7 +26,7 @@ MOMENTS = 20  # of a run that does not fail, and
 EARLY = 10  # times its warm-up: so long, every second record too, since offsets of healthy runs grow there
 HEAD_SIZE = {"micro": 32, "nano": 64, "gpt2": 64}
 LINEAR = {"micro": "fp32", "nano": "bf16", "gpt2": "bf16"}
-HELD_OUT = ("square-", "texts-", "law-")  # parts that were trained after the thresholds were chosen
+HELD_OUT = ("leaks-",)  # parts that were trained after the thresholds were chosen
 NOT_FINITE = ("shift-paper_",)  # ended by NaN, not by drift: neither healthy nor failing here
 
 
@@ -37,7 +39,7 @@ heads = 8
 precision = "{LINEAR[run.size]}"
 [schedule]
 warmup = {run.warmup}
-""")
+""" + (f'[attention]\nplan = "{run.plan}"\n' if run.plan else ""))
     with open(folder / "metrics.jsonl", "w") as file:
         for at, row in zip(run.fact_steps, run.offset):
             if at <= step:
@@ -74,10 +76,10 @@ def fitted_time_left(root):
     return float(re.search(r"kForecastTimeLeft = ([\d.]+)", text)[1])
 
 
-def life_of(name, study, forecasts, others, compiled):
-    """One failing run: what was forecast at each share of its life, dated by what the others say."""
+def life_of(name, study, forecasts, first, compiled):
+    """One failing run: what was forecast at each share of its life, dated by the first forecasts of the others."""
     run, failure = study[name], study.failure(study[name])
-    scale = median([median(ratios) for other, ratios in others.items() if other != name and ratios]) / compiled
+    scale = median([left for other, left in first.items() if other != name]) / compiled
     life = []
     for share, found in forecasts:
         if found is None:
@@ -109,17 +111,22 @@ def judge(root, program):
     for (run, step), answer in zip(cuts, ask(program, cuts)):
         found.setdefault(run.name, []).append((step, soonest(answer)))
 
-    # How much longer than the program's raw figure, sqrt(e t), each failing run took: by moment.
-    raw = {}
+    # The time left at each failing run's first forecast, as a share of its life so far.
+    first = {}
     for run in failing:
-        failure = study.failure(run)
-        raw[run.name] = [(failure - step) / ((f[1] - step) / compiled) for step, f in found[run.name] if f and f[0] == "drift" and f[1] > step]
-    lives = {run.name: life_of(run.name, study, [(share, f) for share, (_, f) in zip(SHARES, found[run.name])], raw, compiled) for run in failing}
+        step, one = next(((step, one) for step, one in found[run.name] if one), (0, None))
+        if one and one[0] == "drift":
+            first[run.name] = study.failure(run) / step - 1
+    lives = {run.name: life_of(run.name, study, [(share, f) for share, (_, f) in zip(SHARES, found[run.name])], first, compiled) for run in failing}
     alarms = {}
     for run in healthy + drifting:
         steps = [round(step) for step, f in found[run.name] if f]
         alarms[run.name] = {"size": run.size, "text": run.text, "steps": run.last_step, "drifts": run in drifting, "held_out": run.name.startswith(HELD_OUT), "alarms": steps}
-    answer = {"factor": FACTOR, "time_left": compiled, "fitted_time_left": round(median([median(r) for r in raw.values() if r]), 3), "failing": lives, "others": alarms}
+    answer = {"factor": FACTOR, "time_left": compiled, "fitted_time_left": round(median(first.values()), 3), "failing": lives, "others": alarms}
+    expected = {run.name: [(moment["share"] * lives[run.name]["failure"], moment["forecast"]) for moment in lives[run.name]["life"]] for run in failing}
+    expected |= {run.name: [(step, one and one[1]) for step, one in found[run.name]] for run in healthy}
+    moments = {name: [step for step, _ in life] for name, life in expected.items()}
+    answer["designs"] = Designs(study, failing, healthy, moments, expected, FACTOR).judge(program)
     (root / "docs" / "forecast.json").write_text(json.dumps(answer, indent=0) + "\n")
     print_summary(answer)
     return 0
@@ -136,4 +143,8 @@ def print_summary(answer):
     healthy = {name: run for name, run in others.items() if not run["drifts"]}
     wrong = {name: run["alarms"] for name, run in healthy.items() if run["alarms"]}
     print(f"{len(healthy)} healthy runs, {len(wrong)} with a forecast of failure: {wrong}")
+    for name in ("offsets", "statistics", "twin", "law", "both"):
+        one = answer["designs"][name]
+        print(f"{name:<12} at half of life {one['half']} alarms, {one['half_right']} right; first forecasts right {one['first_right']}; false alarms {len(one['false_alarms'])}: {one['false_alarms'][:8]}")
+    print({key: value for key, value in answer["designs"].items() if key.startswith("law_")})
     print(f"kForecastTimeLeft: {answer['time_left']} compiled, {answer['fitted_time_left']} by all runs")

@@ -37,7 +37,7 @@ class Run:
     @property
     def minutes(self):
         """Estimated, on one H200 by itself."""
-        fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] == "flash2"
+        fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] in ("flash2", "fp8_trains")
         speed = SPEED[self.size][2 if self.torch else 0 if fast else 1]
         wider = 1.0
         for n, word in enumerate(self.more):
@@ -441,6 +441,12 @@ NAMED_SYSTEMS = {"fp8_fa3": "FlashAttention-3, FP8", "fp8_deepseek": "DeepSeek-V
                  "turbo": "TurboAttention, INT8", "hifloat8": "HiFloat8", "pasa_fp16": "PASA, FP16"}  # fmt: skip
 
 
+# Which operands may have 6 and 4 bits: all of them in one format, and each alone in 4 bits. Run -> words of the study's table.
+OPERANDS = {"q": "q", "k": "k", "v": "v", "grad_output": "dO", "probs": "P of the forward pass", "probs_bwd": "P of the backward pass", "dscores": "dS"}
+ALL_OPERANDS = {"mxfp6": ("E2M3, blocks of 32", "e2m3*block32@e8m0_up"), "mxfp4": ("E2M1, blocks of 32", "e2m1*block32@e8m0_up"), "int4_row": ("INT4, rows", "int4*row")}
+FEW_BITS = {**{name: f"all: {words}" for name, (words, _) in ALL_OPERANDS.items()}, **{f"{site}_mxfp4": f"{words} alone: E2M1, blocks of 32" for site, words in OPERANDS.items()}}
+
+
 def formats():
     """Formats below BF16, on the CPU: the systems of papers with and without the sum kept, and what their papers blame, site by
     site."""
@@ -449,17 +455,21 @@ def formats():
         found += micro("formats", system, system, (1, 2, 3))
         found += micro("formats", system + "_zero_sum", system + ZERO, (1, 2, 3))
         found += micro("formats", system + "_consistent", system + CONSISTENT, (1,))
-    # Which operands may have 8, 6 and 4 bits: all of them in one format, and each alone in 4 bits.
-    operands = ("q", "k", "v", "grad_output", "probs", "probs_bwd", "dscores")
-    for name, text in (("mxfp6", "e2m3*block32@e8m0_up"), ("mxfp4", "e2m1*block32@e8m0_up"), ("int4_row", "int4*row")):
-        plan = "flash2," + ",".join(f"{site}={text}" for site in operands)
-        found += micro("formats", name, plan) + micro("formats", name + "_zero_sum", plan + ZERO)
-    for site in operands:
-        found += micro("formats", f"{site}_mxfp4", f"flash2,{site}=e2m1*block32@e8m0_up")
-        found += micro("formats", f"{site}_mxfp4_zero_sum", f"flash2,{site}=e2m1*block32@e8m0_up" + ZERO)
+    for name, (_, text) in ALL_OPERANDS.items():
+        plan = "flash2," + ",".join(f"{site}={text}" for site in OPERANDS)
+        found += micro("formats", name, plan, (1, 2, 3)) + micro("formats", name + "_zero_sum", plan + ZERO, (1, 2, 3))
+    for site in OPERANDS:
+        found += micro("formats", f"{site}_mxfp4", f"flash2,{site}=e2m1*block32@e8m0_up", (1, 2, 3))
+        found += micro("formats", f"{site}_mxfp4_zero_sum", f"flash2,{site}=e2m1*block32@e8m0_up" + ZERO, (1, 2, 3))
     # SageBwd: is the mean key essential, is dS guilty, is the normalisation of q and k needed?
     for name, plan, more in (
         ("sage_given_keys", "sage_int8,keys=given", ()),
+        ("sage_queries_centred", "sage_int8,queries=centred", ()),
+        # SageAttention2's four bits, with and without the mean query; a scale for each feature of the keys, as KIVI has.
+        ("sage_int4", "sage_int8,q=int4*tile,k=int4*tile", ()),
+        ("sage_int4_queries_centred", "sage_int8,q=int4*tile,k=int4*tile,queries=centred", ()),
+        ("k_int4_row", "flash2,k=int4*row", ()),
+        ("k_int4_column", "flash2,k=int4*column", ()),
         ("sage_dscores_bf16", "sage_int8,dscores=bf16", ()),
         ("sage_dscores_alone", "flash2,dscores=int8*tile", ()),
         ("sage_qk_norm", "sage_int8", setting("model.qk_norm = true")),
@@ -480,15 +490,16 @@ def formats():
 
 
 # Every operand in 8 bits. GPU kernels have no scales that blocks of P or dS share. So P is exp times 2^8 (at most 448), and dS,
-# which is far below 1, has a fixed power of two.
+# which is far below 1, has a fixed power of two. fp8_trains: what the FP8 kernels run, 8 bits forward and BF16 backward.
 EIGHT_BITS = {
+    "fp8_trains": "fp8_trains",
     "e4m3": "mxfp8,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^22/saturate",
     "hif8": "hifloat8,dscores=hif8^16/nearest_away",
 }
 
 
 def eight_bits():
-    """All operands of attention's products in 8 bits at nano: with the sum kept, and as they are."""
+    """Operands of attention's products in 8 bits at nano: with the sum kept, and as they are."""
     found = []
     for name, plan in EIGHT_BITS.items():
         found += nano("eight_bits", name + "_zero_sum", plan + ZERO, 9_000, more=VALIDATE)
@@ -508,6 +519,25 @@ def law():
     return found
 
 
+def leaks():
+    """Plans that leak in different places and sizes, probed, of a seed that no other run has: what does the leak of the first steps say?
+    No number of the forecast was chosen on these runs."""
+    found = []
+    for name, plan, steps in (
+        ("fp32", "fp32", 1_200),
+        ("row_sum_2", "fp32,row_sum=e8m2", 800),
+        ("row_sum_3", "fp32,row_sum=e8m3", 1_200),
+        ("pv_stochastic", "fp32,pv=e8m2/stochastic", 1_000),
+        ("scores", "fp32,scores=e8m2", 1_000),
+        ("nvfp4", "nvfp4", 1_200),
+        ("mxfp8", "mxfp8", 1_000),
+        ("delta", "fp32,delta=e8m2/stochastic", 1_000),
+        ("row_sum_2_zero_sum", "fp32,row_sum=e8m2" + ZERO, 800),
+    ):
+        found += micro("leaks", name, plan, (4,), LAW_PROBES, steps=steps)
+    return found
+
+
 def texts():
     """micro on another text (C headers, HTML, documentation): failing and healthy, for the forecast."""
     found = micro("texts", "output_2", "fp32,output=e8m2", (1,), LAW_PROBES)
@@ -517,7 +547,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
+PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):

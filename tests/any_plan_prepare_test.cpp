@@ -1,35 +1,11 @@
 // The operands of the any-plan kernels, rounded with shared scales by the CUDA code itself, run by the emulator: the CPU's
-// bits.
+// bits. So are those of the quick way of rounding.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
 
-#include "gpu/cuda/instructions.cuh"
-
-// Words of CUDA that these kernels use besides.
-#define __global__
-#define __noinline__ __attribute__((noinline))
-#define __grid_constant__
-struct BlockSize {
-  unsigned x;
-};
-inline BlockSize blockDim{64};
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
-inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
-inline uint32_t max(uint32_t a, uint32_t b) { return std::max(a, b); }
-inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
-inline __nv_bfloat16 __ushort_as_bfloat16(uint16_t bits) { return {bits}; }
-inline __nv_bfloat16 __float2bfloat16_rn(float) { return {}; }
-inline uint32_t atomicMax(uint32_t* at, uint32_t value) {
-  const uint32_t before = *at;
-  *at = std::max(before, value);
-  return before;
-}
-
+#include "any_plan_words.h"
 #include "attention/cpu_operands.h"
 #include "attention/cuda/any_plan_prepare.cuh"
 #include "attention_cases.h"
@@ -42,17 +18,20 @@ using attention_runs::Case;
 using attention_runs::Fill;
 using attention_runs::make_problem;
 
+// How the source lies in memory: read value by value, or in pieces of 16 bytes.
+enum class Source { fp32, fp32_wide, bf16_wide };
+
 // The tensors of one pass, prepared by the kernels. Three parts hold every float of these sizes exactly.
 class Prepared {
  public:
   Prepared(const AttentionProblem& problem, const HeadPlan& head, const AttentionInputs& in,
-           View<const float> grad)
-      : in_(in), grad_(grad) {
+           View<const float> grad, Source source)
+      : in_(in), grad_(grad), source_(source) {
     p_.B = static_cast<int>(problem.B), p_.H = static_cast<int>(problem.H),
     p_.G = static_cast<int>(problem.G);
     p_.T = static_cast<int>(problem.T), p_.N = static_cast<int>(problem.N),
     p_.D = static_cast<int>(problem.D);
-    p_.fp32 = true;
+    p_.fp32 = source != Source::bf16_wide;
     p_.step = problem.step, p_.layer = problem.layer;
     for (int i = 0; i < kSiteCount; ++i) {
       const Rounding& r = head.plan.rounding[static_cast<size_t>(i)];
@@ -77,29 +56,43 @@ class Prepared {
     task.site = site;
     task.operand = static_cast<OperandOf>(site);
     task.source = x.data;
+    std::vector<uint16_t> halves;  // of a contiguous tensor
+    for (int64_t n = 0; n < x.shape[0] * x.stride[0]; ++n)
+      halves.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(x.data[n]) >> 16));
+    if (source_ == Source::bf16_wide) task.source = halves.data();
     std::copy_n(x.stride.begin(), 4, task.stride);
     task.heads = task.copies = static_cast<int>(x.shape[1]);
     task.rows = static_cast<int>(x.shape[2]);
     task.padded_D = static_cast<int>(round_up(x.shape[3], 8));
+    task.row_threads = static_cast<int>(std::bit_ceil(static_cast<unsigned>(task.padded_D / kPiece)));
+    task.wide = source_ != Source::fp32;
     const int64_t count = p_.B * int64_t{task.heads} * task.rows * task.padded_D,
-                  rows = p_.B * task.heads * task.rows;
+                  rows = p_.B * task.heads * task.rows,
+                  threads = p_.B * task.heads * round_up(task.rows * task.row_threads, blockDim.x);
     std::vector<__nv_bfloat16> parts(static_cast<size_t>(3 * count));
     task.target = parts.data();
     task.part_stride = count;
     std::vector<uint32_t> memory(static_cast<size_t>(6 * rows));
-    const auto table = [&](uint32_t* at) {
-      return LargestTable{at, at + rows, at + 2 * rows, at + 2 * rows + rows / 2};
+    const int64_t columns = p_.B * task.heads * column_blocks_of(task) * p_.D;
+    std::vector<uint32_t> of_columns(static_cast<size_t>(4 * columns));
+    const auto table = [&](uint32_t* at, uint32_t* column) {
+      return LargestTable{at, at + rows, at + 2 * rows, at + 2 * rows + rows / 2, column, column + columns};
     };
-    task.plain = table(memory.data());
-    task.centred = table(memory.data() + 3 * rows);
+    task.plain = table(memory.data(), of_columns.data());
+    task.centred = table(memory.data() + 3 * rows, of_columns.data() + 2 * columns);
     std::vector<float> mean(static_cast<size_t>(p_.B * p_.G * p_.D));
     if (site == Site::k && plan_.centres_keys) {
       launch(p_.B * p_.G * p_.D, [&] { mean_keys(p_, task, mean.data()); });
       p_.mean_key = mean.data();
-      launch(rows, [&] { find_largest(p_, task, true); });
+      launch(threads, [&] { find_largest(p_, task, true); });
+      launch(columns, [&] { find_largest_of_columns(p_, task, true); });
     }
-    launch(rows, [&] { find_largest(p_, task, false); });
-    launch(count, [&] { prepare_operand(p_, task); });
+    launch(threads, [&] { find_largest(p_, task, false); });
+    launch(columns, [&] { find_largest_of_columns(p_, task, false); });
+    if (is_down_column(plan_.shared[static_cast<int>(site)].group))
+      launch(threads, [&] { prepare_operand<true>(p_, task); });
+    else
+      launch(threads, [&] { prepare_operand<false>(p_, task); });
     std::vector<float> values;
     for (int64_t n = 0; n < count; ++n)
       if (n % task.padded_D < p_.D)
@@ -120,6 +113,7 @@ class Prepared {
 
   const AttentionInputs& in_;
   View<const float> grad_;
+  const Source source_;
   DevicePlan plan_{};
   any_plan::Problem p_{};
 };
@@ -153,13 +147,37 @@ std::vector<float> on_cpu(const AttentionProblem& problem, const HeadPlan& head,
   return values;
 }
 
-TEST(AnyPlanPrepare, SharedScalesAreTheCpusBits) {
-  const cases::Problem tensors = make_problem({{2, 4, 2, 70, 80, 24}, {.fill = Fill::fp32_normal}, ""});
+class SharedScales : public ::testing::TestWithParam<Source> {};
+INSTANTIATE_TEST_SUITE_P(AnyPlanPrepare, SharedScales,
+                         ::testing::Values(Source::fp32, Source::fp32_wide, Source::bf16_wide));
+
+TEST_P(SharedScales, AreTheCpusBits) {
+  cases::Problem tensors = make_problem({{2, 4, 2, 70, 80, 24}, {.fill = Fill::fp32_normal}, ""});
+  if (GetParam() == Source::bf16_wide)
+    for (auto* memory : {&tensors.q_memory, &tensors.k_memory, &tensors.v_memory, &tensors.grad_memory})
+      for (float& x : *memory) x = cases::to_bf16(x);
   int changed = 0;
-  for (const char* text :
-       {"e4m3*block16", "int8*tile", "int8*row/stochastic", "e2m1*block16@e4m3*tensor",
-        "e2m1*block16@e4m3*row", "e3m2*block32@e8m0", "e4m3*tile@e8m0_up", "int4*head",
-        "hif8*tensor/nearest_away", "hif8/nearest_away", "int8", "e2m3*block16@e4m3*tile", "e5m2*row@e4m3"})
+  for (const char* text : {"e4m3*block16",
+                           "int8*tile",
+                           "int8*row/stochastic",
+                           "e2m1*block16@e4m3*tensor",
+                           "e2m1*block16@e4m3*row",
+                           "e3m2*block32@e8m0",
+                           "e4m3*tile@e8m0_up",
+                           "int4*head",
+                           "hif8*tensor/nearest_away",
+                           "hif8/nearest_away",
+                           "int8",
+                           "e2m3*block16@e4m3*tile",
+                           "e5m2*row@e4m3",
+                           "int4*column",
+                           "int8*column@e4m3*head",
+                           "e4m3*column16@e8m0",
+                           "int4*column32/stochastic",
+                           "e3m2*column64@e8m0_up",
+                           "e2m1*column16@e4m3*tensor",
+                           "e2m1*column32@e4m3*column",
+                           "e2m1*column16@e4m3*tile"})
     for (const char* keys : {"given", "centred"}) {
       std::string plan = "keys=" + std::string(keys) + ",seed=5";
       for (const char* site : {"q", "k", "v", "grad_output"}) plan += "," + std::string(site) + "=" + text;
@@ -167,7 +185,7 @@ TEST(AnyPlanPrepare, SharedScalesAreTheCpusBits) {
       AttentionProblem problem = problem_of(tensors.with(parse_plan(plan)), tensors.in);
       problem.step = 7, problem.layer = 2;
       const HeadPlan head(problem.plans[0]);
-      Prepared prepared(problem, head, tensors.in, tensors.grad_output);
+      Prepared prepared(problem, head, tensors.in, tensors.grad_output, GetParam());
       for (Site site : {Site::q, Site::k, Site::v, Site::grad_output}) {
         const std::vector<float> expected = on_cpu(problem, head, tensors.in, tensors.grad_output, site);
         const std::vector<float> found = prepared.operand(site);
@@ -179,6 +197,42 @@ TEST(AnyPlanPrepare, SharedScalesAreTheCpusBits) {
       }
     }
   EXPECT_GT(changed, 50);
+}
+
+// Every sign, exponent and upper significand, and below them bits that make ties, and their neighbours.
+TEST(AnyPlanRounding, IsTheDefinition) {
+  std::vector<uint32_t> lower = {0, 0xffff};
+  for (int bit = 0; bit < 16; bit += 3)
+    for (uint32_t low : {(1u << bit) - 1, 1u << bit, (1u << bit) + 1}) lower.push_back(low);
+  struct Row {
+    const char* text;
+    RoundKind kind;
+  };
+  for (const Row& row : {Row{"e4m3", RoundKind::nearest},
+                         {"e4m3^8/saturate", RoundKind::nearest},
+                         {"e5m2", RoundKind::nearest},
+                         {"e5m2^22/saturate", RoundKind::nearest},
+                         {"e2m1", RoundKind::nearest},
+                         {"int8", RoundKind::nearest},
+                         {"fp16", RoundKind::nearest},
+                         {"e7m22/saturate", RoundKind::nearest},
+                         {"e7m2^32", RoundKind::nearest},
+                         {"e7m1^-32/saturate", RoundKind::nearest},
+                         {"e8m2", RoundKind::any},
+                         {"e5m23", RoundKind::any},
+                         {"e4m3/nearest_away", RoundKind::any},
+                         {"hif8", RoundKind::tapered}}) {
+    const Rounding r = parse_rounding(row.text);
+    const DeviceRounding device = DeviceRounding::of(r);
+    EXPECT_EQ(device.kind, row.kind) << row.text;
+    int64_t wrong = 0;
+    for (uint32_t upper = 0; upper < 65536; ++upper)
+      for (uint32_t low : lower) {
+        const float x = std::bit_cast<float>(upper << 16 | low);
+        wrong += std::bit_cast<uint32_t>(round_any(device, x, 0)) != std::bit_cast<uint32_t>(round_to(r, x));
+      }
+    EXPECT_EQ(wrong, 0) << row.text;
+  }
 }
 
 }  // namespace

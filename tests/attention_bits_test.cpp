@@ -38,6 +38,10 @@ const char* const kManyPlans[] = {
     "nvfp4,stabiliser=consistent",
     "hifloat8,q_bwd=bf16,stabiliser=zero_sum",
     "fp8_deepseek,accumulate=h200/2",
+    "flash2,q=int4*column,k=int4*column,v=e4m3*column32,grad_output=e2m1*column16@e4m3*column,probs=int8*"
+    "column,"
+    "dscores=e4m3*column32@e8m0/stochastic",
+    "flash2,q=int8*tensor,k=int4*column64,queries=centred,stabiliser=consistent",
 };
 const char* const kManyCases[] = {"odd_65",      "grouped", "window",   "ragged",
                                   "masked_rows", "softcap", "ties_tail"};
@@ -112,8 +116,9 @@ TEST(AttentionBits, PlansByHeadEqualRunsOfThosePlans) {
 TEST(AttentionBits, SharedScalesByHeadEqualRunsOfThosePlans) {
   const Problem p = make_problem({{2, 4, 4, 70, 70, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
   std::vector<PrecisionPlan> plans;
-  for (const char* text : {"q=int8*head,k=int8*tensor", "q=int8*tile,k=int8*tile",
-                           "q=int8*tensor,v=int4*head", "q=int4*row,grad_output=int8*tile"})
+  for (const char* text :
+       {"q=int8*head,k=int8*tensor", "q=int8*tile,k=int8*tile", "q=int8*tensor,v=int4*column,queries=centred",
+        "q=int4*column,grad_output=int8*column16"})
     plans.push_back(parse_plan(text));
   const AttentionBuffers mixed = run(p.with(plans), p);
   for (int64_t h = 0; h < 4; ++h) {

@@ -530,7 +530,8 @@ class SharedSite {
     std::vector<float> x = before(field);
     const bool tiled = is_made_by_tile(site_);
     const int64_t columns = field.columns, width = tiled ? tile_keys_ : columns;
-    const bool by_tile = tiled || rounding_.shared.group == ScaleGroup::tile;
+    const bool by_tile =
+        tiled || rounding_.shared.group == ScaleGroup::tile || rounding_.shared.outer == ScaleGroup::tile;
     const int64_t step = by_tile ? kScaleTileRows : field.rows;
     const float largest =
         rounding_.shared.group == ScaleGroup::tensor || rounding_.shared.outer == ScaleGroup::tensor
@@ -573,11 +574,29 @@ class SharedSite {
 
 TEST(AttentionSites, SharedScalesAreThoseOfTheirGroups) {
   const Problem p = make_problem({{2, 4, 2, 100, 130, 40}, {.fill = Fill::fp32_normal, .causal = true}, ""});
-  for (const char* text :
-       {"q=int8*tile", "k=e4m3*block32@e8m0", "v=e2m1*block16@e4m3*tensor", "grad_output=e4m3*row",
-        "probs=int8*tile", "probs=e2m1*block16@e4m3*row", "probs_bwd=int8*row", "dscores=int8*tile",
-        "dscores=e4m3*block32@e8m0_up", "q=int4*head", "k_bwd=hif8*tensor", "v=int8*head,v_bwd=bf16",
-        "q=e3m2*block32@e8m0,grad_output=int8*tensor"}) {
+  for (const char* text : {"q=int8*tile",
+                           "k=e4m3*block32@e8m0",
+                           "v=e2m1*block16@e4m3*tensor",
+                           "grad_output=e4m3*row",
+                           "probs=int8*tile",
+                           "probs=e2m1*block16@e4m3*row",
+                           "probs_bwd=int8*row",
+                           "dscores=int8*tile",
+                           "dscores=e4m3*block32@e8m0_up",
+                           "q=int4*head",
+                           "k_bwd=hif8*tensor",
+                           "v=int8*head,v_bwd=bf16",
+                           "q=e3m2*block32@e8m0,grad_output=int8*tensor",
+                           "q=int4*column",
+                           "k=int4*column",
+                           "v=e2m1*column16@e4m3*tensor",
+                           "grad_output=e4m3*column32@e8m0_up",
+                           "q=e2m1*column16@e4m3*column",
+                           "q=int4*column64,k_bwd=e2m1*column32@e4m3*tile",
+                           "probs=int8*column",
+                           "dscores=e4m3*column32@e8m0",
+                           "probs_bwd=e2m1*column16@e4m3*tile",
+                           "grad_output=int8*column@e4m3*head"}) {
     SCOPED_TRACE(text);
     const PrecisionPlan plan = parse_plan(text);
     Recorder recorder(p);

@@ -115,6 +115,11 @@ TEST_F(ExplainCommand, ABlockThatSharesAScale) {
   EXPECT_EQ(json["blocks"][0]["values"][0]["becomes"], 448);
   EXPECT_EQ(json["blocks"][0]["values"][0]["saturated"], true);
   EXPECT_EQ(json["blocks"][0]["values"][1]["code"], "0x58");
+  // The numbers are a column where columns have the scales: 17 of them are two blocks of column16.
+  const Json column = Json::parse(run("7 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 3.5 --to 'int4*column16' --json").out);
+  EXPECT_EQ(column["blocks"].size(), 2u);
+  EXPECT_EQ(column["blocks"][0]["scale"], 1);
+  EXPECT_EQ(column["blocks"][1]["scale"], 0.5);
   const Json two = Json::parse(run("6 3 0 --to 'e2m1*block16@e4m3*row' --json").out);
   EXPECT_NEAR(two["blocks"][0]["values"][1]["becomes"].get<double>(), 3, 1e-6);
   expect_refused("1 + 2 --to 'int8*row'", 2, "expected a number");

@@ -214,7 +214,9 @@ TEST(Names, RoundingsGoThereAndBack) {
   EXPECT_EQ(parse_rounding("bf16/nearest_even"), Rounding{kBf16});
   for (const char* text :
        {"e4m3*block32", "e4m3*block32@e8m0", "e2m1*block16@e4m3*tensor", "int8*tile", "int8*row/stochastic",
-        "int4*head", "hif8*tensor/nearest_away", "e3m2*block128@e8m0_up", "e2m1*block16@e4m3*row"}) {
+        "int4*head", "hif8*tensor/nearest_away", "e3m2*block128@e8m0_up", "e2m1*block16@e4m3*row",
+        "int4*column", "e4m3*column32@e8m0/stochastic", "e2m1*column16@e4m3*tensor",
+        "e2m1*column64@e4m3*column", "int8*column@e4m3*head"}) {
     const Rounding r = parse_rounding(text);
     EXPECT_EQ(to_string(r), text);
     EXPECT_TRUE(r.saturate && !is_identity(r));
@@ -239,12 +241,17 @@ TEST(Names, BadRoundingsSayWhatWasExpected) {
       {"bf16/up/down", "'down' does not fit in 'bf16/up/down': expected FORMAT[^SHIFT][/MODE][/saturate]"},
       {"bf16/saturate/saturate", "unknown rounding mode 'saturate'"},
       {"e4m3*",
-       "unknown group '' of a shared scale: expected block16, block32, block64, block128, row, tile"},
+       "unknown group '' of a shared scale: expected block16, block32, block64, block128, row, column16"},
       {"e4m3*block33", "unknown group 'block33'"},
       {"e4m3*block32@e5m2", "unknown scale 'e5m2': expected fp32, e4m3, e8m0 or e8m0_up"},
       {"e4m3*block32*tensor",
-       "a second scale goes with scales in e4m3 of blocks or rows and spans more than they do"},
-      {"e2m1*tile@e4m3*tensor", "of blocks or rows"},
+       "a second scale goes with scales in e4m3 of blocks, rows or columns and holds whole ones"},
+      {"e2m1*tile@e4m3*tensor", "of blocks, rows or columns"},
+      {"e2m1*block16@e4m3*column", "holds whole ones"},
+      {"e2m1*column16@e4m3*row", "holds whole ones"},
+      {"e2m1*column@e4m3*tile", "holds whole ones"},
+      {"e4m3*column128", "unknown group 'column128'"},
+      {"e4m3*column_block", "unknown group 'column_block'"},
       {"e2m1*row@e4m3*block16", "as in block16@e4m3*tensor"},
       {"bf16*block32", "a shared scale goes with a format of less range than FP32 and without ^SHIFT"},
       {"e4m3^8*block32", "without ^SHIFT"},

@@ -57,7 +57,8 @@ TEST(HeadPlan, RoundedSumsNeedPowersOfTwoOrTheMaximumFirst) {
   // Rounding must commute with a row's power of two: not where rows share a scale, nor on a grid without a scale.
   for (const char* probs : {"int8*row", "e2m1*block16@e4m3*row", "e4m3*block32@e8m0", "e4m3^8/saturate"})
     EXPECT_FALSE(head("flash2,stabiliser=consistent,probs=" + std::string(probs)).max_first) << probs;
-  for (const char* probs : {"int8*tile", "e2m1*block16@e4m3*tile", "e2m1*block16@e4m3", "int8", "hif8"})
+  for (const char* probs : {"int8*tile", "e2m1*block16@e4m3*tile", "e2m1*block16@e4m3", "int8", "hif8",
+                            "int8*column", "e4m3*column32@e8m0"})
     EXPECT_TRUE(head("flash2,stabiliser=consistent,probs=" + std::string(probs)).max_first) << probs;
 }
 
@@ -65,6 +66,8 @@ TEST(HeadPlan, EachRuleOfTheOthers) {
   EXPECT_TRUE(head("flash2,stabiliser=zero_sum").probs_delta);
   EXPECT_TRUE(head("flash2,stabiliser=centre_keys").centres_keys);
   EXPECT_TRUE(head("flash2,keys=centred,stabiliser=zero_sum").centres_keys);
+  EXPECT_TRUE(head("flash2,queries=centred").centres_queries);
+  EXPECT_FALSE(head("flash2,keys=centred").centres_queries);
   const HeadPlan stochastic = head("flash2,stabiliser=stochastic_output");
   for (Site site : {Site::output, Site::output_for_delta})
     EXPECT_EQ(stochastic.plan.at(site), parse_rounding("bf16/stochastic"));

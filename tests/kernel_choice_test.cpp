@@ -168,28 +168,49 @@ TEST(KernelChoice, everything_else_goes_to_any_plan_and_says_why) {
   expect(changed([](auto& p) { p.with_facts = true; }), "outputs");
 }
 
-// The forward pass of one plan, where it is asked for by name: it cannot train.
-TEST(KernelChoice, hopper_fp8_takes_the_forward_pass_of_its_plan_by_name) {
+// One plan, both passes; and who does not ask for it does not hear of it.
+TEST(KernelChoice, hopper_fp8_runs_its_plan) {
   const KernelFamily& family = kernel_family("hopper_fp8");
   const std::string plan(kHopperFp8Plan);
-  for (const char* change : {"", ",stabiliser=consistent", ",accumulate=h200/4", ",dq=fp32,keel=0.1"})
+  for (const char* change : {"", ",stabiliser=zero_sum", ",accumulate=h200/4", ",keel=0.1"}) {
     EXPECT_EQ(not_taken(family, complete(problem(plan + change)), kHopper), "") << change;
-  for (const auto& [change, words] : {std::pair{",flash2", "q=fp32 (fp8_fa3,v=e4m3*head has e4m3*tile)"},
-                                      {",probs=bf16", "probs=bf16"},
-                                      {",v=e4m3*tile", "v=e4m3*tile"},
-                                      {",row_sum=bf16", "row_sum=bf16"},
-                                      {",keys=centred", "keys=centred"},
-                                      {",stabiliser=dither", "the stabiliser dither"},
-                                      {",accumulate=h200", "theirs are accumulate=h200/4"},
-                                      {",accumulate=a100/4", "theirs are accumulate=h200/4"}}) {
+    const KernelChoice choice = choose_kernel(problem(plan + change), kHopper);
+    EXPECT_EQ(choice.kernel, "hopper_fp8") << change;
+    EXPECT_NE(choice.why.find(plan + " with stabiliser"), std::string::npos) << choice.why;
+  }
+  for (const auto& [change, words] :
+       {std::pair{",flash2", "q=fp32 (fp8_trains has e4m3*tile@e8m0_up)"},
+        {",q=e4m3*tile", "q=e4m3*tile (fp8_trains has e4m3*tile@e8m0_up)"},
+        {",probs=bf16", "probs=bf16"},
+        {",v=e4m3*tile@e8m0_up", "v=e4m3*tile@e8m0_up"},
+        {",k_bwd=bf16", "k_bwd=bf16"},
+        {",row_sum=bf16", "row_sum=bf16"},
+        {",dscores=e5m2^22", "dscores=e5m2^22"},
+        {",dq=fp32", "dq=fp32"},
+        {",keys=centred", "keys=centred"},
+        {",queries=centred", "queries=centred"},
+        {",stabiliser=consistent", "the stabiliser consistent (they have none and zero_sum)"},
+        {",stabiliser=wide_output", "the stabiliser wide_output"},
+        {",accumulate=h200", "theirs are accumulate=h200/4"},
+        {",accumulate=a100/4", "theirs are accumulate=h200/4"}}) {
     const std::string found = not_taken(family, problem(plan + change), kHopper);
     EXPECT_NE(found.find(words), std::string::npos) << change << ": " << found;
   }
   EXPECT_NE(not_taken(family, problem(plan), device(8, 0)), "");
-  EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan");
-  setenv("EVENKEEL_KERNELS", "hopper_fp8", 1);
-  EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "hopper_fp8");
-  unsetenv("EVENKEEL_KERNELS");
+  EXPECT_EQ(choose_kernel(problem(plan), device(8, 0)).kernel, "any_plan");
+  const KernelChoice consistent = choose_kernel(problem(plan + ",stabiliser=consistent"), kHopper);
+  EXPECT_EQ(consistent.kernel, "any_plan");
+  EXPECT_NE(consistent.why.find("the Hopper FP8 kernels do not take the stabiliser consistent"),
+            std::string::npos)
+      << consistent.why;
+  EXPECT_EQ(choose_kernel(problem("bf16_all"), kHopper).why.find("FP8"), std::string::npos);
+  AttentionProblem by_head = problem(plan);
+  by_head.plans = std::vector(4, by_head.plans[0]);
+  by_head.plans[1] = parse_plan(plan + ",stabiliser=zero_sum");
+  EXPECT_EQ(choose_kernel(by_head, kHopper).kernel, "hopper_fp8");
+  by_head.plans[1] = parse_plan("flash2");
+  EXPECT_EQ(choose_kernel(by_head, kHopper).kernel, "any_plan");
+  EXPECT_EQ(choose_kernel(problem(plan), kHopper, Feature::grad_lse).kernel, "hopper_fp8");
 }
 
 // What no kernels of a GPU have is refused in words, never computed as something else.
@@ -197,6 +218,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
   const std::pair<const char*, const char*> cases[] = {
       {"mxfp8", "probs=e4m3*block32@e8m0_up (scales that blocks of P or dS share run on the CPU)"},
       {"flash2,dscores=int8*tile", "dscores=int8*tile"},
+      {"flash2,probs=int8*column", "probs=int8*column"},
+      {"flash2,queries=centred", "queries=centred (queries less their mean run on the CPU)"},
       {"hifloat8", "dscores=hif8*tile@e8m0_up/nearest_away"},
       {"flash2,grad_output=bf16,grad_output_for_dprobs=fp32",
        "grad_output_for_dprobs=fp32 beside grad_output=bf16"},
@@ -214,8 +237,8 @@ TEST(KernelChoice, shared_scales_and_the_like_are_refused_on_a_gpu) {
     }
   }
   EXPECT_EQ(choose_kernel(problem("flash2,keys=centred"), kHopper).kernel, "any_plan");
-  for (const char* plan :
-       {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
+  for (const char* plan : {"pasa_fp16", "fp8_fa3", "flash2,q=int8*tile",
+                           "flash2,k=int4*column,v=e4m3*column32", "flash2,v_bwd=bf16", "flash2,probs=e2m1"})
     EXPECT_EQ(choose_kernel(problem(plan), kHopper).kernel, "any_plan") << plan;
   EXPECT_EQ(choose_kernel(problem("flash2,accumulate=h200"), kHopper).kernel, "hopper");
 }

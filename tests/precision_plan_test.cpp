@@ -84,13 +84,17 @@ TEST(PrecisionPlan, NamedPlansAreWhatTheyAreDocumentedToBe) {
   for (const char* name : {"fp8_deepseek", "mxfp8", "hifloat8"}) EXPECT_EQ(eight_bits(name), all) << name;
   EXPECT_EQ(eight_bits("sage_int8"), "q k v grad_output probs probs_bwd dscores q_bwd k_bwd ");
   EXPECT_EQ(eight_bits("nvfp4"), "q k v probs probs_bwd q_bwd k_bwd v_bwd ");
-  for (const char* name : {"fp8_fa3", "turbo"})
+  for (const char* name : {"fp8_fa3", "fp8_trains", "turbo"})
     EXPECT_EQ(eight_bits(name), "q k v probs q_bwd k_bwd v_bwd ") << name;
   EXPECT_EQ(eight_bits("pasa_fp16"), "");
   for (const char* name : {"sage_int8", "pasa_fp16"})
     EXPECT_EQ(parse_plan(name).keys, KeyRule::centred) << name;
   EXPECT_EQ(parse_plan("mxfp8").at(Site::dscores), parse_rounding("e4m3*block32@e8m0_up"));
   EXPECT_EQ(parse_plan("nvfp4").at(Site::v), parse_rounding("e2m1*block16@e4m3*tensor"));
+  // Both passes read the same q, k and v, and all of them are BF16 numbers.
+  for (Site site : {Site::q, Site::k_bwd})
+    EXPECT_EQ(parse_plan("fp8_trains").at(site), parse_rounding("e4m3*tile@e8m0_up"));
+  EXPECT_EQ(parse_plan("fp8_trains").at(Site::v_bwd), parse_rounding("e4m3*head@e8m0_up"));
   for (std::string_view known : kPlanNames) EXPECT_EQ(to_string(parse_plan(known)), known);
 }
 
@@ -141,6 +145,8 @@ TEST(PrecisionPlan, KeysAndAccumulation) {
   EXPECT_EQ(to_string(parse_plan("flash2,keys=centred,stabiliser=zero_sum")),
             "flash2,keys=centred,stabiliser=zero_sum");
   EXPECT_EQ(to_string(parse_plan("sage_int8,keys=given")), "sage_int8,keys=given");
+  EXPECT_EQ(to_string(parse_plan("queries=centred,sage_int8,v=int8*column")),
+            "sage_int8,v=int8*column,queries=centred");
   EXPECT_EQ(parse_plan("keys=centred,flash2").keys, KeyRule::centred);  // a name without a rule leaves it
   for (const char* text : {"h200", "h200/4", "h200_mma", "a100/1"})
     EXPECT_EQ(to_string(parse_plan("flash2,accumulate=" + std::string(text))),
@@ -181,7 +187,9 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
       r.scale_exponent = below(2) ? below(65) - 32 : 0;
       plan.at(static_cast<Site>(below(kSiteCount))) = r;
       if (below(4) == 0)
-        plan.at(Site::dscores) = parse_rounding(below(2) ? "int8*tile/stochastic" : "e2m1*block16@e4m3*row");
+        plan.at(Site::dscores) = parse_rounding(below(2)   ? "int8*tile/stochastic"
+                                                : below(2) ? "int4*column16@e8m0"
+                                                           : "e2m1*block16@e4m3*row");
     }
     plan.stabiliser = static_cast<Stabiliser>(below(kStabiliserNames.size()));
     plan.accumulate = static_cast<Accumulate>(below(kAccumulateNames.size()));
@@ -190,6 +198,7 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
       plan.promote = below(3);
     }
     plan.keys = static_cast<KeyRule>(below(2));
+    plan.queries = static_cast<QueryRule>(below(2));
     if (below(2)) plan.keel = number(0, 1) * power_of_two(-below(40));
     if (below(2)) plan.beta = number(1, 1000);
     if (below(2)) plan.cap = number(0.01f, 80);
@@ -206,8 +215,9 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
 
 TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
   const std::string plans =
-      "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_deepseek, mxfp8, nvfp4, sage_int8, turbo, "
-      "hifloat8, "
+      "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_trains, fp8_deepseek, mxfp8, nvfp4, "
+      "sage_int8, "
+      "turbo, hifloat8, "
       "pasa_fp16, or SITE=FORMAT, stabiliser=NAME, keel=Z";
   const std::string sites =
       "q, k, v, grad_output, scores, shifted, probs, row_sum, pv, output, output_for_delta, delta, "
@@ -230,12 +240,14 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
       {"Flash2", "unknown plan 'Flash2': " + plans},
       {"flash2,", "unknown plan '': " + plans},
       {"flash2,,keel=1", "unknown plan '': " + plans},
-      {"flash2 keel=1", "unknown key 'flash2 keel' in 'flash2 keel=1': expected a site (" + sites +
-                            ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
-      {"flash2,rowsum=fp32", "unknown key 'rowsum' in 'rowsum=fp32': expected a site (" + sites +
-                                 ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
+      {"flash2 keel=1",
+       "unknown key 'flash2 keel' in 'flash2 keel=1': expected a site (" + sites +
+           ") or stabiliser, accumulate, keys, queries, keel, beta, cap, tie_tolerance, seed"},
+      {"flash2,rowsum=fp32",
+       "unknown key 'rowsum' in 'rowsum=fp32': expected a site (" + sites +
+           ") or stabiliser, accumulate, keys, queries, keel, beta, cap, tie_tolerance, seed"},
       {"=fp32", "unknown key '' in '=fp32': expected a site (" + sites +
-                    ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed"},
+                    ") or stabiliser, accumulate, keys, queries, keel, beta, cap, tie_tolerance, seed"},
       {"stabiliser=magic", "unknown stabiliser 'magic': expected one of " + stabilisers},
       {"stabiliser=", "unknown stabiliser '': expected one of " + stabilisers},
       {"accumulate=fp64",
@@ -287,20 +299,22 @@ TEST(PrecisionPlan, EveryMistakeInAScaleSaysWhatGoes) {
     std::string message;
   } bad[] = {
       {"keys=mean", "unknown rule for keys 'mean': expected one of given, centred"},
+      {"queries=mean", "unknown rule for queries 'mean': expected one of given, centred"},
       {"output=int8*row",
        "output=int8*row: expected a format without a shared scale: only operands of products have one (q, k, "
        "v, "
        "grad_output, their second readings, probs, probs_bwd, dscores)"},
       {"probs=int8*head",
-       "probs=int8*head: expected a scale that a block, a row or a tile shares: probs is made tile by tile"},
+       "probs=int8*head: expected a scale that a block, a row, a column or a tile shares: probs is made tile "
+       "by tile"},
       {"dscores=e2m1*block16@e4m3*tensor",
-       "dscores=e2m1*block16@e4m3*tensor: expected a scale that a block, a row or a tile shares: dscores is "
+       "dscores=e2m1*block16@e4m3*tensor: expected a scale that a block, a row, a column or a tile shares: "
+       "dscores is "
        "made tile "
        "by tile"},
       {"q=e4m3*block17",
-       "unknown group 'block17' of a shared scale: expected block16, block32, block64, block128, row, tile, "
-       "head or "
-       "tensor"},
+       "unknown group 'block17' of a shared scale: expected block16, block32, block64, block128, row, "
+       "column16, column32, column64, column, tile, head or tensor"},
   };
   for (const auto& b : bad) EXPECT_EQ(message_of([&] { parse_plan(b.text); }), b.message);
 }

@@ -127,9 +127,21 @@ std::vector<float> block_of(int64_t count, uint64_t seed) {
   return x;
 }
 
-const char* const kScales[] = {
-    "block16",          "block32@e8m0", "row",     "tile", "head@e8m0_up", "tensor", "block16@e4m3*tensor",
-    "block32@e4m3*row", "block16@e4m3", "block128"};
+const char* const kScales[] = {"block16",
+                               "block32@e8m0",
+                               "row",
+                               "tile",
+                               "head@e8m0_up",
+                               "tensor",
+                               "block16@e4m3*tensor",
+                               "block32@e4m3*row",
+                               "block16@e4m3",
+                               "block128",
+                               "column",
+                               "column16",
+                               "column32@e8m0",
+                               "column16@e4m3*tensor",
+                               "column16@e4m3*column"};
 
 // Both layouts, rows that are no multiple of the blocks, zeros, specials, every mode.
 TEST(RoundBlock, FastVersionIsTheDefinition) {
@@ -140,7 +152,7 @@ TEST(RoundBlock, FastVersionIsTheDefinition) {
         Rounding r = parse_rounding(fmt::format("{}*{}", format, scale));
         r.mode = mode;
         for (bool lanes : {false, true}) {
-          const int64_t rows = 5, columns = 50, pitch = lanes ? 8 : 56;
+          const int64_t rows = 19, columns = 50, pitch = lanes ? 24 : 56;
           std::vector<float> x = block_of((lanes ? columns : rows) * pitch, 77);
           const int64_t row_stride = lanes ? 1 : pitch, column_stride = lanes ? pitch : 1;
           for (int64_t j = 0; j < 16; ++j) x[static_cast<size_t>(2 * row_stride + j * column_stride)] = -0.0f;
@@ -199,6 +211,48 @@ TEST(RoundBlock, ABlockByHand) {
       const double step = static_cast<double>(ulp(r.format, x[i] / scales[i / 32])) * scales[i / 32];
       EXPECT_LE(std::fabs(static_cast<double>(y[i]) - x[i]), step * 0.5001) << format << " " << x[i];
     }
+  }
+}
+
+// A scale down the column is a scale along the row of the transposed matrix.
+TEST(RoundBlock, ColumnsAreTheRowsOfTheTransposedMatrix) {
+  const std::pair<const char*, const char*> pairs[] = {{"column", "row"},
+                                                       {"column@e8m0_up", "row@e8m0_up"},
+                                                       {"column16", "block16"},
+                                                       {"column32@e8m0", "block32@e8m0"},
+                                                       {"column64", "block64"},
+                                                       {"column16@e4m3*column", "block16@e4m3*row"},
+                                                       {"column32@e4m3*tensor", "block32@e4m3*tensor"},
+                                                       {"column@e4m3*head", "row@e4m3*head"}};
+  for (const char* format : kFormats)
+    for (const auto& [column, row] : pairs) {
+      constexpr int64_t kRows = 70, kColumns = 20;
+      std::vector<float> down = block_of(kRows * kColumns, 21), along = down, plain = down;
+      round_block(parse_rounding(fmt::format("{}*{}", format, column)),
+                  {down.data(), kRows, kColumns, kColumns, 1});
+      round_block(parse_rounding(fmt::format("{}*{}", format, row)),
+                  {along.data(), kColumns, kRows, 1, kColumns});
+      EXPECT_EQ(down, along) << format << "*" << column;
+      round_block(parse_rounding(fmt::format("{}*{}", format, row)),
+                  {plain.data(), kRows, kColumns, kColumns, 1});
+      // The check can fail, but for formats of so wide a range that a power of two changes nothing.
+      if (parse_format(format).exponent_bits == 0) EXPECT_NE(down, plain) << format << "*" << column;
+    }
+}
+
+// A part of a column, with the largest of the whole column given, is rounded as the column is.
+TEST(RoundBlock, APartOfAColumnHasTheColumnsScale) {
+  for (const char* text : {"int8*column", "e2m1*column16@e4m3*column", "e4m3*column32@e4m3*head"}) {
+    const Rounding r = parse_rounding(text);
+    constexpr int64_t kRows = 100, kColumns = 8, kFirst = 64;
+    std::vector<float> whole = block_of(kRows * kColumns, 5), part = whole, of_columns(kColumns);
+    for (int64_t j = 0; j < kColumns; ++j)
+      of_columns[static_cast<size_t>(j)] = largest_finite({whole.data() + j, kRows, 1, kColumns, 1});
+    const float of_all = largest_finite({whole.data(), kRows, kColumns, kColumns, 1});
+    round_block(r, {whole.data(), kRows, kColumns, kColumns, 1});
+    round_block(r, {part.data() + kFirst * kColumns, kRows - kFirst, kColumns, kColumns, 1},
+                {of_all, of_columns.data()});
+    for (size_t n = kFirst * kColumns; n < whole.size(); ++n) ASSERT_EQ(whole[n], part[n]) << text;
   }
 }
 

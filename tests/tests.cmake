@@ -13,7 +13,7 @@ set(slow_tests ampere_test attention_bounds_test browser_test conform_test demo_
 set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test hopper_backward_test judge_test conform_test)
 
 # Those with include folders or definitions of their own, set below.
-set(other_options cuda_emulator_test any_plan_prepare_test ampere_test hopper_backward_test hopper_fp8_test cli_test rounding_test attention_problem_test)
+set(other_options cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test cli_test rounding_test attention_problem_test)
 
 # evenkeel_label(TEST...): quick or slow. Slow ones start first, so that none of them runs alone at the end.
 function(evenkeel_label)
@@ -86,7 +86,7 @@ if(TARGET rounding_test)
 endif()
 
 # Kernels compiled for the CPU: the emulator's instructions stand before the device's. nvcc's pragmas mean nothing there.
-foreach(test cuda_emulator_test any_plan_prepare_test ampere_test hopper_backward_test hopper_fp8_test)
+foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test)
   if(TARGET ${test})
     target_include_directories(${test} BEFORE PRIVATE tests/cuda_emulator)
     target_compile_options(${test} PRIVATE -Wno-unknown-pragmas -Wno-unused-function -Wno-sign-compare)

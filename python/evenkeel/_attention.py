@@ -402,7 +402,7 @@ def attention_facts(q, k, v, grad_output, is_causal=False, plan=None, stabiliser
 
 
 def kernel_choice(q, k, v, is_causal=False, plan=None, stabiliser=None, attn_mask=None, scale=None, softcap=0.0, layer=0):
-    """Which kernel runs ("hopper", "ampere", "any_plan" or "cpu"), and why."""
+    """Which kernel runs ("hopper", "hopper_fp8", "ampere", "any_plan" or "cpu"), and why."""
     name = "evenkeel.kernel_choice"
     require(unsuited(q, k, v), name)
     return _ops.kernel(q, k, v, attn_mask, whole_plan(q.dtype, plan, stabiliser), bool(is_causal), scale_of(scale, name),

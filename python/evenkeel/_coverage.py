@@ -75,7 +75,7 @@ def note(door, shape, dtype, kernel, plan, why):
 
 def coverage():
     """The attention calls of the last step: a list of dicts (door, shape of q, dtype, kernel, plan, why, calls). Print it
-    for a table. The kernel is "hopper", "ampere", "any_plan" or "cpu". It is "pytorch" where PyTorch's own code ran; `why` says why."""
+    for a table. The kernel is "hopper", "hopper_fp8", "ampere", "any_plan" or "cpu". It is "pytorch" where PyTorch's own code ran; `why` says why."""
     names = ("door", "shape", "dtype", "kernel", "plan", "why")
     with _lock:
         return Coverage({**dict(zip(names, key)), "calls": calls} for key, calls in _calls.items())

@@ -17,10 +17,10 @@ struct Chosen {
 // For tests and benches: this family of the GPU and no other, whatever the table would choose.
 constexpr const char* kFamilyVariable = "EVENKEEL_KERNELS";
 
-bool is_candidate(const KernelFamily& family, const CudaDevice& device) {
+bool is_candidate(const KernelFamily& family, const AttentionProblem& problem, const CudaDevice& device) {
   const char* const asked = family.on_gpu ? std::getenv(kFamilyVariable) : nullptr;
   if (asked && *asked) return &kernel_family(asked) == &family;
-  return !family.chosen_on || family.chosen_on(device);
+  return !family.chosen_for || family.chosen_for(problem, device);
 }
 
 // What a pass asks for, and not the problem, in words.
@@ -31,7 +31,7 @@ Chosen choose(const AttentionProblem& problem, bool on_gpu, const CudaDevice& de
               std::optional<Feature> also = {}) {
   std::string refused;
   for (const KernelFamily& family : kernel_families()) {
-    if (family.on_gpu != on_gpu || !is_candidate(family, device)) continue;
+    if (family.on_gpu != on_gpu || !is_candidate(family, problem, device)) continue;
     std::string what = not_taken(family, problem, device);
     if (what.empty() && also && !family.limits.has(*also)) what = kGradLse;
     if (what.empty()) return {&family, refused.empty() ? family.reason(problem) : refused};

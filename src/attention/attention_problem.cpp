@@ -29,6 +29,7 @@ void check_sizes(const AttentionProblem& p) {
 
 bool rounds_nothing(const PrecisionPlan& plan) {
   return plan.stabiliser == Stabiliser::none && plan.keys == KeyRule::given &&
+         plan.queries == QueryRule::given &&
          std::all_of(plan.rounding.begin(), plan.rounding.end(),
                      [](const Rounding& r) { return is_identity(r); });
 }

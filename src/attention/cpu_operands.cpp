@@ -20,13 +20,13 @@ void copy_strided(float* target, const float* source, int64_t stride, int64_t co
 
 namespace {
 
-// x[j][d] -= mean[d] with the mean over all keys, summed in FP64.
-void centre(float* x, int64_t keys, int64_t D, int64_t stride, float* mean) {
+// x[j][d] -= mean[d] with the mean over all rows, summed in FP64.
+void centre(float* x, int64_t rows, int64_t D, int64_t stride, float* mean) {
   for (int64_t d = 0; d < D; ++d) {
     double sum = 0;
-    for (int64_t j = 0; j < keys; ++j) sum += x[j * stride + d];
-    mean[d] = static_cast<float>(sum / static_cast<double>(keys));
-    for (int64_t j = 0; j < keys; ++j) x[j * stride + d] -= mean[d];
+    for (int64_t j = 0; j < rows; ++j) sum += x[j * stride + d];
+    mean[d] = static_cast<float>(sum / static_cast<double>(rows));
+    for (int64_t j = 0; j < rows; ++j) x[j * stride + d] -= mean[d];
   }
 }
 
@@ -39,16 +39,23 @@ bool spans_heads(const SharedScale& shared) {
 bool by_tile(const SharedScale& shared) {
   return shared.group == ScaleGroup::tile || shared.outer == ScaleGroup::tile;
 }
+bool by_column(const SharedScale& shared) {
+  return shared.group == ScaleGroup::column || shared.outer == ScaleGroup::column;
+}
 
-// rows [0, rows) of one head.
-float largest_of(const View<const float>& x, int64_t b, int64_t h, int64_t rows) {
-  float largest = 0;
-  std::vector<float> row(static_cast<size_t>(x.shape[3]));
-  for (int64_t i = 0; i < rows; ++i) {
-    copy_strided(row.data(), x.at(b, h, i), x.stride[3], x.shape[3]);
-    largest = std::max(largest, largest_finite({row.data(), 1, x.shape[3], 0, 1}));
+// of_columns[d] of rows [0, rows) of one head, less their tiles' means where they are centred; and of them all.
+float largest_of(const View<const float>& x, int64_t b, int64_t h, int64_t rows, bool centred,
+                 float* of_columns) {
+  const int64_t D = x.shape[3];
+  std::vector<float> tile(static_cast<size_t>(kScaleTileRows * D)), mean(static_cast<size_t>(D));
+  std::fill_n(of_columns, D, 0.0f);
+  for (int64_t first = 0; first < rows; first += kScaleTileRows) {
+    const int64_t count = std::min<int64_t>(kScaleTileRows, rows - first);
+    pack_rows(x, b, h, first, count, tile.data(), D, centred ? mean.data() : nullptr);
+    for (int64_t d = 0; d < D; ++d)
+      of_columns[d] = std::max(of_columns[d], largest_finite({tile.data() + d, count, 1, D, 1}));
   }
-  return largest;
+  return largest_finite({of_columns, 1, D, 0, 1});
 }
 
 // One head's k or v as the products read it, but for the rounding.
@@ -73,12 +80,22 @@ float largest_of_sequence(const View<const float>& from, int64_t b, int64_t keys
 
 }  // namespace
 
+void pack_rows(const View<const float>& from, int64_t b, int64_t h, int64_t first, int64_t rows, float* x,
+               int64_t stride, float* means) {
+  const int64_t D = from.shape[3];
+  for (int64_t i = 0; i < rows; ++i)
+    copy_strided(x + i * stride, from.at(b, h, first + i), from.stride[3], D);
+  for (int64_t i = 0; means && i < rows; i += kScaleTileRows)
+    centre(x + i * stride, std::min<int64_t>(kScaleTileRows, rows - i), D, stride,
+           means + i / kScaleTileRows * stride);
+}
+
 void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t columns, int64_t stride,
-                float largest, const RandomKey& key, uint64_t first_element) {
+                LargestBeyond largest, const RandomKey& key, uint64_t first_element) {
   const SharedScale& shared = rounding.shared;
   const bool scaled = shared != SharedScale{};
   const Rounding element = scaled ? element_rounding(rounding) : rounding;
-  if (!spans_more_than_rows(shared)) largest = -1;  // another head's plan asked for it
+  if (!spans_more_than_rows(shared)) largest.of_all = -1;  // another head's plan asked for it
   const int64_t step = by_tile(shared) ? kScaleTileRows : std::max<int64_t>(rows, 1);
   for (int64_t first = 0; first < rows; first += step) {
     const ScaledMatrix m{x + first * stride, std::min(step, rows - first), columns, stride, 1};
@@ -96,8 +113,10 @@ void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t column
 
 bool Call::needs_whole_tiles() const {
   return std::any_of(plans.begin(), plans.end(), [](const HeadPlan& head) {
-    return head.plan.promote > 0 || std::any_of(head.plan.rounding.begin(), head.plan.rounding.end(),
-                                                [](const Rounding& r) { return by_tile(r.shared); });
+    return head.plan.promote > 0 || head.centres_queries ||
+           std::any_of(head.plan.rounding.begin(), head.plan.rounding.end(), [](const Rounding& r) {
+             return by_tile(r.shared) || r.shared.group == ScaleGroup::column_block;
+           });
   });
 }
 
@@ -117,18 +136,38 @@ void Operands::choose_copies(const AttentionProblem& problem, const std::vector<
 
 void Operands::find_largest(const AttentionProblem& problem, const std::vector<HeadPlan>& plans, Site site,
                             const View<const float>& x) {
-  if (std::none_of(plans.begin(), plans.end(),
-                   [&](const HeadPlan& head) { return spans_more_than_rows(head.plan.at(site).shared); }))
+  if (std::none_of(plans.begin(), plans.end(), [&](const HeadPlan& head) {
+        const SharedScale& shared = head.plan.at(site).shared;
+        return spans_more_than_rows(shared) || by_column(shared);
+      }))
     return;
-  std::vector<float>& values = largest_[static_cast<size_t>(site)];
-  values.resize(static_cast<size_t>(problem.B * problem.H));
+  Largest& largest = largest_[static_cast<size_t>(site)];
+  const int64_t D = x.shape[3];
+  largest.of_head.resize(static_cast<size_t>(problem.B * problem.H));
+  largest.of_columns.resize(static_cast<size_t>(problem.B * problem.H * D));
+  const auto centres = [&](const HeadPlan& head) {
+    return first_reading(site) == Site::q && head.centres_queries;
+  };
   parallel_for(problem.B, [&](int64_t b, int) {
-    float* const of_head = values.data() + b * problem.H;
-    float of_all = 0;
-    for (int64_t h = 0; h < problem.H; ++h)
-      of_all = std::max(of_all, of_head[h] = largest_of(x, b, h, problem.rows(b)));
-    for (int64_t h = 0; h < problem.H; ++h)
-      if (spans_heads(plans[static_cast<size_t>(h)].plan.at(site).shared)) of_head[h] = of_all;
+    float* const of_head = largest.of_head.data() + b * problem.H;
+    std::vector<float> others(static_cast<size_t>(D));
+    // A scale that all heads share is of all heads as this one's plan has them.
+    for (const bool centred : {false, true}) {
+      const auto is_meant = [&](const HeadPlan& head) { return centres(head) == centred; };
+      if (std::none_of(plans.begin(), plans.end(), is_meant)) continue;
+      float of_all = 0;
+      for (int64_t h = 0; h < problem.H; ++h) {
+        const bool meant = is_meant(plans[static_cast<size_t>(h)]);
+        float* const of_columns = largest.of_columns.data() + (b * problem.H + h) * D;
+        const float found = largest_of(x, b, h, problem.rows(b), centred, meant ? of_columns : others.data());
+        if (meant) of_head[h] = found;
+        of_all = std::max(of_all, found);
+      }
+      for (int64_t h = 0; h < problem.H; ++h)
+        if (const HeadPlan& head = plans[static_cast<size_t>(h)];
+            is_meant(head) && spans_heads(head.plan.at(site).shared))
+          of_head[h] = of_all;
+    }
   });
 }
 

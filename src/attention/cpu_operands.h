@@ -17,6 +17,11 @@ namespace evenkeel {
 // target[n] = source[n * stride].
 void copy_strided(float* target, const float* source, int64_t stride, int64_t count);
 
+// Rows [first, first + rows) of one head of q or dO, packed: every `stride` floats of x. With `means`, (tiles, stride), each
+// tile of rows less its mean, which goes there; `first` is a tile's first row.
+void pack_rows(const View<const float>& from, int64_t b, int64_t h, int64_t first, int64_t rows, float* x,
+               int64_t stride, float* means);
+
 // The stream of random numbers of a site (or of the rows' shifts) in this layer and step.
 inline constexpr uint32_t kShiftStream = 63;
 static_assert(kSiteCount <= static_cast<int>(kShiftStream));
@@ -24,11 +29,11 @@ inline RandomKey stream_key(const AttentionProblem& problem, const PrecisionPlan
   return {plan.seed, problem.step, problem.layer * 64 + stream};
 }
 
-// Rounds rows of a head's operand, `columns` values each, every `stride` floats. Where tiles share scales, rows start at a
-// multiple of kScaleTileRows. `largest` is of what shares a scale beyond these rows (Operands::largest). Value j of row i
-// draws number first_element + i * columns + j.
+// Rounds rows of a head's operand, `columns` values each, every `stride` floats. Where tiles or blocks of a column share
+// scales, rows start at a multiple of kScaleTileRows. `largest` is of what shares a scale beyond these rows
+// (Operands::largest). Value j of row i draws number first_element + i * columns + j.
 void round_rows(const Rounding& rounding, float* x, int64_t rows, int64_t columns, int64_t stride,
-                float largest, const RandomKey& key, uint64_t first_element);
+                LargestBeyond largest, const RandomKey& key, uint64_t first_element);
 
 enum class Pass { forward, backward };
 
@@ -52,12 +57,13 @@ class Operands {
     return mean_.data() + (b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * stride_;
   }
   Pass pass() const { return pass_; }
-  // Of q and dO: the largest magnitude of the head, or of all heads of the sequence. It is -1 where the rounding at the
-  // site has no scale that so many values share.
-  float largest(Site site, int64_t b, int64_t h) const {
-    const std::vector<float>& values = largest_[static_cast<size_t>(site)];
-    return values.empty() ? -1.0f
-                          : values[static_cast<size_t>(b) * copy_of_head_.size() + static_cast<size_t>(h)];
+  // Of q and dO: the largest magnitude of the head, or of all heads of the sequence; and of each column of the head.
+  // Nothing where the rounding at the site has no scale that so many values share.
+  LargestBeyond largest(Site site, int64_t b, int64_t h) const {
+    const Largest& of = largest_[static_cast<size_t>(site)];
+    if (of.of_head.empty()) return {};
+    const size_t head = static_cast<size_t>(b) * copy_of_head_.size() + static_cast<size_t>(h);
+    return {of.of_head[head], of.of_columns.data() + head * (of.of_columns.size() / of.of_head.size())};
   }
 
  private:
@@ -68,13 +74,17 @@ class Operands {
     return ((b * copies_ + copy_of_head_[static_cast<size_t>(h)]) * keys_ + key) * stride_;
   }
 
+  struct Largest {
+    std::vector<float> of_head, of_columns;  // (B, H), (B, H, columns)
+  };
+
   Pass pass_;
   int64_t keys_, stride_, copies_ = 0;
-  std::vector<int64_t> copy_of_head_;                   // (H)
-  std::vector<int64_t> owner_;                          // of each copy: the first head that reads it
-  std::array<std::vector<float>, kSiteCount> largest_;  // (B, H)
-  std::vector<float> k_, v_;                            // (B, copies, N, stride)
-  std::vector<float> mean_;                             // (B, copies, stride)
+  std::vector<int64_t> copy_of_head_;  // (H)
+  std::vector<int64_t> owner_;         // of each copy: the first head that reads it
+  std::array<Largest, kSiteCount> largest_;
+  std::vector<float> k_, v_;  // (B, copies, N, stride)
+  std::vector<float> mean_;   // (B, copies, stride)
 };
 
 // What every tile of one call shares.

@@ -19,6 +19,7 @@ HeadPlan::HeadPlan(const PrecisionPlan& asked) : plan(asked) {
   wide_output = rules.output == OutputRule::wide;
   probs_delta = rules.delta == DeltaRule::probs;
   centres_keys = rules.keys == KeyRule::centred || plan.keys == KeyRule::centred;
+  centres_queries = plan.queries == QueryRule::centred;
   const bool commutes = rules.shift == ShiftRule::power_of_two && is_identity(plan.at(Site::shifted)) &&
                         commutes_with_powers(plan.at(Site::probs));
   max_first = sums_rounded && !commutes;

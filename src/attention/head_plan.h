@@ -25,6 +25,7 @@ struct HeadPlan {
   bool shadow;        // wide_output, and pv or row_sum is rounded: a second O-bar and l are kept, unrounded
   bool probs_delta;   // DeltaRule::probs
   bool centres_keys;  // KeyRule::centred, of the stabiliser or the plan
+  bool centres_queries;  // QueryRule::centred
 
   bool power_shift() const { return shift.rule == ShiftRule::power_of_two; }
 };

@@ -41,6 +41,8 @@ std::string hopper_device_not_taken(const CudaDevice& device) {
 
 // What a plan may ask and no kernels of a GPU have yet: they must not compute something else instead.
 std::string any_plan_plan_not_taken(const PrecisionPlan& plan, TensorType) {
+  if (plan.queries != QueryRule::given)
+    return fmt::format("queries={} (queries less their mean run on the CPU)", name(plan.queries));
   for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
     if (plan.at(site).shared != SharedScale{})
       return fmt::format("{}={} (scales that blocks of P or dS share run on the CPU)", name(site),
@@ -121,32 +123,36 @@ bool hopper_gives_score_facts(const AttentionProblem& p) {
   return p.type == TensorType::bf16 && !has_forms(p);
 }
 
-// The forward pass of kHopperFp8Plan, whose sums go to FP32 after all features of a score and every 128 keys of O: h200/4.
+// kHopperFp8Plan. The forward pass's sums go to FP32 after all features of a score and every 128 keys of O: h200/4.
 std::string hopper_fp8_plan_not_taken(const PrecisionPlan& plan, TensorType) {
+  if (plan.queries != QueryRule::given) return fmt::format("queries={}", name(plan.queries));
   if (plan.keys != KeyRule::given) return fmt::format("keys={}", name(plan.keys));
-  if (plan.stabiliser != Stabiliser::none && plan.stabiliser != Stabiliser::consistent)
-    return fmt::format("the stabiliser {}", name(plan.stabiliser));
+  // P is rounded to 4 bits, forward alone. So a delta from O, however wide, does not fit the P of the backward pass; and
+  // that finds the rounded P only where it adds up scores as the FP8 tensor cores do. What fits is zero_sum.
+  if (plan.stabiliser != Stabiliser::none && plan.stabiliser != Stabiliser::zero_sum)
+    return fmt::format("the stabiliser {} (they have none and zero_sum)", name(plan.stabiliser));
   constexpr int kPromote = 4;
   if (plan.accumulate == Accumulate::tensor_core && (plan.chip != kDefaultChip || plan.promote != kPromote))
     return fmt::format("sums as in \"{}\" (theirs are accumulate={}/{})", to_string(plan), kDefaultChip,
                        kPromote);
   const PrecisionPlan fp8 = parse_plan(kHopperFp8Plan);
-  for (Site site : {Site::q, Site::k, Site::v, Site::scores, Site::shifted, Site::probs, Site::row_sum,
-                    Site::pv, Site::output})
-    if (plan.at(site) != fp8.at(site))
+  for (int n = 0; n < kSiteCount; ++n)
+    if (const auto site = static_cast<Site>(n); plan.at(site) != fp8.at(site))
       return fmt::format("{}={} ({} has {})", name(site), to_string(plan.at(site)), kHopperFp8Plan,
                          to_string(fp8.at(site)));
   return "";
 }
 
-std::string hopper_fp8_reason(const AttentionProblem& p) {
-  return fmt::format(
-      "bf16, head size {}, the forward pass of {} with stabiliser {} on compute capability 9.0", p.D,
-      kHopperFp8Plan, name(p.plans[0].stabiliser));
+// Who does not ask for 8 bits is not told why these kernels do not run.
+bool hopper_fp8_chosen_for(const AttentionProblem& p, const CudaDevice&) {
+  return std::any_of(p.plans.begin(), p.plans.end(),
+                     [](const PrecisionPlan& plan) { return plan.at(Site::q).format == kE4m3; });
 }
 
-// Who asks for a plan may train with it, and there is no backward pass.
-bool only_by_name(const CudaDevice&) { return false; }
+std::string hopper_fp8_reason(const AttentionProblem& p) {
+  return fmt::format("bf16, head size {}, {} with stabiliser {} on compute capability 9.0{}", p.D,
+                     kHopperFp8Plan, name(p.plans[0].stabiliser), p.plans.size() > 1 ? ", by head" : "");
+}
 
 std::string ampere_reason(const AttentionProblem& p) {
   return fmt::format("{}, head size {}{}, flash2's sites on compute capability 8.0 or newer", name(p.type),
@@ -155,7 +161,7 @@ std::string ampere_reason(const AttentionProblem& p) {
 
 // By machine code of their own, and on 12.0 by PTX. On Hopper they come after its own kernels, which are faster, and take what
 // those do not. Elsewhere nobody has tried them.
-bool ampere_chosen_on(const CudaDevice& device) {
+bool ampere_chosen_for(const AttentionProblem&, const CudaDevice& device) {
   return (device.major == 8 && device.minor != 7) || (device.major == 9 && device.minor == 0) ||
          (device.major == 12 && device.minor == 0);
 }
@@ -179,6 +185,20 @@ constexpr size_t kGpuAlignment = 256;
 constexpr int64_t kLargestGpuHead = 128;
 
 constexpr KernelFamily kFamilies[] = {
+    // kHopperFp8Plan: forward by wgmma of E4M3, backward by hopper's kernels on the same numbers.
+    {"hopper_fp8",
+     "the Hopper FP8 kernels",
+     /*on_gpu=*/true,
+     {features({Feature::plans_by_head, Feature::packed, Feature::device_step, Feature::grad_lse}),
+      types({TensorType::bf16}), kLargestGpuHead, /*head_step=*/8, kGpuAlignment},
+     hopper_device_not_taken,
+     hopper_fp8_plan_not_taken,
+     hopper_fp8_chosen_for,
+     hopper_fp8_reason,
+     nullptr,
+     hopper_fp8_prepare,
+     hopper_fp8_forward,
+     hopper_fp8_backward},
     // flash2's sites with one of the fast stabilisers (TMA, wgmma).
     {"hopper",
      "the Hopper kernels",
@@ -187,26 +207,12 @@ constexpr KernelFamily kFamilies[] = {
       kGpuAlignment},
      hopper_device_not_taken,
      fused_plan_not_taken,
-     /*chosen_on=*/nullptr,
+     /*chosen_for=*/nullptr,
      hopper_reason,
      hopper_gives_score_facts,
      hopper_prepare,
      hopper_forward,
      hopper_backward},
-    // The forward pass of kHopperFp8Plan alone (wgmma of E4M3).
-    {"hopper_fp8",
-     "the Hopper FP8 kernels",
-     /*on_gpu=*/true,
-     {features({Feature::packed, Feature::device_step}), types({TensorType::bf16}), kLargestGpuHead,
-      /*head_step=*/8, kGpuAlignment},
-     hopper_device_not_taken,
-     hopper_fp8_plan_not_taken,
-     only_by_name,
-     hopper_fp8_reason,
-     nullptr,
-     hopper_fp8_prepare,
-     hopper_fp8_forward,
-     hopper_fp8_backward},
     // hopper's plans and forms by mma.sync, and larger heads: tiles have 64, 128 or 256 features.
     {"ampere",
      "the Ampere-class kernels",
@@ -215,7 +221,7 @@ constexpr KernelFamily kFamilies[] = {
       /*largest_head=*/256, /*head_step=*/8, kGpuAlignment},
      any_plan_device_not_taken,
      fused_plan_not_taken,
-     ampere_chosen_on,
+     ampere_chosen_for,
      ampere_reason,
      nullptr,
      ampere_prepare,

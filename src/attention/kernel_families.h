@@ -62,8 +62,8 @@ struct KernelFamily {
   // What the family does not take besides: of a device, of a plan; "" where it takes it. Null: takes any.
   std::string (*device_not_taken)(const CudaDevice& device);
   std::string (*plan_not_taken)(const PrecisionPlan& plan, TensorType type);
-  // Is the family the one to choose on a device that it takes? Else it runs where it is asked for by name. Null: yes.
-  bool (*chosen_on)(const CudaDevice& device);
+  // Is the family tried for such a problem, on a device that it takes? Else it runs where it is asked for by name. Null: yes.
+  bool (*chosen_for)(const AttentionProblem& problem, const CudaDevice& device);
   std::string (*reason)(const AttentionProblem& problem);  // why it runs, where no faster one was refused
   // Does its forward pass find the largest score and row mean of a problem that it takes? Null: no.
   bool (*gives_score_facts)(const AttentionProblem& problem);
@@ -81,9 +81,8 @@ std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
 // Fastest first. A family is added by a row (kernel_families.cpp).
 std::span<const KernelFamily> kernel_families();
 
-// What hopper_fp8 computes, as text of a plan. As in FlashAttention-3's code v has a scale a head, so that the tensor cores can
-// add more than one tile of keys.
-inline constexpr std::string_view kHopperFp8Plan = "fp8_fa3,v=e4m3*head";
+// What hopper_fp8 computes, as text of a plan.
+inline constexpr std::string_view kHopperFp8Plan = "fp8_trains";
 const KernelFamily& kernel_family(std::string_view name);  // std::invalid_argument where there is none
 
 // As choose_kernel of attention_call.h, among the families that have `also`: what a pass will ask for, not the problem.

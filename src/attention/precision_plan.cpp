@@ -120,7 +120,7 @@ void check_shared_scale(Site site, const Rounding& r) {
         "v, grad_output, their second readings, probs, probs_bwd, dscores)");
   if (is_made_by_tile(site) && std::max(r.shared.group, r.shared.outer) > ScaleGroup::tile)
     throw std::invalid_argument(std::string(name(site)) + "=" + to_string(r) +
-                                ": expected a scale that a block, a row or a tile shares: " +
+                                ": expected a scale that a block, a row, a column or a tile shares: " +
                                 std::string(name(site)) + " is made tile by tile");
 }
 
@@ -130,9 +130,10 @@ void set_site(PrecisionPlan& plan, std::string_view item, std::string_view key, 
   try {
     site = parse_site(key);
   } catch (const std::invalid_argument&) {
-    throw std::invalid_argument("unknown key '" + std::string(key) + "' in '" + std::string(item) +
-                                "': expected a site (" + list_of(kSiteNames) +
-                                ") or stabiliser, accumulate, keys, keel, beta, cap, tie_tolerance, seed");
+    throw std::invalid_argument(
+        "unknown key '" + std::string(key) + "' in '" + std::string(item) + "': expected a site (" +
+        list_of(kSiteNames) +
+        ") or stabiliser, accumulate, keys, queries, keel, beta, cap, tie_tolerance, seed");
   }
   const Rounding rounding = parse_rounding(value);
   check_shared_scale(site, rounding);
@@ -162,6 +163,8 @@ void apply_changes(PrecisionPlan& plan, std::string_view text) {
       set_accumulate(plan, value);
     } else if (key == "keys") {
       plan.keys = parse_name<KeyRule>(value, kKeyRuleNames, "rule for keys");
+    } else if (key == "queries") {
+      plan.queries = parse_name<QueryRule>(value, kQueryRuleNames, "rule for queries");
     } else if (key == "keel") {
       plan.keel = parse_number<float>(key, value, 0, 1e6f, "a number from 0 to 1e6");
     } else if (key == "beta") {
@@ -248,6 +251,7 @@ std::string to_string(const PrecisionPlan& plan) {
     }
   }
   const PrecisionPlan fallback;
+  if (plan.queries != fallback.queries) best += ",queries=" + std::string(name(plan.queries));
   if (plan.stabiliser != fallback.stabiliser) best += ",stabiliser=" + std::string(name(plan.stabiliser));
   if (plan.accumulate != fallback.accumulate) best += ",accumulate=" + accumulate_text(plan);
   if (plan.keel != fallback.keel) best += ",keel=" + shortest(plan.keel);

@@ -91,6 +91,15 @@ constexpr std::string_view name(Accumulate a) { return kAccumulateNames[static_c
 inline constexpr std::array<std::string_view, 2> kKeyRuleNames = {"given", "centred"};
 constexpr std::string_view name(KeyRule rule) { return kKeyRuleNames[static_cast<size_t>(rule)]; }
 
+// Q-smoothing, arXiv 2411.10958: each query less the mean m of its tile is what site q rounds. The scores get a m . k_j back
+// in FP32, with k_j before its rounding (centred where keys are). So centring changes no score but for rounding.
+enum class QueryRule : uint8_t {
+  given,
+  centred,  // by tiles of kScaleTileRows rows (paper: 128)
+};
+inline constexpr std::array<std::string_view, 2> kQueryRuleNames = {"given", "centred"};
+constexpr std::string_view name(QueryRule rule) { return kQueryRuleNames[static_cast<size_t>(rule)]; }
+
 // Everything that decides the bits of one head's attention, besides its inputs and the tile sizes.
 struct PrecisionPlan {
   std::array<Rounding, kSiteCount> rounding{};  // fp32 at every site
@@ -102,11 +111,12 @@ struct PrecisionPlan {
   // rows), too.
   int promote = 0;
   KeyRule keys = KeyRule::given;  // centred: K-smoothing, whatever the stabiliser
-  float keel = 0;                 // z of the attention z-loss z L^2 per row; 0 is off
-  float beta = 2;                 // paper, paper_capped: factor on a positive tied maximum
-  float cap = 8;                  // paper_capped: largest shift, in nats
-  float tie_tolerance = 1e-3f;    // scores this close to the maximum tie with it
-  uint64_t seed = 0;              // of stochastic sites, dither and the capped shift
+  QueryRule queries = QueryRule::given;
+  float keel = 0;               // z of the attention z-loss z L^2 per row; 0 is off
+  float beta = 2;               // paper, paper_capped: factor on a positive tied maximum
+  float cap = 8;                // paper_capped: largest shift, in nats
+  float tie_tolerance = 1e-3f;  // scores this close to the maximum tie with it
+  uint64_t seed = 0;            // of stochastic sites, dither and the capped shift
 
   const Rounding& at(Site site) const { return rounding[static_cast<size_t>(site)]; }
   Rounding& at(Site site) { return rounding[static_cast<size_t>(site)]; }
@@ -116,7 +126,7 @@ struct PrecisionPlan {
 // Plans with names, as changes of what stands before them in the table. The systems of papers: what a paper leaves open
 // or does not have is marked "ours". Their backward passes read what the forward pass read where nothing is said, and
 // everything that is not an operand is as in flash2: ours. Blocks run along the row at every site (a tensor core needs
-// them along the summed index, which for v, and for dS and dO in dK and dV, is the column): ours.
+// them along the summed index, which for v, and for dS and dO in dK and dV, is the column, as in v=e4m3*column32): ours.
 struct NamedPlan {
   std::string_view name, text;
 };
@@ -133,6 +143,10 @@ inline constexpr NamedPlan kNamedPlans[] = {
     // code). Left out: the rotation by a random Hadamard matrix, which changes no score but for rounding. It has no FP8
     // backward: BF16 is ours. Its sums: add accumulate=h200.
     {"fp8_fa3", "flash2,q=e4m3*tile,k=e4m3*tile,v=e4m3*tile,probs=e4m3^8/saturate,grad_output=bf16"},
+    // What the FP8 kernels of Hopper train with, ours: fp8_fa3 with scales that are powers of two, so that the rounded q, k
+    // and v are BF16 numbers, which the products of a BF16 backward pass read; v's scale is a head's, as in FlashAttention-3's
+    // code, so that the tensor cores can add more than one tile of keys.
+    {"fp8_trains", "fp8_fa3,q=e4m3*tile@e8m0_up,k=e4m3*tile@e8m0_up,v=e4m3*head@e8m0_up"},
     // DeepSeek-V3, arXiv 2412.19437: E4M3 in all products, a scale in FP32 for 128 neighbours. The paper keeps attention
     // in BF16: its rule for linear layers at attention's operands is ours. Its sums, every 128 products to FP32: add
     // accumulate=h200/4.
@@ -145,8 +159,8 @@ inline constexpr NamedPlan kNamedPlans[] = {
      "flash2,q=e4m3*block32@e8m0_up,k=e4m3*block32@e8m0_up,v=e4m3*block32@e8m0_up,"
      "grad_output=e4m3*block32@e8m0_up,probs=e4m3*block32@e8m0_up,probs_bwd=e4m3*block32@e8m0_up,"
      "dscores=e4m3*block32@e8m0_up"},
-    // NVFP4 q, k, v and P, found again in a backward pass that is BF16 otherwise: Attn-QAT, arXiv 2603.00040. Left out of
-    // SageAttention3 (2505.11594): q and k less their means. Its code has no scale of a tensor, and blocks of v's keys.
+    // NVFP4 q, k, v and P, found again in a backward pass that is BF16 otherwise: Attn-QAT, arXiv 2603.00040. SageAttention3
+    // (2505.11594) adds keys=centred,queries=centred; its code has no scale of a tensor, and v=e2m1*column16@e4m3.
     {"nvfp4",
      "flash2,q=e2m1*block16@e4m3*tensor,k=e2m1*block16@e4m3*tensor,v=e2m1*block16@e4m3*tensor,"
      "probs=e2m1*block16@e4m3*row,probs_bwd=e2m1*block16@e4m3*row,grad_output=bf16"},
@@ -178,8 +192,8 @@ inline constexpr auto kPlanNames = [] {
 
 // A comma-separated list, read from the left: plan names and key=value. Keys: a site (value: parse_rounding),
 // stabiliser, accumulate (fp32_sequential, or a chip of numerics/tensor_core.h, as h200 or, with a promotion to FP32
-// every 4 blocks, h200/4), keys (given, centred), keel, beta, cap, tie_tolerance, seed. A plan's name gives every site
-// its format, and keys where the plan has a rule for them; second readings follow the first (kSecondReadings).
+// every 4 blocks, h200/4), keys and queries (given, centred), keel, beta, cap, tie_tolerance, seed. A plan's name
+// gives every site its format, and keys where the plan has a rule for them; second readings follow the first (kSecondReadings).
 //   bf16_all,row_sum=fp32    flash2,q=e4m3*block32    flash2,stabiliser=zero_sum,keel=1e-3    fp32,row_sum=e5m2/stochastic
 // Throws std::invalid_argument naming what was found and what is known.
 PrecisionPlan parse_plan(std::string_view text);

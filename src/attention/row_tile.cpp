@@ -62,9 +62,10 @@ void RowTile::pack(View<const float> from, Site site, std::vector<float>& rows,
   const int64_t size = from.shape[3];
   rows.assign(at(width_ * depth_), 0.0f);
   transposed.resize(at(size * width_));
-  for (int64_t i = 0; i < rows_; ++i) {
-    copy_strided(&rows[at(i * depth_)], from.at(b_, h_, row_ + i), from.stride[3], size);
-  }
+  const bool is_query = first_reading(site) == Site::q;
+  if (is_query) mean_query_.assign(at((width_ + kScaleTileRows - 1) / kScaleTileRows * depth_), 0.0f);
+  pack_rows(from, b_, h_, row_, rows_, rows.data(), depth_,
+            is_query && head_->centres_queries ? mean_query_.data() : nullptr);
   const Rounding& rounding = plan().at(site);
   if (!is_identity(rounding) || observer_) {
     if (observer_) exact_ = rows;
@@ -174,6 +175,7 @@ void RowTile::score_tile(int64_t key, int64_t keys) {
   const Site operand = call_.operands.pass() == Pass::forward ? Site::k : Site::k_bwd;
   multiply(operand, keys, columns_, D_, call_.operands.k(b_, h_, key), depth_, 1, qt_.data(), width_,
            tile_.data(), width_, /*accumulate=*/false, call_.problem.scale);
+  if (head_->centres_queries) add_mean_queries(key, keys);
   if (const float cap = call_.problem.softcap; cap > 0)
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t i = 0; i < rows_; ++i) {
@@ -194,6 +196,22 @@ void RowTile::score_tile(int64_t key, int64_t keys) {
     mask_tile(exact_.data(), key, keys);
     show(Site::scores, tile_.data(), keys, key);
   }
+}
+
+// What the queries' means take from the scores, given back: a mean . k_j with k_j before its rounding.
+void RowTile::add_mean_queries(int64_t key, int64_t keys) {
+  const View<const float>& k = call_.in.k;
+  const float* const mean_key = call_.operands.mean_key(b_, h_);
+  const int64_t g = h_ / (call_.problem.H / call_.problem.G);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int64_t first = 0; first < rows_; first += kScaleTileRows) {
+      double dot = 0;
+      for (int64_t d = 0; d < D_; ++d)
+        dot += static_cast<double>(mean_query(first)[d]) * (*k.at(b_, g, key + j, d) - mean_key[d]);
+      const float part = call_.problem.scale * static_cast<float>(dot);
+      for (int64_t i = first; i < std::min(first + kScaleTileRows, rows_); ++i)
+        tile_[at(j * width_ + i)] += part;
+    }
 }
 
 void RowTile::mask_tile(float* scores, int64_t key, int64_t keys) const {

@@ -64,6 +64,9 @@ class RowTile {
   template <class Body>
   void for_each_key_tile(Body body) const;
   void score_tile(int64_t key, int64_t keys);  // tile_ = S, -inf where masked
+  void add_mean_queries(int64_t key, int64_t keys);
+  // The mean that was subtracted from row i's query; zeros where queries are as given. (depth)
+  const float* mean_query(int64_t i) const { return &mean_query_[at(i / kScaleTileRows * depth_)]; }
   void mask_tile(float* scores, int64_t key, int64_t keys) const;
   void count_at_least(const std::vector<float>& threshold,
                       int64_t keys);  // counts_[i] += #{j: S_ij >= threshold_i}
@@ -80,6 +83,7 @@ class RowTile {
   // --- backward
   void load_row_values(const AttentionForward& saved);
   void add_over_rows(Site operand, int64_t keys, const float* left, const float* right, float* sums) const;
+  void add_mean_query(int64_t keys, int64_t first, int64_t last, float* dk) const;
   void recompute_tile(int64_t key, int64_t keys);  // tile_ = P, dp_ = dP
   void find_delta(const BackwardTask& task);
   void score_gradients(int64_t key, int64_t keys, bool facts);  // dp_ = dS
@@ -99,6 +103,7 @@ class RowTile {
 
   std::vector<int64_t> first_key_, last_key_;  // [row]: keys that causal and window let it see
   std::vector<float> q_, qt_;                  // [row][depth], [D][row]
+  std::vector<float> mean_query_;              // [tile of rows][depth]
   std::vector<float> tile_;                    // [key][row]: S, then P
   std::vector<float> exact_;                   // values before a rounding, for the observer
   std::vector<float> zeros_, unused_;          // [row]

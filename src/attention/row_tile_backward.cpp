@@ -59,9 +59,23 @@ void RowTile::backward(int64_t b, int64_t h, int64_t first_row, const BackwardTa
 // group.
 void RowTile::add_over_rows(Site operand, int64_t keys, const float* left, const float* right,
                             float* sums) const {
-  for (int64_t i = 0; i < rows_; i += kScaleTileRows)
-    multiply(operand, keys, depth_, std::min<int64_t>(kScaleTileRows, rows_ - i), left + i, width_, 1,
-             right + i * depth_, depth_, sums, depth_, true);
+  for (int64_t i = 0; i < rows_; i += kScaleTileRows) {
+    const int64_t last = std::min(i + kScaleTileRows, rows_);
+    multiply(operand, keys, depth_, last - i, left + i, width_, 1, right + i * depth_, depth_, sums, depth_,
+             true);
+    if (operand == Site::dscores && head_->centres_queries) add_mean_query(keys, i, last, sums);
+  }
+}
+
+// dK's other part, in FP32: (sum over rows [first, last) of dS) mean, where q holds queries less that mean. dQ has no such
+// part: the mean's gradient through q - mean and that through what the scores get back cancel.
+void RowTile::add_mean_query(int64_t keys, int64_t first, int64_t last, float* dk) const {
+  const float* const mean = mean_query(first);
+  for (int64_t j = 0; j < keys; ++j) {
+    float sum = 0;
+    for (int64_t i = first; i < last; ++i) sum += dp_[at(j * width_ + i)];
+    for (int64_t d = 0; d < D_; ++d) dk[j * depth_ + d] += sum * mean[d];
+  }
 }
 
 // m_ and sum_ as the forward pass left them; lse_ as the exponent's shift; a row without keys gets 0 for

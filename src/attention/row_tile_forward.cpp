@@ -166,7 +166,8 @@ void RowTile::write_forward(const AttentionForward& out) {
       // Centred keys lowered every score of the row by a q . mean: L is of the scores as they were.
       if (head_->centres_keys) {
         double dot = 0;
-        for (int64_t d = 0; d < D_; ++d) dot += static_cast<double>(q_[at(i * depth_ + d)]) * mean_key[d];
+        for (int64_t d = 0; d < D_; ++d)
+          dot += (static_cast<double>(q_[at(i * depth_ + d)]) + mean_query(i)[d]) * mean_key[d];
         lse += static_cast<float>(call_.problem.scale * dot);
       }
     }

@@ -29,11 +29,9 @@ inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t 
 // q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D or Dv). REQUIRES: H = G, T = N, tensors of 16 bits.
 class AttentionOnDevice {
  public:
-  // `family`: by this name; null: the one that the table chooses. With `score_facts`, forward also finds the largest score and
-  // row mean of each head.
-  explicit AttentionOnDevice(const AttentionProblem& p, const char* family = nullptr,
-                             bool score_facts = false)
-      : call_(family ? AttentionCall(kernel_family(family), p) : resolve(p, cuda_device())) {
+  // With `score_facts`, forward also finds the largest score and row mean of each head.
+  explicit AttentionOnDevice(const AttentionProblem& p, bool score_facts = false)
+      : call_(resolve(p, cuda_device())) {
     if (score_facts) score_facts_ = DeviceMemory(std::vector<float>(2 * static_cast<size_t>(p.H), 0.0f));
     const PassSizes& sizes = call_.sizes();
     const auto rows = static_cast<size_t>(p.B * p.H * p.T);

@@ -121,7 +121,7 @@ std::vector<Measured> measure(const Shape& shape, int64_t rounds) {
     flops.push_back(forward_flops(p));
     running.push_back(nullptr);
     try {
-      running.back() = std::make_unique<AttentionOnDevice>(p, nullptr, form.score_facts);
+      running.back() = std::make_unique<AttentionOnDevice>(p, form.score_facts);
       result.kernel = running.back()->choice().kernel;
       running.back()->forward(nullptr);
       running.back()->backward(nullptr);

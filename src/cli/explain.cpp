@@ -180,10 +180,9 @@ int run_explain(int argc, char** argv) {
       "Formats: fp32, tf32, bf16, fp16, e4m3, e5m2, e2m3, e3m2, e2m1, int8, int4, hif8, eXmY; also\n"
       "FORMAT[^SHIFT][/MODE][/saturate]. With a shared scale, --to 'FORMAT*GROUP[@SCALE][*OUTER]' as in "
       "'e4m3*block32@e8m0',\n"
-      "EXPRESSION is a row of numbers, and each is shown with its block's scale. GROUP: block16, block32, "
-      "block64, "
-      "block128,\n"
-      "row; SCALE: fp32, e4m3, e8m0, e8m0_up.\n"
+      "EXPRESSION is a row of numbers (or a column), and each is shown with its block's scale. GROUP: "
+      "block16, block32,\n"
+      "block64, block128, row, column16, column32, column64, column; SCALE: fp32, e4m3, e8m0, e8m0_up.\n"
       "With --file-a: dot products as tensor cores add them, a line each, as 8 hexadecimal digits of FP32. A "
       "and B\n"
       "hold a row of FP32 words in hexadecimal a line, C one FP32 word in binary digits a line.",

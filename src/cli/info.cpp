@@ -105,7 +105,7 @@ int run_info(int argc, char** argv) {
     fmt::print("GPU        none: {}\n", device.why);
   for (const auto& [plan, choice] : choices) fmt::print("  {:<30} {}: {}\n", plan, choice.kernel, choice.why);
   for (const KernelFamily& family : kernel_families())
-    fmt::print("attention  {:<9} {}, {}, head sizes {}\n", family.name, family.on_gpu ? "GPU" : "CPU",
+    fmt::print("attention  {:<10} {}, {}, head sizes {}\n", family.name, family.on_gpu ? "GPU" : "CPU",
                types_taken(family.limits), head_sizes(family.limits));
   fmt::print("training   {}: {}\n", name(training.backend), training.why);
   return 0;

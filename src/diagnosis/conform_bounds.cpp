@@ -42,6 +42,7 @@ class SiteErrors {
   bool centred() const {
     return plan_.stabiliser == Stabiliser::centre_keys || plan_.keys == KeyRule::centred;
   }
+  bool centred_queries() const { return plan_.queries == QueryRule::centred; }
   double relative(Site site, double largest) const {
     return of_both(site, [&](const Rounding& r) { return relative_error(r, largest); });
   }
@@ -62,7 +63,7 @@ class SiteErrors {
     const auto [q, k, v, d_o] = largest_;
     switch (site) {
       case Site::q:
-        return q;
+        return (centred_queries() ? 2 : 1) * q;
       case Site::k:
         return (centred() ? 2 : 1) * k;
       case Site::v:
@@ -97,20 +98,20 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   // FP32 arithmetic: an ulp (tensor cores truncate) for each term of the longest chain of sums, exp, log and division.
   const double arithmetic = 0x1p-23 * (2 * D + 2 * N + T + 64);
   const double tiles = shape.tile_keys > 0 ? std::ceil(N / static_cast<double>(shape.tile_keys)) : 1;
-  const bool centred = errors.centred();
+  const bool centred = errors.centred(), centred_queries = errors.centred_queries();
   // The tanh of a soft cap: 11 bits in hardware, where kernels of 16 bits take it from there.
   const bool rounds = std::ranges::any_of(plan.rounding, [](const Rounding& r) { return !is_identity(r); });
   const double tanh_error = shape.softcap > 0 ? (rounds ? 0x1p-10 : 0x1p-20) : 0;
 
-  // A score's absolute error. Keys less their mean are up to twice as large.
+  // A score's absolute error. Keys less their mean are up to twice as large, and so are queries.
   const double of_score =
-      (centred ? 2 : 1) *
+      (centred ? 2 : 1) * (centred_queries ? 2 : 1) *
       both(both(u(Site::q, q), u(Site::k, k)), u(Site::scores) + 2 * u(Site::shifted) + 0x1p-23 * (D + 16));
   const double lost_scores = D * a * (eta(Site::q) * k + eta(Site::k) * q) + eta(Site::scores) +
                              eta(Site::shifted) + double{shape.softcap} * tanh_error;
   const auto n = static_cast<size_t>(head);
-  const bool far_matter =
-      centred || 4 * of_score * scales.score[n] > kNear / 2;  // the mean key has part of all
+  // The mean key has part of all keys, the mean query of all rows.
+  const bool far_matter = centred || centred_queries || 4 * of_score * scales.score[n] > kNear / 2;
   const double score = of_score * (far_matter ? scales.score[n] : scales.near_score[n]) + lost_scores;
   const double far = far_matter ? 0 : N * std::exp(-kNear / 2);  // of a row, at most
 
@@ -147,7 +148,9 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
                                        absolute + eta(site)};
   };
   bounds.dq = gradient(u(Site::k, k), Site::dq, N * lost_weight * k);
-  bounds.dk = gradient(u(Site::q, q), Site::dk, T * lost_weight * q);
+  // Of the mean query: what is rounded is as large as q and it. |dS| is at most 2 a D |dO| |v|.
+  const double of_mean_query = centred_queries ? 2 * a * D * d_o * v * (u(Site::q, q) + arithmetic) : 0.0;
+  bounds.dk = gradient(u(Site::q, q), Site::dk, T * (lost_weight + of_mean_query) * q);
   return bounds;
 }
 

@@ -125,9 +125,12 @@ ForecastTerms forecast_terms(const RunRecords& run) {
     if (event.kind == RunEvent::Kind::plan_change || event.kind == RunEvent::Kind::guard_remedy)
       terms.begin = std::max(terms.begin, event.step);
   const int bits = bits_of(run);
-  terms.harmful = harmful_offset(head_size(run), bits);
+  const double by_rounding = harmful_offset(head_size(run), bits);
+  terms.harmful = std::max(by_rounding, kHighestDriftLimit);
   terms.bound =
-      bits <= kBf16.significand_bits
+      terms.harmful > by_rounding
+          ? fmt::format("healthy runs of the study stayed below an offset of {:.0f}", terms.harmful)
+      : bits <= kBf16.significand_bits
           ? fmt::format("at an offset of {:.0f}, queries and keys of {} stored bits move scores by one",
                         terms.harmful, bits)
           : fmt::format("at an offset of {:.0f}, the leak has taken over the gradient of W_Q and W_K",
@@ -176,25 +179,29 @@ HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
   for (const Point& point : points_) add(point);
   if (points_.back().step != last_.step) add(last_);
   if (records < kForecastLeastRecords || x.size() < 3 || before.empty() ||
-      now - begin < kForecastLeastTime * begin || last_.step < terms.settled)
+      now - begin < kForecastLeastTime * begin)
     return found;
   const Trend trend = fit_trend(x, y);
   found.growth = trend.slope;
   found.growth_error = trend.error;
   if (found.outlook == Outlook::harmful) return found;
-  found.offset = std::exp(trend.end);
+  const double error = kForecastSureness * trend.error,
+               drifted = std::log(std::max(kForecastDrifted * terms.harmful, kHighestDriftLimit));
+  const bool has_drifted = std::min(trend.end, last_.log_offset) > drifted && trend.slope >= -error,
+             settled = last_.step >= terms.settled,
+             drifts = settled && (trend.slope - error) * now > kForecastLeastPower &&
+                      trend.end > std::log(kLowestDriftLimit) &&
+                      trend.end > median(before) + std::log(kForecastRise) &&
+                      grows_steadily(x, y, trend.slope);
+  if (!settled && !has_drifted) return found;  // too short
+  // By the line, which may be beyond what was recorded.
+  found.offset = std::exp(trend.end < std::log(terms.harmful) ? trend.end : last_.log_offset);
   found.outlook = Outlook::no_drift;
-  const double surely = trend.slope - kForecastSureness * trend.error;
-  if (!(surely * now > kForecastLeastPower) || !(found.offset > kLowestDriftLimit) ||
-      !(trend.end > median(before) + std::log(kForecastRise)) || !grows_steadily(x, y, trend.slope))
-    return found;
-  if (found.offset >= terms.harmful) found.offset = std::exp(last_.log_offset);
+  if (!drifts && !has_drifted) return found;
   found.outlook = Outlook::drift;
-  const double steps_to_harm = (std::log(terms.harmful) - std::log(found.offset)) / trend.slope,
-               left = kForecastTimeLeft * std::sqrt(std::max(0.0, steps_to_harm) * now);
-  found.failure = now + left;
-  found.earliest = now + kForecastEarliest * left;
-  found.latest = now + kForecastLatest * left;
+  found.failure = now + kForecastTimeLeft * now;
+  found.earliest = now + kForecastEarliest * now;
+  found.latest = now + kForecastLatest * now;
   return found;
 }
 

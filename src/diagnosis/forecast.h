@@ -4,11 +4,13 @@
 //   A line is fitted to ln c over the last kWindow of the steps t since the run's warm-up. It grows by g a step, and
 //   (g - kSureness errors of g) t > kLeastPower: faster than t^2. Healthy offsets grow, too, but ever more slowly.
 //   Then c > kLowestDriftLimit (health.h), c > kRise times the median before that window, and both its halves grow: no jump.
+// It also drifts where c is beyond kDrifted of the harmful offset and does not surely fall: many runs rest there for a while.
+//   Healthy runs of ours stayed below an eighth. Two runs that were unharmed came to a fifth (docs/study.md).
 // It *fails* some time after its offset has come to the harmful one, where rounding q and k moves scores by about one
-// (harmful_offset). Exponential growth would take e = ln(harmful / c) / g steps to it. Runs do not keep to that: most speed
-// up, some rest for as long again as they have lasted. Half way between e and t (in logarithms) the time left is
-//   kTimeLeft sqrt(e t)
-// and lies within (kEarliest, kLatest) times that in four of five cases. Beyond the harmful offset it is kHarmfulLeft t, and
+// (harmful_offset). When? The growth does not say: runs speed up, or rest for as long again as they have lasted. Dates by
+// the growth were no better than a constant (docs/study.md), so the time left is
+//   kTimeLeft t
+// and lies within (kEarliest, kLatest) t in four of five cases. Beyond the harmful offset it is kHarmfulLeft t, and
 // (0, kHarmfulLatest) t in nine of ten cases. All numbers are fitted to the failing runs of
 // docs/curves; `scripts/study --forecast` judges them run by run, each by numbers fitted to the others.
 #pragma once
@@ -28,7 +30,10 @@ inline constexpr double kForecastWindow = 0.4;    // of the steps since the warm
 inline constexpr double kForecastSureness = 2;    // standard errors
 inline constexpr double kForecastLeastPower = 2;  // of t
 inline constexpr double kForecastRise = 2;
-inline constexpr double kForecastTimeLeft = 0.7, kForecastEarliest = 0.3, kForecastLatest = 4.2;
+// Of the harmful offset, and kHighestDriftLimit (health.h) at least.
+inline constexpr double kForecastDrifted = 0.25;
+// Of t: the median of the failing runs at their first forecast, and tenth to ninetieth percentile.
+inline constexpr double kForecastTimeLeft = 0.5, kForecastEarliest = 0.1, kForecastLatest = 1.5;
 inline constexpr double kForecastHarmfulLeft = 0.15, kForecastHarmfulLatest = 0.5;
 inline constexpr size_t kForecastLeastRecords = 8;  // of a head, behind the warm-up
 inline constexpr double kForecastLeastTime = 0.5;   // of the steps to `begin`, behind it
@@ -51,10 +56,10 @@ int query_key_bits(const PrecisionPlan& plan, bool bf16_linear);
 // What a forecast takes from a run's settings; defaults where they are not known.
 struct ForecastTerms {
   int64_t begin = 0;      // step: offsets before it say nothing (warm-up, another plan)
-  double harmful = 0;     // offset
+  double harmful = 0;     // offset, kHighestDriftLimit at least: coarser formats did no harm below it
   std::string bound;      // what makes it harmful, in words
   int64_t last_step = 0;  // planned steps; 0: not known
-  // No drift before this step. 0 for the guard, which asks for a leak besides and must not be late.
+  // No growth is drift before this step. 0 for the guard, which asks for a leak besides and must not be late.
   int64_t settled = 0;
 };
 ForecastTerms forecast_terms(const RunRecords& run);

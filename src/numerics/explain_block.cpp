@@ -46,14 +46,17 @@ BlockExplanation explain_block(const Rounding& rounding, const std::vector<float
   BlockExplanation e{rounding, 1, {}};
   std::vector<float> row = values;
   const auto count = static_cast<int64_t>(row.size());
-  const ScaledMatrix m{row.data(), 1, count, count, 1};
+  const bool down = is_down_column(rounding.shared.group);
+  const ScaledMatrix m =
+      down ? ScaledMatrix{row.data(), count, 1, 1, 1} : ScaledMatrix{row.data(), 1, count, count, 1};
   const std::vector<float> scales = find_scales(rounding, m);
   if (rounding.shared.outer != ScaleGroup::none) e.outer = outer_scale(rounding, largest_finite(m));
-  const auto width = static_cast<size_t>(group_columns(rounding.shared, count));
+  const auto width =
+      static_cast<size_t>(down ? group_rows(rounding.shared, count) : group_columns(rounding.shared, count));
   for (size_t first = 0; first < values.size(); first += width) {
     const size_t last = std::min(first + width, values.size());
     BlockGroup group;
-    group.scale = scales[first / width];
+    group.scale = scales[down ? first : first / width];
     group.largest = largest_finite({row.data() + first, 1, static_cast<int64_t>(last - first), 0, 1});
     for (size_t i = first; i < last; ++i) {
       BlockValue v;

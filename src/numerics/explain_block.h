@@ -29,7 +29,7 @@ struct BlockExplanation {
   std::vector<BlockGroup> groups;
 };
 
-// The values as one row. REQUIRES: the rounding has a shared scale; values are finite.
+// The values as one row, or as one column where columns have the scales. REQUIRES: the rounding has a shared scale; values are finite.
 BlockExplanation explain_block(const Rounding& rounding, const std::vector<float>& values);
 
 std::string to_text(const BlockExplanation& explanation);

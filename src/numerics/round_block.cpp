@@ -7,16 +7,43 @@
 namespace evenkeel {
 namespace {
 
-// Beyond a row: one scale for the whole matrix.
-bool spans_rows(ScaleGroup group) { return group > ScaleGroup::row; }
+// One scale for the whole matrix.
+bool spans_matrix(ScaleGroup group) { return group >= ScaleGroup::tile; }
 
-float largest_of_groups(const ScaledMatrix& m, int64_t row, int64_t first, int64_t last) {
+float largest_of_row(const ScaledMatrix& m, int64_t row, int64_t first, int64_t last) {
   float largest = 0;
   for (int64_t j = first; j < last; ++j) {
     const float size = std::fabs(m.x[row * m.row_stride + j * m.column_stride]);
     if (std::isfinite(size)) largest = std::max(largest, size);
   }
   return largest;
+}
+
+// Rows [first, last) of a column: of a row of the transposed matrix.
+float largest_of_column(const ScaledMatrix& m, int64_t column, int64_t first, int64_t last) {
+  return largest_of_row({m.x, m.columns, m.rows, m.column_stride, m.row_stride}, column, first, last);
+}
+
+// find_scales where columns have the scales: a scale for each value.
+std::vector<float> find_column_scales(const Rounding& r, const ScaledMatrix& m, const LargestBeyond& beyond) {
+  const SharedScale& shared = r.shared;
+  const int64_t group = group_rows(shared, m.rows);
+  std::vector<float> scales(static_cast<size_t>(m.rows * m.columns));
+  for (int64_t j = 0; j < m.columns; ++j) {
+    const auto largest = [&](ScaleGroup of, int64_t first, int64_t last) {
+      if (spans_matrix(of)) return beyond.of_all;
+      return of == ScaleGroup::column && beyond.of_columns ? beyond.of_columns[j]
+                                                           : largest_of_column(m, j, first, last);
+    };
+    const float outer =
+        shared.outer == ScaleGroup::none ? 1.0f : outer_scale(r, largest(shared.outer, 0, m.rows));
+    for (int64_t first = 0; first < m.rows; first += group) {
+      const int64_t last = std::min(first + group, m.rows);
+      const float scale = block_scale(r, largest(shared.group, first, last), outer);
+      for (int64_t i = first; i < last; ++i) scales[static_cast<size_t>(i * m.columns + j)] = scale;
+    }
+  }
+  return scales;
 }
 
 // body(offset, scale) for every value, in the order of memory where one of the strides is 1.
@@ -75,12 +102,18 @@ float round_scaled(const Rounding& r, float x, float scale, uint32_t random) {
 
 float largest_finite(const ScaledMatrix& m) {
   float largest = 0;
-  for (int64_t i = 0; i < m.rows; ++i) largest = std::max(largest, largest_of_groups(m, i, 0, m.columns));
+  for (int64_t i = 0; i < m.rows; ++i) largest = std::max(largest, largest_of_row(m, i, 0, m.columns));
   return largest;
 }
 
 int64_t group_columns(const SharedScale& shared, int64_t columns) {
-  return shared.group == ScaleGroup::block ? shared.block : std::max<int64_t>(columns, 1);
+  return shared.group == ScaleGroup::block ? shared.block
+         : is_down_column(shared.group)    ? 1
+                                           : std::max<int64_t>(columns, 1);
+}
+
+int64_t group_rows(const SharedScale& shared, int64_t rows) {
+  return shared.group == ScaleGroup::column_block ? shared.block : std::max<int64_t>(rows, 1);
 }
 
 int64_t scales_per_row(const SharedScale& shared, int64_t columns) {
@@ -88,31 +121,32 @@ int64_t scales_per_row(const SharedScale& shared, int64_t columns) {
   return (columns + group - 1) / group;
 }
 
-std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, float largest_of_all) {
+std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, const LargestBeyond& known) {
   const SharedScale& shared = r.shared;
+  LargestBeyond beyond = known;
+  if ((spans_matrix(shared.group) || spans_matrix(shared.outer)) && beyond.of_all < 0)
+    beyond.of_all = largest_finite(m);
+  if (is_down_column(shared.group)) return find_column_scales(r, m, beyond);
   const int64_t group = group_columns(shared, m.columns), per_row = scales_per_row(shared, m.columns);
   std::vector<float> scales(static_cast<size_t>(m.rows * per_row));
-  const bool wide = spans_rows(shared.group) || spans_rows(shared.outer);
-  if (wide && largest_of_all < 0) largest_of_all = largest_finite(m);
-  if (spans_rows(shared.group)) {
-    std::fill(scales.begin(), scales.end(), block_scale(r, largest_of_all));
+  if (spans_matrix(shared.group)) {
+    std::fill(scales.begin(), scales.end(), block_scale(r, beyond.of_all));
     return scales;
   }
   for (int64_t i = 0; i < m.rows; ++i) {
     float outer = 1;
     if (shared.outer != ScaleGroup::none)
-      outer =
-          outer_scale(r, spans_rows(shared.outer) ? largest_of_all : largest_of_groups(m, i, 0, m.columns));
+      outer = outer_scale(r, spans_matrix(shared.outer) ? beyond.of_all : largest_of_row(m, i, 0, m.columns));
     for (int64_t first = 0; first < m.columns; first += group)
       scales[static_cast<size_t>(i * per_row + first / group)] =
-          block_scale(r, largest_of_groups(m, i, first, std::min(first + group, m.columns)), outer);
+          block_scale(r, largest_of_row(m, i, first, std::min(first + group, m.columns)), outer);
   }
   return scales;
 }
 
-void round_block(const Rounding& r, const ScaledMatrix& m, float largest_of_all, const RandomKey& key,
+void round_block(const Rounding& r, const ScaledMatrix& m, const LargestBeyond& beyond, const RandomKey& key,
                  uint64_t first_element) {
-  const std::vector<float> scales = find_scales(r, m, largest_of_all);
+  const std::vector<float> scales = find_scales(r, m, beyond);
   const int64_t group = group_columns(r.shared, m.columns), per_row = scales_per_row(r.shared, m.columns);
   for (int64_t i = 0; i < m.rows; ++i)
     for (int64_t j = 0; j < m.columns; ++j) {

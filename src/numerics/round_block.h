@@ -31,16 +31,26 @@ float round_scaled(const Rounding& r, float x, float scale, uint32_t random = 0)
 // The largest finite magnitude.
 float largest_finite(const ScaledMatrix& m);
 
-// How many values along a row share a scale: the whole row but for blocks. And the numbers of scales of a row.
+// How many values along a row share a scale: the whole row but for blocks, and one where columns have the scales. And the
+// numbers of scales of a row.
 int64_t group_columns(const SharedScale& shared, int64_t columns);
 int64_t scales_per_row(const SharedScale& shared, int64_t columns);
+// How many values down a column share a scale, where columns have the scales.
+int64_t group_rows(const SharedScale& shared, int64_t rows);
 
-// The scales of every row, (rows, scales_per_row). `largest_of_all` is of all values of the tile, head or tensor, for
-// groups and outer groups wider than a row. Without it this matrix is all there is.
-std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, float largest_of_all = -1);
+// Largest magnitudes of groups and outer groups of which the matrix is a part. Without them the matrix is all there is.
+struct LargestBeyond {
+  LargestBeyond(float largest_of_all = -1, const float* largest_of_columns = nullptr)
+      : of_all(largest_of_all), of_columns(largest_of_columns) {}
+  float of_all;             // of the tile, head or tensor; negative: not known
+  const float* of_columns;  // (columns), of ScaleGroup::column
+};
+
+// The scales of every row, (rows, scales_per_row).
+std::vector<float> find_scales(const Rounding& r, const ScaledMatrix& m, const LargestBeyond& beyond = {});
 
 // The definition, one value after another. Stochastic: (i, j) draws number first_element + i * columns + j.
-void round_block(const Rounding& r, const ScaledMatrix& m, float largest_of_all = -1,
+void round_block(const Rounding& r, const ScaledMatrix& m, const LargestBeyond& beyond = {},
                  const RandomKey& key = {}, uint64_t first_element = 0);
 
 // The fast version: divide, round as element_rounding(r) says (round_array, with the caller's own random numbers), multiply.

@@ -13,15 +13,20 @@ namespace evenkeel {
 enum class ScaleGroup : uint8_t {
   none,
   block,  // so many neighbours along the row, counted from the row's first column; the last block may be shorter
-  row,     // a row: a token's features, or a row of a tile of scores
+  row,  // a row: a token's features, or a row of a tile of scores
+  column_block,  // so many neighbours down the column, counted from the head's first row; the last block may be shorter
+  column,  // a column: a feature over all rows of a head, or a key's column of a tile of scores
   tile,    // kScaleTileRows rows of a head; of a tile of scores all its keys
   head,    // all rows of one head of one sequence
   tensor,  // all heads of one sequence: a batch that is split over machines must not change a scale
 };
-inline constexpr std::array<std::string_view, 6> kScaleGroupNames = {"none", "block", "row",
-                                                                     "tile", "head",  "tensor"};
+inline constexpr std::array<std::string_view, 8> kScaleGroupNames = {
+    "none", "block", "row", "column_block", "column", "tile", "head", "tensor"};
 inline constexpr int kScaleTileRows = 64;
-inline constexpr int kScaleBlocks[] = {16, 32, 64, 128};
+inline constexpr int kScaleBlocks[] = {16, 32, 64, 128};  // down a column: no more than a tile's rows
+constexpr bool is_down_column(ScaleGroup group) {
+  return group == ScaleGroup::column_block || group == ScaleGroup::column;
+}
 
 // What a scale is stored as, and its rule. f is the format of the values, largest the largest finite magnitude that
 // shares the scale.
@@ -35,7 +40,7 @@ inline constexpr std::array<std::string_view, 4> kScaleRuleNames = {"fp32", "e4m
 
 struct SharedScale {
   ScaleGroup group = ScaleGroup::none;
-  uint8_t block = 0;  // of ScaleGroup::block: one of kScaleBlocks
+  uint8_t block = 0;  // of ScaleGroup::block and column_block: one of kScaleBlocks
   ScaleRule rule = ScaleRule::fp32;
   // e4m3 alone: a second scale, in FP32, that the blocks' scales share, so that the largest of them is E4M3's largest
   // number: 2688 = 6 * 448 for NVFP4. none: 1.
@@ -45,7 +50,8 @@ struct SharedScale {
 };
 
 // GROUP[@SCALE][*OUTER], as in block32@e8m0, tile, block16@e4m3*tensor. GROUP: block16, block32, block64, block128, row,
-// tile, head, tensor; SCALE: fp32 (where none is said), e4m3, e8m0, e8m0_up; OUTER with e4m3 alone: a wider group.
+// column16, column32, column64, column, tile, head, tensor; SCALE: fp32 (where none is said), e4m3, e8m0, e8m0_up; OUTER
+// with e4m3 alone: a group that holds whole groups.
 // Throws std::invalid_argument saying what was expected.
 SharedScale parse_shared_scale(std::string_view text);
 std::string to_string(const SharedScale& shared);

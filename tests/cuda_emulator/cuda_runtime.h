@@ -45,6 +45,10 @@ inline float __logf(float x) { return std::log(x); }
 inline int min(int a, int b) { return std::min(a, b); }
 inline int max(int a, int b) { return std::max(a, b); }
 inline int __vimax3_s32(int a, int b, int c) { return std::max({a, b, c}); }
+inline uint32_t __vimax3_u16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return std::max({a & 0xffff0000u, b & 0xffff0000u, c & 0xffff0000u}) |
+         std::max({a & 0xffffu, b & 0xffffu, c & 0xffffu});
+}
 inline int __vimin3_s32(int a, int b, int c) { return std::min({a, b, c}); }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

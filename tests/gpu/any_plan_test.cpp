@@ -108,8 +108,9 @@ TEST_F(AnyPlan, SameBitsAsTheCpuWithEachSiteRoundedInTurn) {
   for (int i = 0; i < kSiteCount; ++i) {
     const Site site = static_cast<Site>(i);
     if (site == Site::grad_output_for_dprobs) continue;  // follows grad_output: another one is refused
-    for (const char* rounding : {"bf16", "fp16", "e5m2", "e4m3", "e5m2/stochastic", "e4m3^1/saturate",
-                                 "e5m2/toward_zero", "e5m2/up", "tf32/stochastic", "e6m2/nearest_away"}) {
+    for (const char* rounding :
+         {"bf16", "fp16", "e5m2", "e4m3", "e5m2/stochastic", "e4m3^1/saturate", "e5m2/toward_zero", "e5m2/up",
+          "tf32/stochastic", "e6m2/nearest_away", "hif8/nearest_away"}) {
       const std::string_view text = rounding;
       // Exactness as stated above: dS in e4m3 with any key, else a key that is a power of two, and no dK.
       const bool dscores = site == Site::dscores, in_e4m3 = text.substr(0, 4) == "e4m3";
@@ -139,7 +140,8 @@ TEST_F(AnyPlan, SameBitsWithSharedScalesAndFormatsBelowEightBits) {
   const Exact exact = exact_problem(8.5f, false, 70, 128, 2, /*one_tile=*/true);
   for (const char* site : {"q", "k", "v", "grad_output", "q_bwd", "k_bwd", "v_bwd"})
     for (const char* rounding : {"e4m3*tile@e8m0_up", "e4m3*block32@e8m0", "int8*row@e8m0_up",
-                                 "e2m3*head@e8m0", "e3m2*tensor@e8m0_up", "hif8/nearest_away", "int8"}) {
+                                 "e2m3*head@e8m0", "e3m2*tensor@e8m0_up", "hif8/nearest_away", "int8",
+                                 "e4m3*column@e8m0_up", "int8*column32@e8m0_up"}) {
       expect_same_bits(exact, {std::string(kExactBase) + "," + site + "=" + rounding});
       if (HasFailure()) return;
     }
@@ -310,9 +312,12 @@ TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
   expect_within_bound(p, config, TensorType::bf16, false);
 }
 
+// Misaligned tensors that nothing is prepared of run on the slowest kernels: the same bits as the quick ones.
 TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
   for (const char* plan :
        {"bf16_all", "flash2,stabiliser=zero_sum", "fp32,row_sum=e5m2/stochastic", "fp8",
+        "flash2,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^22/saturate,stabiliser=zero_sum",
+        "flash2,probs=e4m3^8/saturate,probs_bwd=e4m3,dscores=e5m2^8,stabiliser=consistent",
         "flash2,stabiliser=consistent", "bf16_all,stabiliser=consistent", "flash2,stabiliser=dither"}) {
     SCOPED_TRACE(plan);
     cases::Problem p = make_problem({{2, 2, 1, 150, 150, 64}, {.causal = true}, "twice"}, 9);

@@ -56,6 +56,16 @@ TEST(ConformGpu, any_plan_remedies_pass) {
   }
 }
 
+// E4M3 operands, whose P is rounded to four bits in the forward pass alone: zero_sum keeps the sum, and without it leaks.
+TEST(ConformGpu, eight_bits_keep_the_sum) {
+  const auto on = cases({"random", "ties_2_tail", "sink", "scores_100", "common_offset"});
+  const std::vector<ConformPlan> plans =
+      judged({"fp8_trains,stabiliser=zero_sum", "fp8_trains"}, on, kBiasRows);
+  for (const ConformPlan& plan : plans) print(plan);
+  for (const ConformResult& r : plans[0].results) EXPECT_TRUE(r.passes()) << r.case_name;
+  EXPECT_FALSE(plans[1].passes());
+}
+
 // The test of the test, and what the CPU's table says of the same plans.
 TEST(ConformGpu, leaks_are_found) {
   for (const ConformPlan& plan : judged({"flash2", "bf16_all"}, cases({"sink", "ties_2_tail"}), 6400)) {

@@ -4,6 +4,8 @@ Python's standard library only."""
 import importlib.machinery
 import importlib.util
 import json
+import math
+import random
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ sys.dont_write_bytecode = True
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import page_marks
+import study_designs
 import study_docs
 import study_forecast
 from study_curves import Study
@@ -199,6 +202,79 @@ class IsItUs(unittest.TestCase):
             self.assertAlmostEqual(found["last"], 2.6)
         self.assertEqual(module.rows_of(Path("/nowhere"), 0), [])
         self.assertEqual(set(module.arms("flash2", "fp32")), {"ours", "ours_fp32", "ours_all_fp32", "pytorch"})
+
+
+class Designs(unittest.TestCase):
+    """The fits behind study_designs.py, on planted runs."""
+
+    class Run:
+        size, in_torch, warmup, packed = "micro", None, 100, {"options": []}
+
+        def __init__(self, plan, last_step):
+            self.plan, self.last_step = plan, last_step
+
+    class Study:
+        def __init__(self, failures):
+            self.failures = failures
+
+        def failure(self, run):
+            return self.failures[run.plan]
+
+    def planted_law(self, censored):
+        """Steps of failure of 40 plans, 1 / (10 mean leak sqrt(rms leak)) each with 20 % of chance; some runs end before."""
+        rng, leaks, failures, runs = random.Random(1), {}, {}, []
+        for n in range(40):
+            plan = f"plan{n}"
+            leaks[plan] = (math.exp(rng.uniform(-6, -2)), math.exp(rng.uniform(-6, -2)))
+            step = 10 / (leaks[plan][0] * leaks[plan][1] ** 0.5) * math.exp(rng.gauss(0, 0.2))
+            ends_early = censored and n % 3 == 0
+            failures[plan] = None if ends_early else step
+            runs.append(self.Run(plan, step / 2 if ends_early else 2 * step))
+        return study_designs.Law(self.Study(failures), leaks, runs), runs, failures
+
+    def test_the_law_finds_planted_exponents(self):
+        for censored in (False, True):
+            law, runs, failures = self.planted_law(censored)
+            self.assertAlmostEqual(law.line[2], -1, delta=0.15, msg=censored)
+            self.assertAlmostEqual(law.line[3], -0.5, delta=0.15, msg=censored)
+            for run in runs:
+                if failures[run.plan]:
+                    self.assertLess(abs(math.log(law.step(run) / failures[run.plan])), 0.8)
+                    self.assertGreater(law.step(run, 10 * failures[run.plan]), 10 * failures[run.plan])  # it lasts: later
+
+    def test_plans_that_do_not_leak_or_are_bounded_have_no_law(self):
+        law, runs, _ = self.planted_law(False)
+        law.leaks |= {"fp32": (1e-9, 1e-9), "fp32,pv=e8m2": (0.1, 0.1)}
+        self.assertTrue(law.holds(runs[0]))
+        self.assertFalse(law.holds(self.Run("fp32", 100)))
+        self.assertFalse(law.holds(self.Run("fp32; layer 0: pv=e8m2", 100)))  # one layer of several
+        self.assertTrue(law.holds(self.Run("fp32,pv=e8m2", 100)))
+        self.assertFalse(law.holds(self.Run("fp32,pv=e8m2,keel=1e-3", 100)))
+
+    def test_runs_that_round_at_one_place_are_left_out_together(self):
+        site = lambda plan: study_designs.site(self.Run(plan, 100))
+        self.assertEqual(site("fp32,row_sum=e5m2"), site("fp32,row_sum=e8m3/stochastic,stabiliser=zero_sum"))
+        self.assertEqual(site("fp32,pv=e8m2"), site("fp32; layer 0: pv=e8m2"))
+        self.assertEqual(site("fp32,pv=e8m2"), site("fp32,output=e8m2/stochastic"))
+        self.assertEqual(site("nvfp4"), site("nvfp4,stabiliser=consistent"))
+        self.assertEqual(len({site(plan) for plan in ("fp32", "fp32,probs=e8m2", "fp32,dprobs=e8m2", "fp32,delta=e8m2", "fp32,row_sum=e5m2", "fp32,pv=e8m2", "nvfp4", "flash2")}), 8)
+        runs = [self.Run(plan, 100) for plan in ("fp32,pv=e8m2", "fp32,output=e8m2", "nvfp4", "flash2")]
+        designs = study_designs.Designs(None, runs[:2], runs[2:], {}, {}, 1.5)
+        for run in runs:
+            run.name = run.plan
+        seen = designs.left_out(lambda others: {study_designs.site(other) for other in others}, runs)
+        for run in runs:
+            self.assertNotIn(study_designs.site(run), seen[run.name])
+            self.assertTrue(seen[run.name])
+
+    def test_the_regression_separates_what_can_be_separated(self):
+        rng = random.Random(1)
+        labels = [float(n % 2) for n in range(200)]
+        points = [[rng.gauss(2 * label, 1), rng.gauss(0, 1)] for label in labels]
+        model = study_designs.Logistic(points, labels, [1.0] * len(points))
+        right = sum((model.score(x) > 0) == bool(label) for x, label in zip(points, labels))
+        self.assertGreater(right, 150)
+        self.assertGreater(model.line[1], 3 * abs(model.line[2]))  # the second says nothing
 
 
 class Tables(unittest.TestCase):

@@ -527,6 +527,7 @@ class FieldStory(TorchCase):
                                     ("unguarded", {"forecasts": told[:2]}, "NO   Monitor's forecast"),
                                     ("guarded", {"events": []}, "NO   Guard remedied"),
                                     ("guarded", field_story.course(grown), "NO   the guarded run's offset"),
+                                    ("guarded", {"steps": 1500}, "NO   the guarded run ended"),
                                     ("isolate", {"verdict": {"cause": "healthy", "sites": []}}, "NO   isolate")):
             code, said = self.judged({**story, part: {**story[part], **change}}, folder)
             self.assertEqual(code, 1, said)

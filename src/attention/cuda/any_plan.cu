@@ -1,5 +1,6 @@
 // Any plan on any GPU from sm_80 on: resolves the plans, lays out the memory, prepares the operands.
 #include <algorithm>
+#include <bit>
 
 #include "attention/cuda/any_plan_launch.cuh"
 #include "attention/cuda/any_plan_prepare.cuh"
@@ -41,6 +42,18 @@ PrecisionPlan backward_readings(PrecisionPlan plan) {
   return plan;
 }
 
+// The quickest kernels that round as the loops of this plan do.
+Variant variant_of_formats(const DevicePlan& d) {
+  const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
+  for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
+    if (kind(site) > RoundKind::bf16) return Variant::any;
+  if (std::max({d.parts_probs, d.parts_probs_bwd, d.parts_dscores}) > 1) return Variant::any;
+  const auto [least, most] = std::minmax({kind(Site::probs), kind(Site::probs_bwd), kind(Site::dscores)});
+  return least < RoundKind::bf16 || most > RoundKind::nearest ? Variant::any
+         : most == RoundKind::nearest                         ? Variant::full
+                                                              : Variant::quick;
+}
+
 struct Resolved : FamilyPlan {
   explicit Resolved(const AttentionProblem& problem) {
     const auto heads = static_cast<int64_t>(problem.plans.size()), group = problem.H / problem.G;
@@ -74,6 +87,7 @@ struct Resolved : FamilyPlan {
     for (Site site : {Site::q, Site::k, Site::v, Site::grad_output}) {
       d.shared[static_cast<int>(site)] = at(site).shared;
       shares |= at(site).shared != SharedScale{};
+      shares_columns |= is_down_column(at(site).shared.group);
     }
     d.seed = plan.seed;
     d.keel = plan.keel;
@@ -96,18 +110,14 @@ struct Resolved : FamilyPlan {
     d.parts_probs = parts_of(at(Site::probs));
     d.parts_probs_bwd = parts_of(at(Site::probs_bwd));
     d.parts_dscores = parts_of(at(Site::dscores));
-    const auto kind = [&](Site site) { return d.site[static_cast<int>(site)].kind; };
-    bool quick = !fp32 && problem.softcap == 0 && !problem.mask.visible.present();
-    for (Site site : {Site::scores, Site::shifted, Site::row_sum, Site::pv, Site::dprobs})
-      quick = quick && kind(site) != RoundKind::any;
-    for (Site site : {Site::probs, Site::probs_bwd, Site::dscores})
-      quick = quick && kind(site) == RoundKind::bf16;
     // centre_keys' keys are not bf16 numbers, and its L needs the mean key: left to `any`.
-    quick = quick && !centres && std::max({d.parts_q, d.parts_k, d.parts_v, d.parts_grad}) == 1;
+    const bool plain = !fp32 && problem.softcap == 0 && !problem.mask.visible.present() && !centres &&
+                       std::max({d.parts_q, d.parts_k, d.parts_v, d.parts_grad}) == 1;
+    const Variant formats = plain ? variant_of_formats(d) : Variant::any;
     const bool full = head.shadow || head.sums_rounded || problem.tile_keys == 0 ||
                       counts_ties(head.shift.rule) || head.power_shift();
-    d.forward = !quick ? Variant::any : full ? Variant::full : Variant::quick;
-    d.backward = !quick ? Variant::any : head.sums_rounded ? Variant::full : Variant::quick;
+    d.forward = std::max(formats, full ? Variant::full : Variant::quick);
+    d.backward = std::max(formats, head.sums_rounded ? Variant::full : Variant::quick);
     centres_keys |= centres;
     saves_output |= d.saves_output;
     packs_q |= fp32 || !keeps_bf16(at(Site::q));
@@ -128,7 +138,7 @@ struct Resolved : FamilyPlan {
   std::vector<DevicePlan> rows, backward_rows;  // one, or one a head
   std::vector<HeadPlan> plans;
   bool centres_keys = false, saves_output = false, reads_alike = true;
-  bool shares = false;                                                         // scales, at some operand
+  bool shares = false, shares_columns = false;                                 // scales, at some operand
   bool packs_q = false, packs_k = false, packs_v = false, packs_grad = false;  // into parts, beforehand
 };
 
@@ -163,6 +173,11 @@ struct Workspace {
     if (resolved.shares) {
       const int64_t most_rows = std::max(problem.H * problem.T, problem.G * problem.N);
       largest_count = problem.B * (2 * most_rows + 2 * std::max(problem.H, problem.G) + 1);
+      if (resolved.shares_columns) {
+        const auto blocks = [](int64_t rows) { return divide_up(rows, kColumnRows) + 1; };  // and the column
+        largest_count +=
+            problem.B * problem.D * std::max(problem.H * blocks(problem.T), problem.G * blocks(problem.N));
+      }
       largest = carver.take<uint32_t>(2 * largest_count);
     }
     if (resolved.packs_grad) grad = carver.take<__nv_bfloat16>(rows * resolved.most(&DevicePlan::parts_grad));
@@ -171,7 +186,8 @@ struct Workspace {
   DevicePlan* plans;
   float *used_delta, *mean_key = nullptr;
   uint32_t* largest = nullptr;  // two tables of the operand at hand
-  int64_t largest_count = 0;    // of one: rows, at most as many tiles, heads, sequences
+  int64_t largest_count =
+      0;  // of one: rows, at most as many tiles, heads, sequences; columns and their blocks
   __nv_bfloat16 *q = nullptr, *k = nullptr, *v = nullptr, *grad = nullptr;
   int64_t padded_D, kv_copies;
   size_t bytes;
@@ -280,6 +296,8 @@ class Pass {
     task.copies = static_cast<int>(copies);
     task.rows = static_cast<int>(rows);
     task.padded_D = static_cast<int>(work_.padded_D);
+    task.row_threads = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(work_.padded_D / kPiece)));
+    task.wide = is_wide(x, problem_.D);
     task.target = parts;
     task.part_stride = problem_.B * copies * rows * work_.padded_D;
     constexpr int kThreads = 256;
@@ -289,11 +307,13 @@ class Pass {
       check_launch("averaging keys");
     }
     if (resolved_.any([&](const DevicePlan& d) {
-          return d.shared[static_cast<int>(task.operand)].group != ScaleGroup::none;
+          const SharedScale& shared = d.shared[static_cast<int>(task.operand)];
+          return shared.group > ScaleGroup::block || shared.outer > ScaleGroup::block;
         }))
       find_largest_values(task);
-    const int64_t blocks = std::min<int64_t>(divide_up(task.part_stride, kThreads), 1 << 16);
-    prepare_operand<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
+    const int64_t blocks = p.B * copies * divide_up(rows * task.row_threads, kThreads);
+    (resolved_.shares_columns ? prepare_operand<true>
+                              : prepare_operand<false>)<<<grid(blocks), kThreads, 0, stream_>>>(p, task);
     check_launch("preparing an operand");
     result.data = parts;
     result.part_stride = task.part_stride;
@@ -313,17 +333,25 @@ class Pass {
     const auto table = [&](uint32_t* memory) {
       const int64_t heads = int64_t{p.B} * task.heads, of_rows = heads * task.rows,
                     tiles = heads * divide_up(task.rows, kScaleTileRows);
-      return LargestTable{memory, memory + of_rows, memory + of_rows + tiles,
-                          memory + of_rows + tiles + heads};
+      uint32_t* const of_head = memory + of_rows + tiles;
+      uint32_t* const columns = of_head + heads + p.B;
+      return LargestTable{memory,  memory + of_rows,
+                          of_head, of_head + heads,
+                          columns, columns + heads * divide_up(task.rows, kColumnRows) * p.D};
     };
     task.plain = table(work_.largest);
     task.centred = table(work_.largest + work_.largest_count);
-    constexpr int kThreads = 128;
-    const int64_t rows = int64_t{p.B} * task.heads * task.rows;
+    constexpr int kThreads = 256;
+    const int64_t blocks = int64_t{p.B} * task.heads * divide_up(task.rows * task.row_threads, kThreads);
     for (const bool centred : {false, true}) {
       if (centred && !(task.site == Site::k && resolved_.centres_keys)) continue;
-      any_plan::find_largest<<<grid(divide_up(rows, kThreads)), kThreads, 0, stream_>>>(p, task, centred);
+      any_plan::find_largest<<<grid(blocks), kThreads, 0, stream_>>>(p, task, centred);
       check_launch("finding the largest values of an operand");
+      if (!resolved_.shares_columns) continue;
+      const int64_t blocks_of_columns = int64_t{p.B} * task.heads * divide_up(task.rows, kColumnRows) * p.D;
+      find_largest_of_columns<<<grid(divide_up(blocks_of_columns, kThreads)), kThreads, 0, stream_>>>(
+          p, task, centred);
+      check_launch("finding the largest values of an operand's columns");
     }
   }
 

@@ -54,6 +54,12 @@ struct BackwardSites {
         dscores(plan.at(Site::dscores)),
         sums_rounded(kVariant != Variant::quick && plan.sums_rounded),
         power_shift(kVariant != Variant::quick && plan.shift.rule == ShiftRule::power_of_two) {}
+
+  // Are P or dS rounded to other formats than bf16?
+  __device__ bool small_formats() const {
+    return probs.kind != RoundKind::bf16 || probs_bwd.kind != RoundKind::bf16 ||
+           dscores.kind != RoundKind::bf16;
+  }
 };
 
 // From q . k and dO . v (fragments of one head): s = P, dp = dP, slope = softcap's derivative. Where not all are seen,
@@ -64,7 +70,7 @@ __device__ __forceinline__ void recompute(float (&s)[kStepFragments][4], float (
                                           const DevicePlan& plan, const BackwardSites<kVariant>& sites,
                                           const Elements& elements, bool whole, Masked masked,
                                           ValuesOf values_of) {
-  finish_scores<kAny>(s, p, sites.scores, stream_key(p, plan, Site::scores), elements);
+  finish_scores<kVariant>(s, p, sites.scores, stream_key(p, plan, Site::scores), elements);
   if (!whole) {
 #pragma unroll
     for (int n = 0; n < kStepFragments; ++n)
@@ -84,9 +90,9 @@ __device__ __forceinline__ void recompute(float (&s)[kStepFragments][4], float (
     }
   if (sites.sums_rounded) {
     // The very Pb of the forward pass, over their own sum.
-    exponentials<kAny>(s, sites.power_shift, sites.shifted, stream_key(p, plan, Site::shifted), elements,
-                       [&](int n, int e) { return values_of(n, e).shift; });
-    round_fragments<kAny>(s, sites.probs, stream_key(p, plan, Site::probs), elements);
+    exponentials<kVariant>(s, sites.power_shift, sites.shifted, stream_key(p, plan, Site::shifted), elements,
+                           [&](int n, int e) { return values_of(n, e).shift; });
+    round_operand<kVariant>(s, sites.probs, stream_key(p, plan, Site::probs), elements);
 #pragma unroll
     for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
@@ -97,10 +103,11 @@ __device__ __forceinline__ void recompute(float (&s)[kStepFragments][4], float (
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float x = __fsub_rn(s[n][e], values_of(n, e).shift);
-        s[n][e] = kAny ? exp_any(x) : exp_low(x);
+        // With formats of a few bits, or others than the forward pass reads, a score may be far above L.
+        s[n][e] = kVariant == Variant::quick ? exp_low(x) : exp_any(x);
       }
   }
-  round_fragments<kAny>(dp, sites.dprobs, stream_key(p, plan, Site::dprobs), elements);
+  round_fragments<kMostKind<kVariant>>(dp, sites.dprobs, stream_key(p, plan, Site::dprobs), elements);
 }
 
 // dp = a P (dP - delta), before softcap and the rounding.

@@ -166,7 +166,7 @@ struct BackwardKeys {
     const auto values_of = [&](int n, int e) { return of_column[n][e % 2]; };
     const auto masked = [&](int n, int e) {
       const int i = row + 8 * n + 2 * quad + e % 2, j = key[e / 2];
-      return !sight.sees(i, j) || (kAny && p.visible && !is_visible(p, b, head.h, i, j));
+      return !sight.sees(i, j) || (kAny && p.visible && visible_at(p, b, head.h, i, j) == 0);
     };
     const bool whole = warp_sight.whole(row, kBackwardStep) && !(kAny && p.visible);
     recompute<kVariant, kAny>(s, dp, slope, p, head.plan, head.sites, elements, whole, masked, values_of);
@@ -179,26 +179,24 @@ struct BackwardKeys {
 #pragma unroll
           for (int e = 0; e < 4; ++e) dp[n][e] = __fmul_rn(dp[n][e], slope[n][e]);
       }
-      round_fragments<kAny>(dp, head.sites.dscores, stream_key(p, head.plan, Site::dscores), elements);
     }
+    if (is_rounded_apart<kVariant>(head.sites.dscores))
+      round_operand<kVariant>(dp, head.sites.dscores, stream_key(p, head.plan, Site::dscores), elements);
     multiply_columns<kD, kStepFragments, kAny>(dk, dp, head.dscores_parts, rows, kBackwardStep, 0,
                                                head.q_parts, lane);
   }
   // P as operand of dV is rounded apart from the P that dS uses.
   EK_DEVICE void add_to_dv(const Head& head, const Scores& s, uint32_t grads, const Elements& elements) {
-    if constexpr (kAny) {
-      Scores operand;
+    Scores operand;
 #pragma unroll
-      for (int n = 0; n < kStepFragments; ++n)
+    for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) operand[n][e] = s[n][e];
-      round_fragments<kAny>(operand, head.sites.probs_bwd, stream_key(p, head.plan, Site::probs_bwd),
-                            elements);
-      multiply_columns<kD, kStepFragments, kAny>(dv, operand, head.probs_parts, grads, kBackwardStep, 0,
-                                                 head.grad_parts, lane);
-    } else {
-      multiply_columns<kD, kStepFragments, kAny>(dv, s, 1, grads, kBackwardStep, 0, 1, lane);
-    }
+      for (int e = 0; e < 4; ++e) operand[n][e] = s[n][e];
+    if (is_rounded_apart<kVariant>(head.sites.probs_bwd))
+      round_operand<kVariant>(operand, head.sites.probs_bwd, stream_key(p, head.plan, Site::probs_bwd),
+                              elements);
+    multiply_columns<kD, kStepFragments, kAny>(dv, operand, head.probs_parts, grads, kBackwardStep, 0,
+                                               head.grad_parts, lane);
   }
 
   // --- Finish
@@ -218,7 +216,7 @@ struct BackwardKeys {
         float x[1][4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[0][e] = key[e / 2] < sight.keys ? sums[e] : 0.0f;
-        round_fragments<true>(x, site, stream, elements);
+        round_fragments<RoundKind::any>(x, site, stream, elements);
         to.write(8 * n + 2 * quad, x[0]);
       };
       write(dk[n], dk_site, dk_key, dk_writer);

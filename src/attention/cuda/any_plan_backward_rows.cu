@@ -7,7 +7,6 @@ namespace evenkeel::any_plan {
 
 void launch_backward_rows(const Launcher& launcher) {
   const Problem& p = launcher.p;
-  const bool facts = p.residual || p.residual_floor || p.delta_error;
   launcher.for_variants(&DevicePlan::backward, [&]<int kD, Variant kVariant>() {
     const auto rows = [&]<RowTask kTask>() {
       using Shape = BackwardShape<kD, kVariant>;
@@ -16,10 +15,10 @@ void launch_backward_rows(const Launcher& launcher) {
     };
     if (launcher.any([](const DevicePlan& d) { return d.backward == kVariant && d.probs_delta; }))
       rows.template operator()<RowTask::zero_sum_delta>();
-    if (facts)
-      rows.template operator()<RowTask::gradients_and_facts>();
-    else
-      rows.template operator()<RowTask::gradients>();
+    // As in the forward pass, the slowest has one instance for both.
+    if (kVariant == Variant::any || tells_facts_of(p))
+      return rows.template operator()<RowTask::gradients_and_facts>();
+    if constexpr (kVariant != Variant::any) rows.template operator()<RowTask::gradients>();
   });
 }
 

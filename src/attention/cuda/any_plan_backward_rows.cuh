@@ -7,6 +7,10 @@ namespace evenkeel::any_plan {
 
 inline constexpr int kFp32MinExponent = min_exponent(kFp32);
 
+inline __host__ __device__ bool tells_facts_of(const Problem& p) {
+  return p.residual || p.residual_floor || p.delta_error;
+}
+
 enum class RowTask { gradients, gradients_and_facts, zero_sum_delta };
 
 // dO . O of row i of a tile of dO, features in order. O from `saved`, or where there is none from the output
@@ -54,7 +58,7 @@ struct BackwardRows : WarpRows {
   using Shape = BackwardShape<kD, kVariant>;
   static constexpr bool kAny = Shape::kAny;
   static constexpr bool kDeltaOnly = kTask == RowTask::zero_sum_delta,
-                        kFacts = kTask == RowTask::gradients_and_facts;
+                        kFacts = kTask == RowTask::gradients_and_facts;  // they may be asked for
   using Loader = TileLoader<kD, Shape::kThreads, kAny>;
   using Scores = float[kStepFragments][4];  // of the warp's rows and a step's keys
 
@@ -69,12 +73,12 @@ struct BackwardRows : WarpRows {
 
   RowValues values[2];
   float dq[kDeltaOnly ? 1 : kD / 8][4] = {};
-  // The facts' sums, in FP64. Without kAny dS is bf16, and tensor cores add it (and the squares of its powers
-  // of two, for the floor) up: products with a matrix of ones, exact but for their sums in FP32.
+  // The facts' sums, in FP64. Where P and dS are bf16 (but in Variant::any) tensor cores add dS up, and the squares of its
+  // powers of two, for the floor: products with a matrix of ones, exact but for their sums in FP32.
   double prob_sum[2] = {0, 0}, gradient_sum[2] = {0, 0}, residual[2] = {0, 0}, floor[2] = {0, 0};
   float quick_prob_sum[2] = {0, 0}, dscore_sums[4] = {}, gap_sums[4] = {};
   // sum P is also what keel's part of the residual needs.
-  const bool wants_floor, wants_error;
+  const bool wants_floor, wants_error, sums_in_fp64;
   const int dscores_parts;
   float delta_sum[2] = {0, 0}, delta_weight[2] = {0, 0};
 
@@ -82,7 +86,7 @@ struct BackwardRows : WarpRows {
                          const int (&row_)[2], const uint8_t* shared_, float* block_delta_)
       : WarpRows(problem, head_, block_row_, plan_, row_, kOwnedRows, Shape::kLoad),
         has_facts(b < p.fact_sequences),
-        tells_facts(kFacts && has_facts),
+        tells_facts(kFacts && has_facts && tells_facts_of(p)),
         q_parts(kAny ? plan.parts_q : 1),
         k_parts(kAny ? plan.parts_k : 1),
         v_parts(kAny ? plan.parts_v : 1),
@@ -99,6 +103,7 @@ struct BackwardRows : WarpRows {
         value_loader(p.v, p.D, b, h, sight.keys, v_parts),
         wants_floor(p.residual_floor != nullptr),
         wants_error(p.delta_error != nullptr || plan.keel != 0),
+        sums_in_fp64(kAny || (kVariant == Variant::full && sites.small_formats())),
         dscores_parts(kAny ? plan.parts_dscores : 1) {}
 
   EK_DEVICE void run() {
@@ -157,8 +162,8 @@ struct BackwardRows : WarpRows {
   EK_DEVICE float finished_delta(float delta, int own) const {
     const float lse = p.lse[head_rows + own];
     if (plan.keel != 0 && lse != kNone) delta = __fsub_rn(delta, __fmul_rn(__fmul_rn(2.0f, plan.keel), lse));
-    return round_one<true>(delta, plan.at(Site::delta), stream_key(p, plan, Site::delta),
-                           static_cast<uint64_t>(head) * pitch + own);
+    return round_one<RoundKind::any>(delta, plan.at(Site::delta), stream_key(p, plan, Site::delta),
+                                     static_cast<uint64_t>(head) * pitch + own);
   }
   // delta = dO . O, features in order; or as the pass before left it. A thread a row.
   EK_DEVICE void find_delta() {
@@ -217,7 +222,7 @@ struct BackwardRows : WarpRows {
     const auto values_of = [&](int, int e) { return values[e / 2]; };
     const auto masked = [&](int n, int e) {
       const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
-      return !sight.sees(i, j) || (kAny && p.visible && !is_visible(p, b, h, i, j));
+      return !sight.sees(i, j) || (kAny && p.visible && visible_at(p, b, h, i, j) == 0);
     };
     const bool whole = warp_sight.whole(key, kBackwardStep) && !(kAny && p.visible);
     recompute<kVariant, kAny>(s, dp, slope, p, plan, sites, elements, whole, masked, values_of);
@@ -225,27 +230,31 @@ struct BackwardRows : WarpRows {
       add_to_delta(s, dp);
     } else {
       score_gradients(s, dp, p.scale, values_of);
-      if (tells_facts && (wants_error || kAny)) add_to_sums(s, dp);
-      if constexpr (kAny) finish_score_gradients(s, dp, slope, elements);
+      if (tells_facts && (wants_error || sums_in_fp64)) add_to_sums(s, dp);
+      finish_score_gradients(s, dp, slope, elements);
       multiply_columns<kD, kStepFragments, kAny>(dq, dp, dscores_parts, keys, kBackwardStep, 0, k_parts, lane,
                                                  [&](const uint32_t(&left)[4]) {
-                                                   if (tells_facts) add_to_residual(left);
+                                                   if (tells_facts && !sums_in_fp64) add_to_residual(left);
                                                  });
     }
   }
   // Softcap's derivative and the rounding of dS. With softcap the residual is taken before its derivative, whose
   // slopes would hide it.
-  EK_DEVICE void finish_score_gradients(const Scores& s, Scores& dp, const float (&slope)[kStepFragments][4],
+  EK_DEVICE void finish_score_gradients(const Scores& s, Scores& dp,
+                                        const float (&slope)[kAny ? kStepFragments : 1][4],
                                         const Elements& elements) {
-    if (p.softcap > 0) {
-      if (tells_facts) measure(s, dp, RoundKind::any, kFp32.significand_bits, kFp32MinExponent);
+    const bool capped = kAny && p.softcap > 0;
+    if constexpr (kAny)
+      if (capped) {
+        if (tells_facts) measure(s, dp, RoundKind::any, kFp32.significand_bits, kFp32MinExponent);
 #pragma unroll
-      for (int n = 0; n < kStepFragments; ++n)
+        for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dp[n][e] = __fmul_rn(dp[n][e], slope[n][e]);
-    }
-    round_fragments<kAny>(dp, sites.dscores, stream_key(p, plan, Site::dscores), elements);
-    if (tells_facts && !(p.softcap > 0))
+          for (int e = 0; e < 4; ++e) dp[n][e] = __fmul_rn(dp[n][e], slope[n][e]);
+      }
+    if (is_rounded_apart<kVariant>(sites.dscores) || (tells_facts && sums_in_fp64))
+      round_operand<kVariant>(dp, sites.dscores, stream_key(p, plan, Site::dscores), elements);
+    if (tells_facts && sums_in_fp64 && !capped)
       measure(s, dp, sites.dscores.kind, sites.dscores.rounding->significand_bits,
               sites.dscores.rounding->min_exponent);
   }
@@ -258,7 +267,7 @@ struct BackwardRows : WarpRows {
     for (int n = 0; n < kStepFragments; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if constexpr (kAny) {
+        if (sums_in_fp64) {
           prob_sum[e / 2] += s[n][e];
           gradient_sum[e / 2] += dp[n][e];
         } else {
@@ -266,7 +275,7 @@ struct BackwardRows : WarpRows {
           gradient[e / 2] += dp[n][e];
         }
       }
-    if constexpr (!kAny)
+    if (!sums_in_fp64)
       for (int i = 0; i < 2; ++i) {
         quick_prob_sum[i] += weight[i];
         gradient_sum[i] += gradient[i];
@@ -297,11 +306,11 @@ struct BackwardRows : WarpRows {
   }
   EK_DEVICE void finish_facts() {
     for (int i = 0; i < 2; ++i) {
-      const double weight = quad_sum(kAny ? prob_sum[i] : static_cast<double>(quick_prob_sum[i]));
+      const double weight = quad_sum(sums_in_fp64 ? prob_sum[i] : static_cast<double>(quick_prob_sum[i]));
       const double gradient = quad_sum(gradient_sum[i]);
       // A sum by tensor cores is whole in every lane.
-      const double rest = kAny ? quad_sum(residual[i]) : static_cast<double>(dscore_sums[2 * i]);
-      const double gaps = kAny ? quad_sum(floor[i]) : gap_sums[2 * i] * 0x1p-14;
+      const double rest = sums_in_fp64 ? quad_sum(residual[i]) : static_cast<double>(dscore_sums[2 * i]);
+      const double gaps = sums_in_fp64 ? quad_sum(floor[i]) : gap_sums[2 * i] * 0x1p-14;
       if (quad != 0 || row[i] >= p.T) continue;
       const float lse = p.lse[head_rows + row[i]];
       const bool exists = row[i] < sight.rows;
@@ -343,7 +352,7 @@ struct BackwardRows : WarpRows {
       float x[1][4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[0][e] = row[e / 2] < sight.rows ? dq[n][e] : 0.0f;
-      round_fragments<true>(
+      round_fragments<RoundKind::any>(
           x, dq_site, dq_key,
           {(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1, pitch});
       writer.write(8 * n + 2 * quad, x[0]);

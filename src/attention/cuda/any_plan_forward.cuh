@@ -7,7 +7,7 @@
 namespace evenkeel::any_plan {
 
 // s = Pb before its own site, from S. shift_of(n, e) is m of the row of value e of fragment n.
-template <bool kAny, int kCount, class ShiftOf>
+template <Variant kVariant, int kCount, class ShiftOf>
 __device__ __forceinline__ void exponentials(float (&s)[kCount][4], bool power_shift,
                                              const SiteRounding& shifted, const StreamKey& shifted_key,
                                              const Elements& elements, ShiftOf shift_of) {
@@ -22,20 +22,20 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount][4], bool power_s
   for (int n = 0; n < kCount; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[n][e] = __fsub_rn(s[n][e], shift_of(n, e));
-  if (kAny && shifted.kind == RoundKind::any) {
+  if (kVariant == Variant::any && shifted.kind > RoundKind::bf16) {
     // A masked -inf stays one, also in a format that has none.
     uint32_t masked = 0;
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) masked |= static_cast<uint32_t>(s[n][e] == kNone) << (n * 4 + e);
-    round_fragments<kAny>(s, shifted, shifted_key, elements);
+    round_fragments<kMostKind<kVariant>>(s, shifted, shifted_key, elements);
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = masked >> (n * 4 + e) & 1 ? kNone : s[n][e];
   } else {
-    round_fragments<false>(s, shifted, shifted_key, elements);
+    round_fragments<RoundKind::bf16>(s, shifted, shifted_key, elements);
   }
 #pragma unroll
   for (int n = 0; n < kCount; ++n)
@@ -43,8 +43,17 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount][4], bool power_s
     for (int e = 0; e < 4; ++e) s[n][e] = exp_low(s[n][e]);
 }
 
+// Not inlined, as round_any_4: few problems have a soft cap.
+static __device__ __noinline__ float4 softcap_4(float4 s, float cap) {
+  s.x = __fmul_rn(cap, tanhf(__fdiv_rn(s.x, cap)));
+  s.y = __fmul_rn(cap, tanhf(__fdiv_rn(s.y, cap)));
+  s.z = __fmul_rn(cap, tanhf(__fdiv_rn(s.z, cap)));
+  s.w = __fmul_rn(cap, tanhf(__fdiv_rn(s.w, cap)));
+  return s;
+}
+
 // S of a block of fragments from q . k: scaled, soft-capped, rounded. Not yet masked.
-template <bool kAny, int kCount>
+template <Variant kVariant, int kCount>
 __device__ __forceinline__ void finish_scores(float (&s)[kCount][4], const Problem& p,
                                               const SiteRounding& scores, const StreamKey& key,
                                               const Elements& elements) {
@@ -52,13 +61,19 @@ __device__ __forceinline__ void finish_scores(float (&s)[kCount][4], const Probl
   for (int n = 0; n < kCount; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], p.scale);
-  if (kAny && p.softcap > 0) {
+  if (kVariant == Variant::any && p.softcap > 0) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(p.softcap, tanhf(__fdiv_rn(s[n][e], p.softcap)));
+    for (int n = 0; n < kCount; ++n) {
+      const float4 y = softcap_4({s[n][0], s[n][1], s[n][2], s[n][3]}, p.softcap);
+      s[n][0] = y.x, s[n][1] = y.y, s[n][2] = y.z, s[n][3] = y.w;
+    }
   }
-  round_fragments<kAny>(s, scores, key, elements);
+  round_fragments<kMostKind<kVariant>>(s, scores, key, elements);
+}
+
+// Values of two rows over what divides each. Not inlined: a division is a dozen instructions, and these are the last.
+static __device__ __noinline__ float4 divide_4(float4 x, float first, float second) {
+  return {__fdiv_rn(x.x, first), __fdiv_rn(x.y, first), __fdiv_rn(x.z, second), __fdiv_rn(x.w, second)};
 }
 
 // What centred keys took off every score of a row: L is of the scores as they were.
@@ -132,7 +147,7 @@ struct ForwardShape {
 };
 
 // The work of one warp, step by step: 16 rows of a block's kRows, with the block's other warps at every tile.
-// kTies: counts are asked for, of some sequences.
+// kTies: counts may be asked for, of some sequences.
 template <int kD, Variant kVariant, bool kTies>
 struct ForwardRows : WarpRows {
   using Shape = ForwardShape<kD, kVariant>;
@@ -187,7 +202,7 @@ struct ForwardRows : WarpRows {
         one_tile(!kQuick && p.one_tile),
         max_first(!kQuick && (plan.max_first || p.one_tile)),
         tie_tolerance(plan.shift.tie_tolerance),
-        tells_ties(kTies && b < p.fact_sequences),
+        tells_ties(kTies && p.ties && b < p.fact_sequences),
         key_tiles(p.one_tile ? 1 : (p.N + kTileKeys - 1) / kTileKeys),
         key_loader(p.k, p.D, b, h, sight.keys, k_parts),
         value_loader(p.v, p.D, b, h, sight.keys, v_parts),
@@ -297,7 +312,7 @@ struct ForwardRows : WarpRows {
     else
       multiply_rows<kD, kFragments, kAny>(s, q_tile, Shape::kRows, warp * kWarpRows, q_parts,
                                           k_tile + stage * Shape::kTileBytes, kTileKeys, 0, k_parts, lane);
-    finish_scores<kAny>(s, p, scores, scores_key, elements_at(key));
+    finish_scores<kVariant>(s, p, scores, scores_key, elements_at(key));
     if (!warp_sight.whole(key, kTileKeys)) mask(s, key);
     if (kAny && p.visible) hide(s, key);
   }
@@ -315,12 +330,16 @@ struct ForwardRows : WarpRows {
   // What p.visible does not show.
   EK_DEVICE void hide(Scores& s, int key) {
 #pragma unroll
-    for (int n = 0; n < kFragments; ++n)
+    for (int i = 0; i < 2; ++i) {
+      if (row[i] >= sight.rows) continue;
+      const uint8_t* const shown = &visible_at(p, b, h, row[i], key + 2 * quad);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = row[e / 2], j = key + 8 * n + 2 * quad + e % 2;
-        if (i < sight.rows && j < sight.keys && !is_visible(p, b, h, i, j)) s[n][e] = kNone;
-      }
+      for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (key + 8 * n + 2 * quad + e < sight.keys && shown[(8 * n + e) * p.visible_stride[3]] == 0)
+            s[n][2 * i + e] = kNone;
+    }
   }
 
   // --- Ties
@@ -403,22 +422,23 @@ struct ForwardRows : WarpRows {
   // The row's maximum by a pass of its own.
   EK_DEVICE void find_shift_first() {
     float top[2] = {kNone, kNone};
-    for_each_key_tile([&](int key) {
-      Scores s;
-      score_tile(s, key, 0);
-      for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], largest(s, i));
-    });
     int count[2] = {0, 0};
-    for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
-    if (shift_counts_ties) {
+    // One piece of code finds maxima and, where the rule asks for them, ties: it is long.
+#pragma unroll 1
+    for (int counts = 0; counts <= shift_counts_ties; ++counts) {
       for_each_key_tile([&](int key) {
         Scores s;
         score_tile(s, key, 0);
         for (int i = 0; i < 2; ++i)
-          count[i] += count_at_least(s, i, shift[i].tie_threshold(plan.shift, top[i]));
+          if (counts)
+            count[i] += count_at_least(s, i, shift[i].tie_threshold(plan.shift, top[i]));
+          else
+            top[i] = fmaxf(top[i], largest(s, i));
       });
-      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
+      for (int i = 0; i < 2; ++i) top[i] = quad_max(top[i]);
     }
+    if (shift_counts_ties)
+      for (int i = 0; i < 2; ++i) count[i] = quad_sum(count[i]);
     for (int i = 0; i < 2; ++i) shift[i].add_tile(plan.shift, top[i], count[i], unit[i]);
     __syncthreads();
   }
@@ -461,8 +481,8 @@ struct ForwardRows : WarpRows {
   // S to probabilities, l and O.
   EK_DEVICE void accumulate(Scores& s, int key, int stage) {
     const float m[2] = {shift[0].m == kNone ? 0.0f : shift[0].m, shift[1].m == kNone ? 0.0f : shift[1].m};
-    exponentials<kAny>(s, power_shift, shifted, shifted_key, elements_at(key),
-                       [&](int, int e) { return m[e / 2]; });
+    exponentials<kVariant>(s, power_shift, shifted, shifted_key, elements_at(key),
+                           [&](int, int e) { return m[e / 2]; });
     float tile_sum[2] = {0, 0};
     const auto add_up = [&] {
 #pragma unroll
@@ -472,7 +492,8 @@ struct ForwardRows : WarpRows {
     };
     // l sums the probabilities before their rounding, or those that are used.
     if (!sums_rounded) add_up();
-    if (kAny || sums_rounded) round_fragments<kAny>(s, probs, probs_key, elements_at(key));
+    if (sums_rounded || is_rounded_apart<kVariant>(probs))
+      round_operand<kVariant>(s, probs, probs_key, elements_at(key));
     if (sums_rounded) add_up();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -488,9 +509,9 @@ struct ForwardRows : WarpRows {
   }
   EK_DEVICE void round_sums(int tile) {
     for (int i = 0; i < 2; ++i)
-      sum[i] = round_one<kAny>(sum[i], row_sum, sum_key,
-                               (static_cast<uint64_t>(head) * key_tiles + tile) * pitch + row[i]);
-    round_fragments<kAny>(
+      sum[i] = round_one<kMostKind<kVariant>>(
+          sum[i], row_sum, sum_key, (static_cast<uint64_t>(head) * key_tiles + tile) * pitch + row[i]);
+    round_fragments<kMostKind<kVariant>>(
         o, pv, pv_key,
         {((static_cast<uint64_t>(head) * key_tiles + tile) * p.D + 2 * quad) * pitch + row[0], 1, pitch});
   }
@@ -527,6 +548,8 @@ struct ForwardRows : WarpRows {
     const SiteRounding output = plan.at(Site::output), output_for_delta = plan.at(Site::output_for_delta);
     const bool saves_output = plan.saves_output, wide = plan.wide_output;
     const RowWriter writer(p, p.o, b, h, row, sight.rows, p.T);
+    float* const saved =  // of row[0]
+        p.o_for_delta ? p.o_for_delta + (static_cast<int64_t>(head) * p.T + row[0]) * p.D : nullptr;
     clear_missing_rows();
     const float by[2] = {divisor(0, sum[0]), divisor(1, sum[1])};
     // wide without a shadow: l was never rounded, so the two are one.
@@ -537,25 +560,29 @@ struct ForwardRows : WarpRows {
       const Elements elements{(static_cast<uint64_t>(head) * p.D + 8 * n + 2 * quad) * pitch + row[0], 1,
                               pitch};
       float x[1][4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[0][e] = __fdiv_rn(o[n][e], by[e / 2]);
-      round_fragments<true>(x, output, output_key, elements);
+      const auto set = [&](const float(&from)[4], const float(&divisors)[2]) {
+        const float4 y = divide_4({from[0], from[1], from[2], from[3]}, divisors[0], divisors[1]);
+        x[0][0] = y.x, x[0][1] = y.y, x[0][2] = y.z, x[0][3] = y.w;
+      };
+      set(o[n], by);
+      round_fragments<RoundKind::any>(x, output, output_key, elements);
       const int d = 8 * n + 2 * quad;
       writer.write(d, x[0]);
       if (saves_output) {
+        if constexpr (kQuick) {
+          set(o[n], wide_by);
+        } else {
+          float source[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float source = o[n][e];
-          if constexpr (!kQuick) source = shadow ? wide_o[n][e] : source;
-          x[0][e] = __fdiv_rn(source, wide_by[e / 2]);
+          for (int e = 0; e < 4; ++e) source[e] = shadow ? wide_o[n][e] : o[n][e];
+          set(source, wide_by);
         }
-        round_fragments<true>(x, output_for_delta, output_key, elements);
+        round_fragments<RoundKind::any>(x, output_for_delta, output_key, elements);
       }
-      if (p.o_for_delta) {  // for all heads if for one: no part of `saved` is left as it was
+      if (saved) {  // for all heads if for one: no part of `saved` is left as it was
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (row[e / 2] < p.T && d + e % 2 < p.D)
-            p.o_for_delta[(static_cast<int64_t>(head) * p.T + row[e / 2]) * p.D + d + e % 2] = x[0][e];
+          if (row[e / 2] < p.T && d + e % 2 < p.D) saved[e / 2 * 8 * p.D + d + e % 2] = x[0][e];
       }
     }
   }

@@ -30,9 +30,25 @@ inline constexpr int kWarpRows = 16;   // rows of one mma
 // too.
 enum class Variant : uint8_t {
   quick,  // operands, P and dS in bf16; what else the loops round is bf16 or not rounded; plain masks
-  full,   // and every stabiliser, tile_keys = 0
+  full,   // and every stabiliser, tile_keys = 0, P and dS in formats of RoundKind::nearest that bf16 contains
   any,    // and any format, element type, mask and alignment
 };
+// What a variant's loops round other sites than P and dS to, at most.
+template <Variant kVariant>
+inline constexpr RoundKind kMostKind = kVariant == Variant::any ? RoundKind::any : RoundKind::bf16;
+
+// Rounds P or dS.
+template <Variant kVariant, int kCount>
+__device__ __forceinline__ void round_operand(float (&x)[kCount][4], const SiteRounding& site,
+                                              const StreamKey& key, const Elements& elements) {
+  round_fragments<kVariant == Variant::full ? RoundKind::nearest : kMostKind<kVariant>>(x, site, key,
+                                                                                        elements);
+}
+// Must they be, where products follow at once? But in Variant::any, these round to bf16 as they pack.
+template <Variant kVariant>
+__device__ __forceinline__ bool is_rounded_apart(const SiteRounding& site) {
+  return kVariant == Variant::any || (kVariant == Variant::full && site.kind != RoundKind::bf16);
+}
 
 // Of the operands that are prepared before the tiles.
 enum class OperandOf : uint8_t { q, k, v, grad };
@@ -172,16 +188,17 @@ struct KeysSight {
   }
 };
 
-__device__ __forceinline__ bool is_visible(const Problem& p, int b, int h, int row, int key) {
+// Nonzero: the row sees the key.
+__device__ __forceinline__ const uint8_t& visible_at(const Problem& p, int b, int h, int row, int key) {
   return p.visible[b * p.visible_stride[0] + h * p.visible_stride[1] + row * p.visible_stride[2] +
-                   key * p.visible_stride[3]] != 0;
+                   key * p.visible_stride[3]];
 }
 
 // --- Tiles
-// Rows that are not whole, aligned pieces, one value at a time.
+// Rows that are not whole, aligned pieces, one value at a time. Not inlined: every load of a tile may come here, and few do.
 template <int kD, int kThreads>
-__device__ __forceinline__ void load_narrow_tile(uint32_t target, int rows, const __nv_bfloat16* source,
-                                                 int64_t row_stride, int64_t stride, int D, int present) {
+static __device__ __noinline__ void load_narrow_tile(uint32_t target, int rows, const __nv_bfloat16* source,
+                                                     int64_t row_stride, int64_t stride, int D, int present) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < rows * kD; n += kThreads) {
     const int i = n / kD, d = n % kD;

@@ -16,8 +16,14 @@ namespace evenkeel::any_plan {
 
 using namespace gpu;
 
-// How a site is rounded: decided once a block, not once an element.
-enum class RoundKind : uint8_t { identity, bf16, any, tapered };
+// How a site is rounded: decided once a block, not once an element. Loops are compiled for the kinds up to one of them.
+enum class RoundKind : uint8_t {
+  identity,
+  bf16,
+  nearest,  // nearest even in a handful of instructions: NearestRounding
+  any,
+  tapered,  // and any mode
+};
 
 struct DeviceRounding {
   RoundKind kind;
@@ -33,6 +39,7 @@ struct DeviceRounding {
     d.kind = is_identity(r)         ? RoundKind::identity
              : r == Rounding{kBf16} ? RoundKind::bf16
              : r.format.tapered     ? RoundKind::tapered
+             : is_quick_nearest(r)  ? RoundKind::nearest
                                     : RoundKind::any;
     d.mode = static_cast<uint8_t>(r.mode);
     d.scale_exponent = static_cast<int8_t>(r.scale_exponent);
@@ -45,6 +52,15 @@ struct DeviceRounding {
                  : r.format.has_infinity ? std::numeric_limits<float>::infinity()
                                          : std::numeric_limits<float>::quiet_NaN();
     return d;
+  }
+
+  // What NearestRounding needs: FP32 has the smallest normal number among its own, and above the largest number there is
+  // room for 2^23 gaps.
+  static bool is_quick_nearest(const Rounding& r) {
+    const int bits = r.format.significand_bits;
+    return r.mode == RoundingMode::nearest_even && bits < 23 &&
+           evenkeel::min_exponent(r.format) - r.scale_exponent >= -126 &&
+           evenkeel::max_exponent(r.format) - r.scale_exponent + 1 + 23 - bits <= 127;
   }
 };
 
@@ -74,8 +90,32 @@ __device__ __forceinline__ int device_gap(RoundKind kind, int significand_bits, 
 }
 static_assert(kTapers[2].largest_exponent == 3 && kTapers[3].largest_exponent == 7);
 
+// A rounding of RoundKind::nearest, taken apart once for many values. FP32 has 23 bits behind the leading one: the sum of a
+// magnitude and 2^23 gaps has none below a gap, so that FP32's rounding of the sum is the format's.
+struct NearestRounding {
+  uint32_t least;  // the exponent of the smallest normal number, in an exponent's place
+  uint32_t steps;  // from a number's exponent to that of 2^23 gaps, likewise
+  float limit, overflow;
+
+  __device__ __forceinline__ explicit NearestRounding(const DeviceRounding& r)
+      : least(static_cast<uint32_t>(r.min_exponent - r.scale_exponent + 127) << 23),
+        steps(static_cast<uint32_t>(23 - r.significand_bits) << 23),
+        limit(r.limit),
+        overflow(r.overflow) {}
+
+  __device__ __forceinline__ float operator()(float x) const {
+    const uint32_t bits = __float_as_uint(x);
+    const float size = fminf(fabsf(x), 2 * limit);  // which is beyond the limit and stays so
+    const float gaps = __uint_as_float(max(__float_as_uint(size) & 0x7f800000u, least) + steps);
+    float rounded = __fsub_rn(__fadd_rn(size, gaps), gaps);
+    rounded = rounded > limit ? overflow : rounded;
+    return __uint_as_float(x != x ? bits | 0x00400000u : __float_as_uint(rounded) | (bits & 0x80000000u));
+  }
+};
+
 // round_to of numerics/rounding.cpp on 32 bits.
 __device__ inline float round_any(const DeviceRounding& r, float x, uint32_t random) {
+  if (r.kind == RoundKind::nearest) return NearestRounding(r)(x);
   const uint32_t bits = __float_as_uint(x), sign = bits & 0x80000000u, magnitude = bits ^ sign;
   if (magnitude > 0x7f800000u) return __uint_as_float(bits | 0x00400000u);
   if (magnitude == 0x7f800000u) return __uint_as_float(__float_as_uint(r.overflow) | sign);
@@ -164,12 +204,12 @@ struct SiteRounding {
   const DeviceRounding* rounding;
 };
 
-// Rounds fragments x[n], 16 x 8 each, side by side. kAny: any format may come; else bf16 or nothing.
-template <bool kAny, int kCount>
+// Rounds fragments x[n], 16 x 8 each, side by side. Of the kinds up to kMost: bf16, nearest or any.
+template <RoundKind kMost, int kCount>
 __device__ __forceinline__ void round_fragments(float (&x)[kCount][4], const SiteRounding& site,
                                                 const StreamKey& key, const Elements& elements) {
   if (site.kind == RoundKind::identity) return;
-  if (!kAny || site.kind == RoundKind::bf16) {
+  if (kMost == RoundKind::bf16 || site.kind == RoundKind::bf16) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       round_bf16(x[n][0], x[n][1]);
@@ -177,7 +217,14 @@ __device__ __forceinline__ void round_fragments(float (&x)[kCount][4], const Sit
     }
     return;
   }
-  if constexpr (kAny) {
+  if constexpr (kMost == RoundKind::nearest) {
+    const NearestRounding round(*site.rounding);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] = round(x[n][e]);
+  }
+  if constexpr (kMost == RoundKind::any) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const float4 y = round_any_4({x[n][0], x[n][1], x[n][2], x[n][3]}, site.rounding, key,
@@ -191,12 +238,15 @@ __device__ __forceinline__ void round_fragments(float (&x)[kCount][4], const Sit
   }
 }
 
-template <bool kAny>
+template <RoundKind kMost>
 __device__ __forceinline__ float round_one(float x, const SiteRounding& site, const StreamKey& key,
                                            uint64_t element) {
   if (site.kind == RoundKind::identity) return x;
-  if (!kAny || site.kind == RoundKind::bf16) return low_bf16(pack_bf16(x, 0.0f));
-  return round_any_1(x, site.rounding, key, element);
+  if (kMost == RoundKind::bf16 || site.kind == RoundKind::bf16) return low_bf16(pack_bf16(x, 0.0f));
+  if constexpr (kMost == RoundKind::nearest)
+    return NearestRounding(*site.rounding)(x);
+  else
+    return round_any_1(x, site.rounding, key, element);
 }
 
 // One step of a rounding's format at x, as evenkeel::ulp.

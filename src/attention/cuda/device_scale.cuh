@@ -36,7 +36,7 @@ __device__ __forceinline__ int exponent_of(float x) {
 inline constexpr float kE4m3Largest = max_finite(kE4m3);
 __device__ inline float round_e4m3_scale(float x) {
   DeviceRounding e4m3{};
-  e4m3.kind = RoundKind::any;
+  e4m3.kind = RoundKind::nearest;
   e4m3.mode = static_cast<uint8_t>(RoundingMode::nearest_even);
   e4m3.significand_bits = 3;
   e4m3.min_exponent = -6;
@@ -72,11 +72,12 @@ __device__ inline float device_outer_scale(const DeviceRounding& r, float larges
   return scale == 0 ? __uint_as_float(1u) : scale;
 }
 
-__device__ inline float round_under_scale(const DeviceRounding& r, float x, float scale, uint32_t random) {
-  const uint32_t bits = __float_as_uint(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return x;
-  if (scale == 0) return __uint_as_float(bits & 0x80000000u);
-  return __fmul_rn(round_any(r, __fdiv_rn(x, scale), random), scale);
+// round(x / scale) scale.
+template <class Round>
+__device__ __forceinline__ float under_scale(float x, float scale, Round round) {
+  if (x != x) return x;
+  if (scale == 0) return __uint_as_float(__float_as_uint(x) & 0x80000000u);
+  return __fmul_rn(round(__fdiv_rn(x, scale)), scale);
 }
 
 }  // namespace evenkeel::any_plan

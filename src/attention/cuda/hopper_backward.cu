@@ -17,8 +17,15 @@ constexpr int kernel_size(int64_t D) { return D <= 64 ? 64 : 128; }
 
 struct Workspace {
   HeadRules* table;
-  float* exact_delta;
+  float *exact_delta, *log_sum;
 };
+
+// Did the forward pass add up its scores with fewer bits than this one, in FP8? Then L is not of the scores found here, and P
+// adds up to one only if it is divided by its sum, which zero_sum's pass finds.
+bool other_scores(const AttentionProblem& problem) {
+  return std::any_of(problem.plans.begin(), problem.plans.end(),
+                     [](const PrecisionPlan& plan) { return plan.at(Site::q).format == kE4m3; });
+}
 size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, Workspace& work) {
   const int rows = kernel_size(problem.D) == 64 ? kTileRows<64> : kTileRows<128>;
   const int64_t heads = problem.B * problem.H;
@@ -36,6 +43,7 @@ size_t lay_out(const AttentionProblem& problem, void* workspace, Backward& p, Wo
   p.facts.inverse = inverse ? parts.take<float>(heads * p.padded_rows) : nullptr;
   const bool exact = any_head(problem, [](const HeadRules& rules) { return rules.exact_delta; });
   work.exact_delta = exact ? parts.take<float>(heads * problem.T) : nullptr;
+  work.log_sum = exact && other_scores(problem) ? parts.take<float>(heads * problem.T) : nullptr;
   work.table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
   p.dq_sum = parts.take<float>(heads * p.padded_rows * kernel_size(problem.D));
   return parts.used();
@@ -113,6 +121,7 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
   p.row_max = kept.row_max;
   p.row_sum = kept.row_sum;
   p.exact_delta = work.exact_delta;
+  p.log_sum = work.log_sum;
   p.grad_lse = out.grad_lse;
   p.dsinks = out.dsinks;
   p.delta_out = out.delta;
@@ -133,7 +142,7 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
     for (const HeadGroup& group : head_groups(
              problem, [](const HeadRules&a, const HeadRules&b) { return a.exact_delta == b.exact_delta; }))
       if (group.rules.exact_delta)
-        exact_delta(problem, group, in, grad_output, saved.lse, work.exact_delta, stream);
+        exact_delta(problem, group, in, grad_output, saved.lse, work.exact_delta, work.log_sum, stream);
   (problem.type == TensorType::fp16
        ? launch_backward<Fp16Pairs>
        : launch_backward<Bf16Pairs>)(problem, in, grad_output, p, key_groups(problem), stream);

@@ -20,8 +20,9 @@ void launch_backward(const AttentionProblem& problem, const PassInputs& in, cons
 
 namespace evenkeel::hopper {
 
-// zero_sum's delta: sum P dP / sum P by a pass of its own, for the heads of `group`. (B, H, T)
+// zero_sum's delta: sum P dP / sum P by a pass of its own, for the heads of `group`. (B, H, T). log_sum: log2 of sum P, or null.
 void exact_delta(const AttentionProblem& problem, const HeadGroup& group, const PassInputs& in,
-                 const DeviceTensor& grad_output, const float* lse, float* delta, cudaStream_t stream);
+                 const DeviceTensor& grad_output, const float* lse, float* delta, float* log_sum,
+                 cudaStream_t stream);
 
 }  // namespace evenkeel::hopper

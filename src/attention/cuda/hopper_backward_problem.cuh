@@ -53,6 +53,7 @@ struct Backward : ScoreForms {
   const uint16_t *grad_output, *o;
   const int8_t* residue;
   const float *lse, *row_max, *row_sum, *exact_delta;
+  const float* log_sum;   // (B, H, T) or null: log2 of zero_sum's sum P, by which P is divided
   const float* grad_lse;  // (B, H, T) or null
   float* dsinks;          // (H) or null
   float* delta_out;       // (B, H, T) or null

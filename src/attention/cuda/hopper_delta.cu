@@ -13,6 +13,7 @@ namespace {
 struct DeltaArguments : ScoreForms {
   const float* lse;  // (B, H, T)
   float* delta;      // (B, H, T)
+  float* log_sum;    // (B, H, T) or null
   int H, heads_per_group;
   HeadList list;
   int tiles_per_head, heads, section_heads;
@@ -188,9 +189,12 @@ __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     }
     if (kForms && limit[r] > 0) sum[r] += exp2_approx(sink_log2(a, h) - shift[r]);
     const int i = row + 8 * r;
-    if (lane_column == 0 && i < a.sequences.T)
-      a.delta[static_cast<size_t>(head) * a.sequences.T + i] =
-          limit[r] > 0 && sum[r] > 0 ? weighted[r] / sum[r] : 0.0f;
+    if (lane_column == 0 && i < a.sequences.T) {
+      const bool seen = limit[r] > 0 && sum[r] > 0;
+      const size_t at = static_cast<size_t>(head) * a.sequences.T + i;
+      a.delta[at] = seen ? weighted[r] / sum[r] : 0.0f;
+      if (a.log_sum) a.log_sum[at] = seen ? log2f(sum[r]) : 0.0f;
+    }
   }
 }
 
@@ -213,11 +217,13 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
 }  // namespace
 
 void exact_delta(const AttentionProblem& problem, const HeadGroup& group, const PassInputs& in,
-                 const DeviceTensor& grad_output, const float* lse, float* delta, cudaStream_t stream) {
+                 const DeviceTensor& grad_output, const float* lse, float* delta, float* log_sum,
+                 cudaStream_t stream) {
   DeltaArguments a{};
   static_cast<ScoreForms&>(a) = score_forms(problem);
   a.lse = lse;
   a.delta = delta;
+  a.log_sum = log_sum;
   a.H = static_cast<int>(problem.H);
   a.heads_per_group = static_cast<int>(problem.H / problem.G);
   a.list = group.list;

@@ -50,11 +50,17 @@ EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
   return max(0, causal ? min(keys, row + 1 + keys - rows) : keys);
 }
 
-template <int kHead, bool kConsistent>
+// kLag: a row's shift may stay behind its largest score while P is in E4M3's range (ShiftRule::lagging_max).
+template <int kHead, bool kLag>
 struct Forward {
   static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   // The least factor of scores: 0 times a masked one would be a NaN.
   static constexpr float kLeastFactor = std::numeric_limits<float>::min();
+  // kLag: where a shift is set the largest P is 2^-1, so that later ones may be 3.5 times as large. (A power of two: the largest
+  // P of a row is then not rounded, which matters where it has few keys.)
+  static constexpr int kRoom = kLag ? 1 : 0;
+  static constexpr uint32_t kLargestBits =
+      0x43e00000;  // 448: probabilities times 2^8 that are larger saturate
   static constexpr int kWarpgroups = 3;
   static constexpr int kRows = kWarpgroups * kTileRows, kWorkers = kWarpgroups * kWarpgroup;
   static constexpr int kThreads = kWorkers + kWarpgroup, kBlocksAtOnce = 1;
@@ -198,7 +204,7 @@ struct Forward {
     float part[kOutputs];      // P V of the pair
     float o[kOutputs];
     float shift[2];  // in force, in powers of two, less 8; -inf: no key yet
-    float sum[2];    // l: consistent: of rounded probabilities, whole; else this thread's part
+    float sum[2];    // l, this thread's part
 
     EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, int group_)
         : WarpgroupThread(group_), shared(shared_), a(a_) {}
@@ -302,8 +308,10 @@ struct Forward {
       return most;
     }
 
-    // s: scores to probabilities times 2^8, p; moves the rows' shifts, and l with them. decay: O's factor.
+    // Scores to probabilities times 2^8, p; moves the rows' shifts, and l with them. decay: O's factor.
     EK_DEVICE void softmax(float (&decay)[2]) {
+      decay[0] = decay[1] = 1;
+      if (kLag && add_probabilities</*kTry=*/true>(shift)) return;
       float most[2] = {largest<true>(0), largest<true>(1)};
       // Bits of floats are in the order of integers, and in the reverse order where all are negative.
       if (most[0] < 0 || most[1] < 0) {
@@ -316,44 +324,39 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const float highest = quad_max(most[r]), before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
-        shift[r] = fmaxf(before, (kConsistent ? ceilf(highest) : highest) - kProbsExponent);
+        shift[r] = fmaxf(before, highest - (kProbsExponent - kRoom));
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
         decay[r] = exp2_approx(before - used[r]);
         sum[r] *= decay[r];
       }
+      add_probabilities</*kTry=*/false>(used);
+    }
+    // p with these shifts, and l. kTry: false, and no l, where a row has no shift yet or some of p would saturate. That is found
+    // from the probabilities, so that no exponential waits for a maximum.
+    template <bool kTry>
+    EK_DEVICE bool add_probabilities(const float (&used)[2]) {
+      float added[2] = {0, 0};
+      int top = 0;
 #pragma unroll
-      for (int tile = 0; tile < kPairTiles; ++tile) {
+      for (int n = 0; n < kWords; ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
+        const int i = n / 2 * 8 + n % 2 * 2, r = n % 2;
+        float e[4];
 #pragma unroll
-        for (int i = tile * kTileScores; i < (tile + 1) * kTileScores; ++i) {
-          s[i] = exp2_approx(fmaf(s[i], factor[tile], -used[i / 2 % 2]));
-          if (!kConsistent) sum[i / 2 % 2] += s[i];
+        for (int c = 0; c < 4; ++c) {
+          e[c] = exp2_approx(fmaf(s[i + c / 2 * 4 + c % 2], factor[n / kTileWords], -used[r]));
+          added[r] += e[c];
         }
-        pack(tile);
+        if (kTry) {
+          const auto bits = [&](int c) { return static_cast<int>(__float_as_uint(e[c])); };
+          top = __vimax3_s32(__vimax3_s32(top, bits(0), bits(1)), bits(2), bits(3));
+        }
+        p[n] = pack_e4m3(e[0], e[1], e[2], e[3]);
       }
-    }
-    // s to p. Word n: row n % 2, keys of blocks 2 (n / 2) and the next.
-    EK_DEVICE void pack(int tile) {
-#pragma unroll
-      for (int n = tile * kTileWords; n < (tile + 1) * kTileWords; ++n) {
-        const int i = n / 2 * 8 + n % 2 * 2;
-        p[n] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
-      }
-    }
-    // l of consistent: mma.sync with ones sums rows, here of 128 keys, at most 2^15 and multiples of 2^-9: exactly. It waits
-    // for the products of other warpgroups. So it stands where P V has to wait for them too, not among the exponentials.
-    EK_DEVICE void add_rounded() {
-      constexpr uint32_t kOnes = 0x3c003c00u;
-      float rounded[4][4] = {};  // four sums, so that none waits long for the one before
-#pragma unroll
-      for (int n = 0; n < kWords; n += 2) {
-        uint32_t halves[4];
-        unpack_e4m3(p[n], halves[0], halves[2]);
-        unpack_e4m3(p[n + 1], halves[1], halves[3]);
-        multiply_add_fp16(rounded[n / 2 % 4], halves, kOnes, kOnes);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        sum[r] += (rounded[0][2 * r] + rounded[1][2 * r]) + (rounded[2][2 * r] + rounded[3][2 * r]);
+      if (kTry &&
+          __any_sync(~0u, top > static_cast<int>(kLargestBits) || fminf(used[0], used[1]) == kMinusInfinity))
+        return false;
+      sum[0] += added[0], sum[1] += added[1];
+      return true;
     }
 
     // The pairs [0, own) of the item at hand, the last first; own > 0.
@@ -375,7 +378,6 @@ struct Forward {
         wait_values();
         if (j > 0) wait_keys();  // of the next pair, which are asked for before these values: not in its turn
         wait_turn();
-        if (kConsistent) add_rounded();
         add_values(decay);
       }
       pass_turn();
@@ -394,7 +396,7 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const int i = row + lane_row + 8 * r;
         const bool exists = i < done.rows;
-        const float l = kConsistent ? sum[r] : quad_sum(sum[r]);
+        const float l = quad_sum(sum[r]);
         const float inverse = exists && l != 0 ? __fdividef(value_scale, l) : 0.0f;
         if (lane_column == 0 && i < a.sequences.T)
           a.lse[static_cast<int64_t>(done.head) * a.sequences.T + i] =

@@ -1,34 +1,68 @@
-// What Hopper's FP8 forward pass does on the host: it launches three kernels through the given `launch`. That is a
-// stream of the device (hopper_fp8.cu) or the emulator of the tests. Internal to src/attention.
+// What Hopper's FP8 passes do on the host: they launch the quantiser, and forward the kernel, through the given `launch`. That is
+// a stream of the device (hopper_fp8.cu) or the emulator of the tests. Internal to src/attention.
 #pragma once
 
 #include <algorithm>
 
-#include "attention/attention_call.h"
 #include "attention/cuda/hopper_fp8_forward.cuh"
 #include "attention/cuda/hopper_fp8_quantise.cuh"
-#include "attention/head_plan.h"
 #include "base/sizes.h"
 
 namespace evenkeel::hopper_fp8 {
 
+// Without a target yet.
 inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const PassInputs& in,
-                                            const Layout& layout) {
-  const auto operand = [&](const DeviceTensor& x, int64_t heads, int64_t rows, uint8_t* target) {
-    return QuantiseArguments::Operand{static_cast<const uint16_t*>(x.data),
-                                      {x.stride[0], x.stride[1], x.stride[2]},
-                                      static_cast<int>(heads),
-                                      static_cast<int>(divide_up(rows, kPairRows) * kPairTiles),
-                                      target};
+                                            uint32_t* v_largest) {
+  const auto operand = [&](const DeviceTensor& x, int64_t heads, int64_t rows) {
+    QuantiseArguments::Operand made{};
+    made.data = static_cast<const uint16_t*>(x.data);
+    std::copy_n(x.stride.begin(), 3, made.stride);
+    made.heads = static_cast<int>(heads);
+    made.tiles = static_cast<int>(divide_up(rows, kPairRows) * kPairTiles);
+    return made;
   };
-  return {operand(in.q, p.H, p.T, layout.q),
-          operand(in.k, p.G, p.N, layout.k),
-          operand(in.v, p.G, p.N, layout.v),
-          sequences(p),
-          static_cast<int>(p.B),
-          static_cast<int>(p.D),
-          layout.next_item,
-          layout.v_largest};
+  QuantiseArguments a{};
+  a.q = operand(in.q, p.H, p.T), a.k = operand(in.k, p.G, p.N), a.v = operand(in.v, p.G, p.N);
+  a.sequences = sequences(p);
+  a.B = static_cast<int>(p.B);
+  a.D = static_cast<int>(p.D);
+  a.v_largest = v_largest;
+  return a;
+}
+
+template <Target kTarget, class Launch>
+void quantise(const QuantiseArguments& a, Launch& launch) {
+  const auto with_head = [&]<int kHead>() {
+    const int64_t tiles = int64_t{a.q.heads} * a.q.tiles + int64_t{2} * a.k.heads * a.k.tiles;
+    launch.template run<Quantise<kHead, kTarget>>(a.B * tiles, a);
+    launch.template run<QuantiseValues<kHead, kTarget>>(int64_t{a.B} * a.v.heads * a.v.tiles, a);
+  };
+  if (kernel_head(a.D) == 64)
+    with_head.template operator()<64>();
+  else
+    with_head.template operator()<128>();
+}
+
+// E4M3 tiles for the forward kernel.
+template <class Launch>
+void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout, Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
+  a.next_item = layout.next_item;
+  a.q.target = layout.q, a.k.target = layout.k, a.v.target = layout.v;
+  quantise<Target::tiles>(a, launch);
+}
+
+// The same numbers in BF16, to layout.rounded. Rows that do not exist are not written.
+template <class Launch>
+void quantise_rows(const AttentionProblem& p, const PassInputs& in, const BackwardLayout& layout,
+                   Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
+  const auto to = [](QuantiseArguments::Operand& x, const DeviceTensor& rounded) {
+    x.rounded = static_cast<uint16_t*>(rounded.data);
+    std::copy_n(rounded.stride.begin(), 3, x.rounded_stride);
+  };
+  to(a.q, layout.rounded.q), to(a.k, layout.rounded.k), to(a.v, layout.rounded.v);
+  quantise<Target::rows>(a, launch);
 }
 
 inline ForwardArguments forward_arguments(const AttentionProblem& p, const ForwardPass& out,
@@ -56,30 +90,31 @@ inline ForwardArguments forward_arguments(const AttentionProblem& p, const Forwa
   return a;
 }
 
-template <int kHead, bool kConsistent, class Launch>
-void run_kernels(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out,
-                 const Layout& layout, int multiprocessors, Launch& launch) {
-  using Kernel = Forward<kHead, kConsistent>;
-  const QuantiseArguments quantise = quantise_arguments(p, in, layout);
-  launch.template run<Quantise<kHead>>(
-      p.B * (p.H * int64_t{quantise.q.tiles} + p.G * 2 * int64_t{quantise.k.tiles}), quantise);
-  launch.template run<QuantiseValues<kHead>>(p.B * p.G * int64_t{quantise.v.tiles}, quantise);
-  const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
-  launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
-}
-
-// REQUIRES: a problem that the family takes; the sum of a row is of rounded or of exact probabilities.
+// REQUIRES: a problem that the family takes.
 template <class Launch>
 void forward_pass(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out, void* workspace,
                   int multiprocessors, Launch& launch) {
   const Layout layout = lay_out(p, workspace);
-  const bool consistent = rules_of(p.plans[0].stabiliser).sum == SumRule::rounded_probs;
+  quantise_tiles(p, in, layout, launch);
+  // Where every head allows it.
+  const bool lag = std::all_of(p.plans.begin(), p.plans.end(), [](const PrecisionPlan& plan) {
+    return may_lag(rules_of(plan.stabiliser).shift);
+  });
+  const auto with_kernel = [&]<int kHead, bool kLag>() {
+    using Kernel = Forward<kHead, kLag>;
+    const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
+    launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
+  };
+  const auto with_head = [&]<int kHead>() {
+    if (lag)
+      with_kernel.template operator()<kHead, true>();
+    else
+      with_kernel.template operator()<kHead, false>();
+  };
   if (kernel_head(p.D) == 64)
-    (consistent ? run_kernels<64, true, Launch> : run_kernels<64, false, Launch>)(p, in, out, layout,
-                                                                                  multiprocessors, launch);
+    with_head.template operator()<64>();
   else
-    (consistent ? run_kernels<128, true, Launch> : run_kernels<128, false, Launch>)(p, in, out, layout,
-                                                                                    multiprocessors, launch);
+    with_head.template operator()<128>();
 }
 
 }  // namespace evenkeel::hopper_fp8

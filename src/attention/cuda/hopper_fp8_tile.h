@@ -6,8 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention/attention_problem.h"
-#include "attention/stabiliser.h"
+#include "attention/attention_call.h"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
 #include "numerics/shared_scale.h"
@@ -56,7 +55,7 @@ EVENKEEL_HOST_DEVICE constexpr size_t scale_offset(uint32_t tile, int head) {
 
 constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
 
-// The workspace: the counter of items, the largest magnitude of each of v's tiles, and the tiles of q, k and v.
+// The forward pass's workspace: the counter of items, the largest magnitude of each of v's tiles, and the tiles of q, k and v.
 struct Layout {
   uint32_t *next_item, *v_largest;
   uint8_t *q, *k, *v;
@@ -72,6 +71,34 @@ inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
   layout.q = parts.take<uint8_t>(problem.B * problem.H * row_pairs * pair);
   layout.k = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.v = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
+  layout.bytes = parts.used();
+  return layout;
+}
+
+// The backward pass's: the same largest magnitudes, the rounded q, k and v in BF16, and what the BF16 kernels need.
+struct BackwardLayout {
+  uint32_t* v_largest;
+  PassInputs rounded;
+  void* rest;
+  size_t bytes;
+};
+inline BackwardLayout lay_out_backward(const AttentionProblem& problem, void* workspace, size_t rest_bytes) {
+  Carver parts(workspace);
+  // As packed as the given tensor is; the rows of a head lie together.
+  const auto rounded = [&](int64_t heads, int64_t rows, int64_t packed_rows, bool packed) {
+    const int64_t B = packed ? 1 : problem.B, all = packed ? packed_rows : rows;
+    return DeviceTensor{parts.take<uint16_t>(B * heads * all * problem.D),
+                        {packed ? 0 : heads * all * problem.D, all * problem.D, problem.D, 1}};
+  };
+  const AttentionMask& mask = problem.mask;
+  const bool packed_keys = !mask.key_offsets.empty();
+  BackwardLayout layout{};
+  layout.v_largest =
+      parts.take<uint32_t>(problem.B * problem.G * divide_up(problem.N, kPairRows) * kPairTiles);
+  layout.rounded = {rounded(problem.H, problem.T, mask.query_rows, !mask.query_offsets.empty()),
+                    rounded(problem.G, problem.N, mask.key_rows, packed_keys),
+                    rounded(problem.G, problem.N, mask.key_rows, packed_keys)};
+  layout.rest = parts.take_bytes(rest_bytes);
   layout.bytes = parts.used();
   return layout;
 }

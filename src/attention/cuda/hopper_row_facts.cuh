@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(256) row_facts_kernel(const Backward p) {
 
   const int64_t slot = static_cast<int64_t>(head) * p.padded_rows + row_slot(row);
   const int64_t at = static_cast<int64_t>(head) * T + row;
-  const RowFact fact = exists ? row_fact(p, rules, at, dot) : RowFact{};
+  RowFact fact = exists ? row_fact(p, rules, at, dot) : RowFact{};
+  if (p.log_sum && rules.exact_delta && fact.shift < kInfinity) fact.shift += p.log_sum[at];
   if (p.delta_out && row < T) p.delta_out[at] = fact.delta;
   clear_unseen_row(
       p, band, row, kTileRows<D>, kTileKeys,
