@@ -67,8 +67,12 @@ set(cuda_families hopper ampere any_plan)
 set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
 set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_forward_bf16.cu
                       src/attention/cuda/hopper_forward_fp16.cu src/attention/cuda/hopper_forward_facts.cu
+                      src/attention/cuda/hopper_forward_large_bf16.cu
+                      src/attention/cuda/hopper_forward_large_fp16.cu
                       src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_backward_bf16.cu src/attention/cuda/hopper_backward_fp16.cu
+                      src/attention/cuda/hopper_backward_large_bf16.cu
+                      src/attention/cuda/hopper_backward_large_fp16.cu
                       src/attention/cuda/hopper_delta.cu src/attention/cuda/hopper_fp8.cu)
 
 # One machine code for all of 8.x, one for Hopper; PTX for what comes after. Nothing of these asks which machine it is, so one

@@ -1,5 +1,6 @@
-// The Ampere-class kernels run by the CUDA emulator on the problems of attention_cases.h, through the host code that the GPU
-// uses. Memory is poisoned, and what nobody may write is looked at afterwards.
+// Kernels run by the CUDA emulator on the problems of attention_cases.h, through the host code that the GPU uses: the
+// Ampere class, or other passes that keep the same facts between them. Memory is poisoned, and what nobody may write is
+// looked at afterwards.
 #pragma once
 
 #include "attention/cuda/ampere_passes.h"
@@ -8,8 +9,30 @@
 
 namespace evenkeel::emulated {
 
+// The passes of the Ampere class.
+struct AmperePasses {
+  const How& how;
+  PassSizes sizes(const AttentionProblem& p) const { return ampere::pass_sizes(p, how.small); }
+  void forward(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out,
+               void* workspace) const {
+    Launch launch{how};
+    ampere::with_kernels_of(p, how.small, [&]<class Pairs, int kHead, bool kSmall>() {
+      ampere::forward_pass<Pairs, kHead, kSmall>(p, in, out, workspace, launch);
+    });
+  }
+  void backward(const AttentionProblem& p, const PassInputs& in, const DeviceTensor& grad_output,
+                const ForwardPass& saved, const BackwardPass& out, void* workspace) const {
+    Launch launch{how};
+    ampere::with_kernels_of(p, how.small, [&]<class Pairs, int kHead, bool kSmall>() {
+      ampere::backward_pass<Pairs, kHead, kSmall>(p, in, grad_output, saved, out, workspace, launch);
+    });
+  }
+};
+
 // Both passes. o, lse, delta, dq, dk, dv of the result are set.
-inline AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {}) {
+template <class Passes>
+AttentionBuffers run_passes(const AttentionProblem& config, const Problem& host, const How& how,
+                            const Passes& passes) {
   AttentionProblem p = problem_of(config, host.in);
   p.type = how.type;
   p.step = how.step;
@@ -24,7 +47,7 @@ inline AttentionBuffers run(const AttentionProblem& config, const Problem& host,
     p.mask.query_offsets = q.offsets(), p.mask.key_offsets = k.offsets();
     p.mask.query_rows = q.all_rows(), p.mask.key_rows = k.all_rows();
   }
-  const PassSizes sizes = ampere::pass_sizes(p, how.small);
+  const PassSizes sizes = passes.sizes(p);
   const size_t row_bytes = static_cast<size_t>(p.B * p.H * p.T) * sizeof(float);
   Poisoned lse(row_bytes), delta(row_bytes), saved(sizes.saved), workspace(sizes.workspace);
   const PassInputs in{q.tensor(), k.tensor(), v.tensor()};
@@ -33,13 +56,9 @@ inline AttentionBuffers run(const AttentionProblem& config, const Problem& host,
   backward.delta = delta.as<float>();
   backward.grad_lse = how.grad_lse ? how.grad_lse->values().data() : nullptr;
   backward.dsinks = how.dsinks ? how.dsinks->values().data() : nullptr;
-  Launch launch{how};
-  ampere::with_kernels_of(p, how.small, [&]<class Pairs, int kHead, bool kSmall>() {
-    ampere::forward_pass<Pairs, kHead, kSmall>(p, in, forward, workspace.data(), launch);
-    std::memset(workspace.data(), 0xff, sizes.workspace);  // not kept between calls
-    ampere::backward_pass<Pairs, kHead, kSmall>(p, in, grad.tensor(), forward, backward, workspace.data(),
-                                                launch);
-  });
+  passes.forward(p, in, forward, workspace.data());
+  std::memset(workspace.data(), 0xff, sizes.workspace);  // not kept between calls
+  passes.backward(p, in, grad.tensor(), forward, backward, workspace.data());
   AttentionBuffers out(host.in, /*with_facts=*/true);
   o.read(out.o), dq.read(out.dq), dk.read(out.dk), dv.read(out.dv);
   std::memcpy(out.lse.values().data(), lse.data(), row_bytes);
@@ -56,6 +75,9 @@ inline AttentionBuffers run(const AttentionProblem& config, const Problem& host,
   lse.expect_guards("lse"), delta.expect_guards("delta"), saved.expect_guards("saved");
   workspace.expect_guards("workspace");
   return out;
+}
+inline AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {}) {
+  return run_passes(config, host, how, AmperePasses{how});
 }
 
 }  // namespace evenkeel::emulated

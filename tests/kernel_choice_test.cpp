@@ -63,29 +63,23 @@ TEST(KernelChoice, hopper_takes_flash2_with_the_fast_stabilisers) {
   }
 }
 
-TEST(KernelChoice, larger_heads_run_in_the_ampere_class) {
-  for (int64_t D : {136, 192, 256}) {
+TEST(KernelChoice, larger_heads_run_on_hopper_but_for_forms) {
+  for (auto [D, Dv] :
+       {std::pair<int64_t, int64_t>{136, 136}, {192, 192}, {256, 256}, {192, 128}, {64, 128}, {128, 256}}) {
     AttentionProblem p = problem();
-    p.D = D;
+    p.D = D, p.Dv = Dv, p.mask.causal = true;
+    EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper") << D << ", " << Dv;
+    EXPECT_EQ(choose_kernel(p, device(8, 6)).kernel, "ampere") << D << ", " << Dv;
+    p.mask.window_left = 10;
     const KernelChoice choice = choose_kernel(p, kHopper);
-    EXPECT_EQ(choice.kernel, "ampere") << D;
-    EXPECT_NE(choice.why.find("the Hopper kernels do not take head size " + std::to_string(D)),
+    EXPECT_EQ(choice.kernel, "ampere") << D << ", " << Dv;
+    EXPECT_NE(choice.why.find("the Hopper kernels do not take more than a causal or full mask with"),
               std::string::npos)
         << choice.why;
-    EXPECT_EQ(choose_kernel(p, device(8, 6)).kernel, "ampere") << D;
   }
 }
 
-TEST(KernelChoice, values_of_another_size_run_in_the_ampere_class) {
-  for (auto [D, Dv] : {std::pair<int64_t, int64_t>{192, 128}, {64, 128}, {128, 256}}) {
-    AttentionProblem p = problem();
-    p.D = D, p.Dv = Dv;
-    const KernelChoice choice = choose_kernel(p, kHopper);
-    EXPECT_EQ(choice.kernel, "ampere") << D << ", " << Dv;
-    EXPECT_NE(choice.why.find("the Hopper kernels do not take"), std::string::npos) << choice.why;
-    p.Dv = D;  // none
-    EXPECT_EQ(choose_kernel(p, kHopper).kernel, D <= 128 ? "hopper" : "ampere") << D;
-  }
+TEST(KernelChoice, sizes_of_values_that_nobody_takes) {
   const auto refuse = [](const char* word, int64_t D, int64_t Dv, const char* plan) {
     AttentionProblem p = problem(plan);
     p.D = D, p.Dv = Dv;

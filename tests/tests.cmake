@@ -6,14 +6,14 @@ find_package(GTest REQUIRED)
 set(threaded_tests threads_test http_test watch_test ranks_test ranks_cli_test trainer_test capture_test)
 # Checks of the sources and of the objects: once is enough, in the ordinary build.
 set(source_tests layering_test size_test tree_test)
-set(slow_tests ampere_test attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test judge_test pytorch_test
+set(slow_tests ampere_test hopper_heads_test attention_bounds_test browser_test conform_test demo_cli_test derail_test guard_test isolate_test judge_test pytorch_test
                ranks_cli_test rounding_test study_test torch_attention_test torch_run_test torch_watch_test)
 
 # Those whose own code computes for long.
-set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test hopper_backward_test judge_test conform_test)
+set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test hopper_backward_test hopper_heads_test judge_test conform_test)
 
 # Those with include folders or definitions of their own, set below.
-set(other_options cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test cli_test rounding_test attention_problem_test)
+set(other_options cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test hopper_heads_test cli_test rounding_test attention_problem_test)
 
 # evenkeel_label(TEST...): quick or slow. Slow ones start first, so that none of them runs alone at the end.
 function(evenkeel_label)
@@ -86,12 +86,15 @@ if(TARGET rounding_test)
 endif()
 
 # Kernels compiled for the CPU: the emulator's instructions stand before the device's. nvcc's pragmas mean nothing there.
-foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test)
+foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_fp8_test hopper_heads_test)
   if(TARGET ${test})
     target_include_directories(${test} BEFORE PRIVATE tests/cuda_emulator)
     target_compile_options(${test} PRIVATE -Wno-unknown-pragmas -Wno-unused-function -Wno-sign-compare)
   endif()
 endforeach()
+if(TARGET hopper_heads_test)
+  target_sources(hopper_heads_test PRIVATE src/attention/cuda/hopper_host.cpp)
+endif()
 
 # Compares the words of the library with those of the C interface.
 if(TARGET attention_problem_test)

@@ -102,6 +102,19 @@ std::string fused_plan_not_taken(const PrecisionPlan& plan, TensorType type) {
   return "";
 }
 
+// Their tiles for large heads have no instance with forms.
+std::string hopper_shape_not_taken(const AttentionProblem& p) {
+  if (!has_large_heads(p) || !has_forms(p)) return "";
+  return fmt::format("more than a causal or full mask with {}",
+                     p.Dv == p.D ? fmt::format("head size {} (above 128)", p.D)
+                                 : fmt::format("values of head size {} and keys of {}", p.Dv, p.D));
+}
+
+// "head size 192 and 128 of values"
+std::string head_words(const AttentionProblem& p) {
+  return fmt::format("head size {}{}", p.D, p.Dv == p.D ? "" : fmt::format(" and {} of values", p.Dv));
+}
+
 std::string hopper_reason(const AttentionProblem& p) {
   std::string stabilisers;
   bool wide = false;
@@ -112,15 +125,15 @@ std::string hopper_reason(const AttentionProblem& p) {
       stabilisers += (stabilisers.empty() ? "" : ", ") + std::string(rules.name);
   }
   // One byte more than the tensors have, and the leading bit, which is not stored.
-  return fmt::format("{}, head size {}, flash2 with stabiliser {} on compute capability 9.0{}{}",
-                     name(p.type), p.D, stabilisers, p.plans.size() > 1 ? ", by head" : "",
+  return fmt::format("{}, {}, flash2 with stabiliser {} on compute capability 9.0{}{}", name(p.type),
+                     head_words(p), stabilisers, p.plans.size() > 1 ? ", by head" : "",
                      wide ? fmt::format("; the O of delta has {} significand bits, rounded stochastically",
                                         fused_plan(p.type).at(Site::output).format.significand_bits + 9)
                           : "");
 }
 
 bool hopper_gives_score_facts(const AttentionProblem& p) {
-  return p.type == TensorType::bf16 && !has_forms(p);
+  return p.type == TensorType::bf16 && !has_forms(p) && !has_large_heads(p);
 }
 
 // kHopperFp8Plan. The forward pass's sums go to FP32 after all features of a score and every 128 keys of O: h200/4.
@@ -155,8 +168,8 @@ std::string hopper_fp8_reason(const AttentionProblem& p) {
 }
 
 std::string ampere_reason(const AttentionProblem& p) {
-  return fmt::format("{}, head size {}{}, flash2's sites on compute capability 8.0 or newer", name(p.type),
-                     p.D, p.Dv == p.D ? "" : fmt::format(" and {} of values", p.Dv));
+  return fmt::format("{}, {}, flash2's sites on compute capability 8.0 or newer", name(p.type),
+                     head_words(p));
 }
 
 // By machine code of their own, and on 12.0 by PTX. On Hopper they come after its own kernels, which are faster, and take what
@@ -181,8 +194,8 @@ std::string cpu_reason(const AttentionProblem&) {
 }
 
 constexpr size_t kGpuAlignment = 256;
-// Tiles have 64 or 128 features; smaller heads are filled with zeros.
-constexpr int64_t kLargestGpuHead = 128;
+// Tiles have 64 or 128 features, those of the fast kernels up to 256; smaller heads are filled with zeros.
+constexpr int64_t kLargestGpuHead = 128, kLargestFusedHead = 256;
 
 constexpr KernelFamily kFamilies[] = {
     // kHopperFp8Plan: forward by wgmma of E4M3, backward by hopper's kernels on the same numbers.
@@ -193,6 +206,7 @@ constexpr KernelFamily kFamilies[] = {
       types({TensorType::bf16}), kLargestGpuHead, /*head_step=*/8, kGpuAlignment},
      hopper_device_not_taken,
      hopper_fp8_plan_not_taken,
+     nullptr,
      hopper_fp8_chosen_for,
      hopper_fp8_reason,
      nullptr,
@@ -203,24 +217,26 @@ constexpr KernelFamily kFamilies[] = {
     {"hopper",
      "the Hopper kernels",
      /*on_gpu=*/true,
-     {kFusedForms, types({TensorType::bf16, TensorType::fp16}), kLargestGpuHead, /*head_step=*/8,
-      kGpuAlignment},
+     {kFusedForms | features({Feature::value_size}), types({TensorType::bf16, TensorType::fp16}),
+      kLargestFusedHead, /*head_step=*/8, kGpuAlignment},
      hopper_device_not_taken,
      fused_plan_not_taken,
+     hopper_shape_not_taken,
      /*chosen_for=*/nullptr,
      hopper_reason,
      hopper_gives_score_facts,
      hopper_prepare,
      hopper_forward,
      hopper_backward},
-    // hopper's plans and forms by mma.sync, and larger heads: tiles have 64, 128 or 256 features.
+    // hopper's plans and forms by mma.sync; every form with every head size.
     {"ampere",
      "the Ampere-class kernels",
      /*on_gpu=*/true,
      {kFusedForms | features({Feature::value_size}), types({TensorType::bf16, TensorType::fp16}),
-      /*largest_head=*/256, /*head_step=*/8, kGpuAlignment},
+      kLargestFusedHead, /*head_step=*/8, kGpuAlignment},
      any_plan_device_not_taken,
      fused_plan_not_taken,
+     nullptr,
      ampere_chosen_for,
      ampere_reason,
      nullptr,
@@ -236,6 +252,7 @@ constexpr KernelFamily kFamilies[] = {
      any_plan_device_not_taken,
      any_plan_plan_not_taken,
      nullptr,
+     nullptr,
      any_plan_reason,
      nullptr,
      any_plan_prepare,
@@ -248,6 +265,7 @@ constexpr KernelFamily kFamilies[] = {
      {kEveryShape | features({Feature::first_sequence, Feature::any_tile_keys, Feature::slopes,
                               Feature::sinks, Feature::grad_lse, Feature::value_size}),
       types({TensorType::fp32, TensorType::fp64}), /*largest_head=*/0, /*head_step=*/1, alignof(float)},
+     nullptr,
      nullptr,
      nullptr,
      nullptr,
@@ -325,7 +343,7 @@ std::string not_taken(const KernelFamily& family, const AttentionProblem& p, con
       if (std::string what = family.plan_not_taken(plan, p.type); !what.empty()) return what;
   for (const FeatureAsked& f : kFeatures)
     if (f.asked(p) && !limits.has(f.feature)) return f.words;
-  return "";
+  return family.shape_not_taken ? family.shape_not_taken(p) : "";
 }
 
 }  // namespace evenkeel

@@ -54,14 +54,19 @@ inline bool has_forms(const AttentionProblem& p) {
          p.mask.visible.present() || !p.slopes.empty() || !p.sinks.empty();
 }
 
+// Has the problem heads above 128, or values of another size? The fast kernels have tiles of their own for those.
+inline bool has_large_heads(const AttentionProblem& p) { return p.D > 128 || p.Dv != p.D; }
+
 struct KernelFamily {
   const char* name;   // "hopper"
   const char* words;  // "the Hopper kernels"
   bool on_gpu;
   FamilyLimits limits;
-  // What the family does not take besides: of a device, of a plan; "" where it takes it. Null: takes any.
+  // What the family does not take besides: of a device, of a plan, of features and sizes together; "" where it takes it. Null:
+  // takes any.
   std::string (*device_not_taken)(const CudaDevice& device);
   std::string (*plan_not_taken)(const PrecisionPlan& plan, TensorType type);
+  std::string (*shape_not_taken)(const AttentionProblem& problem);
   // Is the family tried for such a problem, on a device that it takes? Else it runs where it is asked for by name. Null: yes.
   bool (*chosen_for)(const AttentionProblem& problem, const CudaDevice& device);
   std::string (*reason)(const AttentionProblem& problem);  // why it runs, where no faster one was refused

@@ -1,5 +1,6 @@
 // The backward pass of the Ampere class on the device.
 #include "attention/cuda/ampere_launch.cuh"
+#include "attention/cuda/ampere_row_facts.h"
 
 namespace evenkeel {
 
@@ -13,4 +14,17 @@ void ampere_backward(const AttentionProblem& problem, const FamilyPlan& plan, co
       });
 }
 
+namespace ampere {
+
+Problem find_large_row_facts(const AttentionProblem& problem, const PassInputs& in,
+                             const DeviceTensor& grad_output, const ForwardPass& saved,
+                             const BackwardPass& out, void* workspace, void* stream) {
+  StreamLaunch launch = stream_launch(stream);
+  return (problem.type == TensorType::fp16
+              ? find_row_facts<Fp16Pairs, 256, false, StreamLaunch>
+              : find_row_facts<Bf16Pairs, 256, false, StreamLaunch>)(problem, in, grad_output, saved, out,
+                                                                     workspace, launch);
+}
+
+}  // namespace ampere
 }  // namespace evenkeel

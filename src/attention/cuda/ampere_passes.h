@@ -159,9 +159,11 @@ void forward_pass(const AttentionProblem& problem, const PassInputs& in, const F
   });
 }
 
+// What comes before the kernel of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns that kernel's
+// arguments.
 template <class Pairs, int kHead, bool kSmall, class Launch>
-void backward_pass(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                   const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch) {
+Problem find_row_facts(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                       const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch) {
   Problem p = arguments<kHead, kSmall>(problem, in, saved, workspace, launch);
   p.grad_output = strided(grad_output);
   p.dq = strided(out.dq);
@@ -174,6 +176,14 @@ void backward_pass(const AttentionProblem& problem, const PassInputs& in, const 
   using Facts = RowFacts<Pairs, kHead, BackwardTiles<kHead, kSmall>>;
   launch.template run<Facts>(Facts::blocks(p), p);
   if (p.dsinks) launch.template run<SinkGradient>(p.H, p);
+  return p;
+}
+
+template <class Pairs, int kHead, bool kSmall, class Launch>
+void backward_pass(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                   const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch) {
+  const Problem p =
+      find_row_facts<Pairs, kHead, kSmall>(problem, in, grad_output, saved, out, workspace, launch);
   with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
     using Kernel = Backward<Pairs, kHead, kSmall, kInstance>;
     launch.template run<Kernel>(Kernel::blocks(p), p);

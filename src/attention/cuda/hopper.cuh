@@ -11,7 +11,6 @@
 #include "attention/cuda/warpgroup.cuh"
 #include "gpu/cuda/barriers.cuh"
 #include "gpu/cuda/copy_engine.cuh"
-#include "gpu/cuda/launch.h"
 #include "gpu/cuda/mma.cuh"
 #include "gpu/cuda/raise.cuh"
 #include "gpu/cuda/warp.cuh"
@@ -85,7 +84,8 @@ std::vector<HeadGroup> head_groups(const AttentionProblem& problem, Alike alike)
 // Heads (of all sequences) whose keys and values fit the part of the second-level cache that is theirs.
 inline int heads_in_cache(const AttentionProblem& problem, int heads) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t key_bytes = std::max<int64_t>(1, problem.N * problem.D * 2 * 2);  // K and V of one head
+  const int64_t key_bytes =
+      std::max<int64_t>(1, problem.N * (problem.D + problem.Dv) * 2);  // K and V of one head
   return static_cast<int>(std::clamp<int64_t>(kCacheBytes / key_bytes * (problem.H / problem.G), 1, heads));
 }
 

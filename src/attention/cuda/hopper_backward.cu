@@ -1,10 +1,12 @@
-// The backward pass on Hopper, its host code: plans, memory, and the order of launches. First comes the delta of the heads
+// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads have a kernel of their own
+// (hopper_backward_large.cuh) and the Ampere class's memory. For the others, first comes the delta of the heads
 // with zero_sum. Then delta and the other facts of each row. Then dQ, dK and dV by one kernel, launched once for each kind of
 // kv heads.
 #include <stdexcept>
 
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
+#include "gpu/cuda/launch.h"
 #include "gpu/device_memory.h"
 
 namespace evenkeel {
@@ -89,6 +91,7 @@ std::vector<KeyGroup> key_groups(const AttentionProblem& problem) {
 }  // namespace hopper::backward
 
 std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem) {
+  if (has_large_heads(problem)) return ampere_prepare(problem);
   hopper::backward::Backward p{};
   hopper::backward::Workspace work{};
   auto plan = std::make_shared<FamilyPlan>();
@@ -103,6 +106,10 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   using namespace hopper::backward;
+  if (has_large_heads(problem))
+    return (problem.type == TensorType::fp16
+                ? launch_large_backward<Fp16Pairs>
+                : launch_large_backward<Bf16Pairs>)(problem, in, grad_output, saved, out, workspace, stream);
   const Saved kept = saved_layout(problem, saved.saved);
   Backward p{};
   Workspace work{};

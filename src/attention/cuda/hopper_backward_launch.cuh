@@ -7,6 +7,7 @@
 #include "attention/cuda/hopper_backward_kernel.cuh"
 #include "attention/cuda/hopper_row_facts.cuh"
 #include "base/sizes.h"
+#include "gpu/cuda/launch.h"
 
 namespace evenkeel::hopper::backward {
 

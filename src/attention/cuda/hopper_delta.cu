@@ -6,6 +6,7 @@
 // engine.
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
+#include "gpu/cuda/launch.h"
 
 namespace evenkeel::hopper {
 namespace {

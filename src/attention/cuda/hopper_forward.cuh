@@ -1,6 +1,8 @@
 // Hopper's forward pass, as its host code calls it. Internal to src/attention.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include "attention/cuda/hopper_forward_tiles.cuh"
 
 namespace evenkeel::hopper::forward {
@@ -10,7 +12,11 @@ namespace evenkeel::hopper::forward {
 template <class Pairs>
 void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                     const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream);
-// The same with facts of the scores, where there are no forms; the bits of everything else are the same.
+// Of large heads, without forms.
+template <class Pairs>
+void launch_large_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                          const ForwardArguments& a, void* workspace, cudaStream_t stream);
+// With facts of the scores, where there are no forms; the bits of everything else are the same.
 void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                           const ForwardArguments& a, void* workspace, cudaStream_t stream);
 

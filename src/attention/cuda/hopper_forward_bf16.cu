@@ -3,7 +3,11 @@
 
 namespace evenkeel::hopper::forward {
 
-template void launch_forward<Bf16Pairs>(const AttentionProblem&, const PassInputs&, const ForwardPass&,
-                                        const ForwardArguments&, bool, void*, cudaStream_t);
+template <>
+void launch_forward<Bf16Pairs>(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                               const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream) {
+  (forms ? launch_block<Bf16Pairs, false, true, false>
+         : launch_block<Bf16Pairs, false, false, false>)(problem, in, out, a, workspace, stream);
+}
 
 }  // namespace evenkeel::hopper::forward

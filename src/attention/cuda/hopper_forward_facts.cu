@@ -5,7 +5,7 @@ namespace evenkeel::hopper::forward {
 
 void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                           const ForwardArguments& a, void* workspace, cudaStream_t stream) {
-  launch_shift<Bf16Pairs, false, true>(problem, in, out, a, workspace, stream);
+  launch_block<Bf16Pairs, false, false, true>(problem, in, out, a, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

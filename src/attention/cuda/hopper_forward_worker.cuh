@@ -1,5 +1,4 @@
-// The work of a warpgroup of Hopper's forward pass, step by step. Included by hopper_forward_kernel.cuh
-// alone.
+// The work of a warpgroup of Hopper's forward pass, step by step. Included by hopper_forward_block.cuh alone.
 #pragma once
 
 #include "attention/cuda/hopper_forward_rows.cuh"
@@ -7,26 +6,20 @@
 
 namespace evenkeel::hopper::forward {
 
-// Nothing that follows starts before x is known: a branch that is never taken, x being nowhere below
-// `below_all`. The assembler moves a wait for products up to the last branch before it, whatever stands
-// between.
-EK_DEVICE void hold(float x, float below_all) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p trap;\n}" ::"f"(x), "f"(below_all) : "memory");
-}
-
 // kForms: with windows, soft caps, slopes, masks and sinks. kFacts: finds the largest score and row mean too.
-template <class Pairs, int kHeadSize, Shift kShift, bool kForms, bool kFacts>
+template <class Pairs, class Tiles, Shift kShift, bool kForms, bool kFacts>
 struct Worker : WarpgroupThread {
   static_assert(!(kForms && kFacts), "what softmax sees are no longer the scores");
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
-  using T = Tiles<kHeadSize>;
+  using T = Tiles;
+  static constexpr int kHeadSize = T::kHeadBoxes * kBoxFeatures, kValueSize = T::kValueBoxes * kBoxFeatures;
   using Shared = typename T::Shared;
   // Two warpgroups take turns at the tensor cores; four get out of step by themselves.
   static constexpr bool kTurns = T::kWarpgroups == 2;
   // consistent with head size 64: l is one more feature of O, the product with a V of ones. To unpack and add the
   // rounded probabilities would take two instructions for each.
   static constexpr bool kOnes = kShift == Shift::consistent && kHeadSize == 64;
-  static constexpr int kOutputs = kHeadSize / 2 + (kOnes ? 4 : 0);                       // a thread's
+  static constexpr int kOutputs = kValueSize / 2 + (kOnes ? 4 : 0);                      // a thread's
   static constexpr int kNextBarrier = 1, kStoreBarrier = kNextBarrier + T::kWarpgroups;  // named barriers
   static constexpr int kScores = T::kKeys / 2, kPairs = kScores / 2;                     // a thread's
 
@@ -66,7 +59,7 @@ struct Worker : WarpgroupThread {
   // The query tile `count`: its key tiles (< 0: no more work), how many of them this warpgroup sees, and how many come
   // before those.
   EK_DEVICE int look(int& own, int& ahead) {
-    barrier_wait(&shared.q_full[count % T::kQueryStages], count / T::kQueryStages & 1);
+    barrier_wait(&shared.q_full[count % T::kQueryStages][query_part()], count / T::kQueryStages & 1);
     const Item& item = this->item();
     row = item.row + block_of(count) * kWarpgroupRows;
     int limit = 0;
@@ -105,7 +98,7 @@ struct Worker : WarpgroupThread {
       if (look(own, ahead) < 0) return false;
       skip_tiles(ahead);
       if (own > 0) return true;
-      release_query();
+      release_query(count);
       write_empty_rows(item());
       ++count;
     }
@@ -113,19 +106,21 @@ struct Worker : WarpgroupThread {
   // Is the next query tile near enough for its first scores to go with this one's last product? Further ahead, V would not
   // follow. `left_over`: key tiles of this one that only others see; `skipped`: those, and the next one's.
   EK_DEVICE bool follows(int left_over, int& skipped) {
+    if (T::kQueryStages == 1) return false;  // its Q comes when this one's O has left
     if (left_over > T::kStages - 2) return false;
     int own, ahead;
     const int tiles = look(own, ahead);
     skipped = left_over + ahead;
     return tiles >= 0 && own > 0 && skipped <= T::kStages - 2;
   }
-  EK_DEVICE void release_query() { release(&shared.q_empty[count % T::kQueryStages]); }
+  EK_DEVICE int query_part() const { return T::kLarge ? group : 0; }
+  EK_DEVICE void release_query(int tile) { release(&shared.q_empty[tile % T::kQueryStages][query_part()]); }
 
   EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }
   EK_DEVICE void wait_values() { barrier_wait(&shared.v_full[v.stage], v.parity); }
   EK_DEVICE void issue_scores() {
-    const uint64_t query =
-        operand(shared.q[count % T::kQueryStages][0] + block_of(count) * kWarpgroupRows * kRowBytes);
+    const uint64_t query = operand(shared.q[count % T::kQueryStages][query_part()][0] +
+                                   (T::kLarge ? 0 : block_of(count)) * kWarpgroupRows * kRowBytes);
     const uint64_t key = operand(shared.k[k.stage][0]);
     begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(s, query, key);
   }
@@ -142,7 +137,7 @@ struct Worker : WarpgroupThread {
     products_begin();
 #pragma unroll
     for (int step = 0; step < T::kKeys / 16; ++step)
-      Wgmma<kHeadSize + (kOnes ? 8 : 0), kFp16>::template rs<true>(
+      Wgmma<kValueSize + (kOnes ? 8 : 0), kFp16>::template rs<true>(
           o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
           advance(value, step * kStepBytes) - step * kNearer, true);
     products_commit();
@@ -158,7 +153,7 @@ struct Worker : WarpgroupThread {
     if (here >= T::kKeys || !a.sequences.key_lengths) return;
     wait_values();
 #pragma unroll
-    for (int box = 0; box < T::kBoxes; ++box)
+    for (int box = 0; box < T::kValueBoxes; ++box)
       for (int at = here * kRowBytes + thread * 16; at < T::kKeyBox; at += kWarpgroup * 16)
         *reinterpret_cast<uint4*>(shared.v[v.stage][box] + at) = uint4{0, 0, 0, 0};
     store_fence();
@@ -223,12 +218,12 @@ struct Worker : WarpgroupThread {
       each_score([&](int i, int r) { total[r] += s[i]; });
   }
   // The facts of the warp's rows of a query tile that is done.
-  EK_DEVICE void write_score_facts(const Item& done, int row) {
+  EK_DEVICE void write_score_facts(const Item& done, int done_row) {
     float score = kMinusInfinity, mean = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(total[r]);
-      const int i = row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
+      const int i = done_row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
       if (i >= done.rows || keys <= 0) continue;
       score = fmaxf(score, largest[r] * a.scale);
       mean = fmaxf(mean, fabsf(sum * a.scale / static_cast<float>(keys)));
@@ -322,7 +317,7 @@ struct Worker : WarpgroupThread {
   }
 
   // O / l, L and what backward needs, of a query tile that is done.
-  EK_DEVICE void write(const Item& done, int row) {
+  EK_DEVICE void write(const Item& done, int done_row) {
     float of_keys[2], sum[2], factor[2];
     const float sink = kForms ? sink_log2(a, done.h) : kMinusInfinity;
 #pragma unroll
@@ -333,58 +328,70 @@ struct Worker : WarpgroupThread {
       factor[r] = sum[r] == 0 ? 0.0f : __fdividef(1.0f, sum[r]);  // no key in sight: O = 0
     }
 #pragma unroll
-    for (int i = 0; i < kHeadSize / 2; ++i) o[i] *= factor[(i / 2) % 2];
-    if (row + kWarpgroupRows > done.rows) {  // rows that do not exist may hold anything
+    for (int i = 0; i < kValueSize / 2; ++i) o[i] *= factor[(i / 2) % 2];
+    if (done_row + kWarpgroupRows > done.rows) {  // rows that do not exist may hold anything
 #pragma unroll
-      for (int i = 0; i < kHeadSize / 2; ++i)
-        if (row + lane_row + i / 2 % 2 * 8 >= done.rows) o[i] = 0;
+      for (int i = 0; i < kValueSize / 2; ++i)
+        if (done_row + lane_row + i / 2 % 2 * 8 >= done.rows) o[i] = 0;
     }
-    uint32_t packed[kHeadSize / 4];
+    uint32_t packed[kValueSize / 4];
 #pragma unroll
-    for (int pair = 0; pair < kHeadSize / 4; ++pair) packed[pair] = Pairs::pack(o[2 * pair], o[2 * pair + 1]);
-    if (a.sequences.query_offsets && row + kWarpgroupRows > done.rows)
-      store_single_rows(done, row, packed);
+    for (int pair = 0; pair < kValueSize / 4; ++pair)
+      packed[pair] = Pairs::pack(o[2 * pair], o[2 * pair + 1]);
+    if (a.sequences.query_offsets && done_row + kWarpgroupRows > done.rows)
+      store_single_rows(done, done_row, packed);
     else
-      store_boxes(done, row, packed);
-    if (a.saved.residue) write_residue(done, row, packed);
-    write_row_facts(done, row, of_keys, sum, sink);
-    if constexpr (kFacts) write_score_facts(done, row);
+      store_boxes(done, done_row, packed);
+    if (T::kLarge) {  // the next Q comes to where O left from
+      if (thread % 32 == 0) store_wait_read<0>();
+      release_query(count - 1);
+    }
+    if (a.saved.residue) write_residue(done, done_row, packed);
+    write_row_facts(done, done_row, of_keys, sum, sink);
+    if constexpr (kFacts) write_score_facts(done, done_row);
   }
   // The last rows of a packed sequence: the next sequence's rows follow at once.
-  EK_DEVICE void store_single_rows(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+  EK_DEVICE void store_single_rows(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
 #pragma unroll
-    for (int pair = 0; pair < kHeadSize / 4; ++pair) {
-      const int i = row + lane_row + pair % 2 * 8, feature = pair / 2 * 8 + lane_column;
-      if (i < done.rows && feature < a.D)
+    for (int pair = 0; pair < kValueSize / 4; ++pair) {
+      const int i = done_row + lane_row + pair % 2 * 8, feature = pair / 2 * 8 + lane_column;
+      if (i < done.rows && feature < a.Dv)
         *reinterpret_cast<uint32_t*>(a.o + done.h * a.o_stride[1] +
                                      (static_cast<int64_t>(done.first_row) + i) * a.o_stride[2] + feature) =
             packed[pair];
     }
   }
-  EK_DEVICE void store_boxes(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+  EK_DEVICE void store_boxes(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
     const int lane = thread % 32, warp_row = thread / 32 * 16, box_row = warp_row + lane % 16;
-    if (lane == 0) store_wait_read<0>();
+    if (lane == 0 && !T::kLarge) store_wait_read<0>();
     __syncwarp();
 #pragma unroll
-    for (int block = 0; block < kHeadSize / 16; ++block)  // 16 rows x 16 features a warp
-      store_matrices(shared.o[group][block / 4] + swizzled(box_row, block % 4 * 2 + lane / 16),
-                     packed[4 * block], packed[4 * block + 1], packed[4 * block + 2], packed[4 * block + 3]);
+    for (int block = 0; block < kValueSize / 16; ++block)  // 16 rows x 16 features a warp
+      store_matrices(output_box(block / 4) + swizzled(box_row, block % 4 * 2 + lane / 16), packed[4 * block],
+                     packed[4 * block + 1], packed[4 * block + 2], packed[4 * block + 3]);
     store_fence();
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box)
-        store_box(o_map, shared.o[group][box] + warp_row * kRowBytes, box * kBoxFeatures,
-                  done.first_row + row + warp_row, done.h, done.query_batch);
+      for (int box = 0; box < T::kValueBoxes; ++box)
+        store_box(o_map, output_box(box) + warp_row * kRowBytes, box * kBoxFeatures,
+                  done.first_row + done_row + warp_row, done.h, done.query_batch);
       store_commit();
     }
   }
+  // Where a box of O stands before it leaves: with large heads in the warpgroup's part of Q, which nobody reads any more.
+  EK_DEVICE uint8_t* output_box(int box) {
+    if constexpr (T::kLarge)
+      return shared.q[0][group][box];
+    else
+      return shared.o[group][box];
+  }
   // L, and consistent's m and l.
-  EK_DEVICE void write_row_facts(const Item& done, int row, const float (&of_keys)[2], const float (&sum)[2],
-                                 float sink) {
+  EK_DEVICE void write_row_facts(const Item& done, int done_row, const float (&of_keys)[2],
+                                 const float (&sum)[2], float sink) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + lane_row + 8 * r;
+      const int i = done_row + lane_row + 8 * r;
       if (lane_column != 0 || i >= a.sequences.T) continue;
       const bool exists = i < done.rows;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
@@ -400,12 +407,12 @@ struct Worker : WarpgroupThread {
 
   // A row's bytes lie two by two with the four lanes of a quad; after a transposition each lane has 16 in
   // order.
-  EK_DEVICE void write_residue(const Item& done, int row, const uint32_t (&packed)[kHeadSize / 4]) {
+  EK_DEVICE void write_residue(const Item& done, int done_row, const uint32_t (&packed)[kValueSize / 4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + lane_row + 8 * r;
+      const int i = done_row + lane_row + 8 * r;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
-      int8_t* const to = a.saved.residue + at * a.D;
+      int8_t* const to = a.saved.residue + at * a.Dv;
       RandomKey key = a.random;
       if (a.device_step) key.step = *a.device_step;
       // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
@@ -415,7 +422,7 @@ struct Worker : WarpgroupThread {
 #pragma unroll
       for (int n = 0; n < 4; ++n) noise[n] = (start + n * 0x4000u) & 0xffffu;
 #pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box) {
+      for (int box = 0; box < T::kValueBoxes; ++box) {
         uint32_t word[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -430,11 +437,11 @@ struct Worker : WarpgroupThread {
         const uint2 low{__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410)};
         const uint2 high{__byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632)};
         if (i >= a.sequences.T) continue;
-        if (a.D % 16 == 0) {
-          if (feature < a.D) *reinterpret_cast<uint4*>(to + feature) = uint4{low.x, low.y, high.x, high.y};
+        if (a.Dv % 16 == 0) {
+          if (feature < a.Dv) *reinterpret_cast<uint4*>(to + feature) = uint4{low.x, low.y, high.x, high.y};
         } else {
-          if (feature < a.D) *reinterpret_cast<uint2*>(to + feature) = low;
-          if (feature + 8 < a.D) *reinterpret_cast<uint2*>(to + feature + 8) = high;
+          if (feature < a.Dv) *reinterpret_cast<uint2*>(to + feature) = low;
+          if (feature + 8 < a.Dv) *reinterpret_cast<uint2*>(to + feature + 8) = high;
         }
       }
     }
@@ -456,9 +463,9 @@ struct Worker : WarpgroupThread {
       }
       uint16_t* const to = a.o + empty.query_batch * a.o_stride[0] + empty.h * a.o_stride[1] +
                            (static_cast<int64_t>(empty.first_row) + i) * a.o_stride[2];
-      for (int feature = thread % 2 * 8; feature < a.D; feature += 16) {
+      for (int feature = thread % 2 * 8; feature < a.Dv; feature += 16) {
         if (!is_packed || i < empty.rows) *reinterpret_cast<uint4*>(to + feature) = uint4{0, 0, 0, 0};
-        if (a.saved.residue) *reinterpret_cast<uint2*>(a.saved.residue + at * a.D + feature) = uint2{0, 0};
+        if (a.saved.residue) *reinterpret_cast<uint2*>(a.saved.residue + at * a.Dv + feature) = uint2{0, 0};
       }
     }
   }
@@ -512,11 +519,11 @@ struct Worker : WarpgroupThread {
         softmax<false>();
         clear_values();
         while (j > first) step(clear, clear_from);
-        release_query();
+        if (!T::kLarge) release_query(count);
         const Item& done = item();
         const int done_row = row, left_over = first - done.first_tile;
         ++count;
-        int skipped;
+        int skipped = 0;
         chained = follows(kForms ? left_over : 0, skipped);
         if (chained) {
           skip_keys(skipped);

@@ -6,16 +6,32 @@
 #include "gpu/device.h"
 
 namespace evenkeel::hopper {
-CUtensorMap query_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+namespace {
+
+CUtensorMap query_map(const AttentionProblem& p, const DeviceTensor& tensor, int64_t features, int box_rows) {
   const bool packed = !p.mask.query_offsets.empty();
-  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.H, packed ? p.mask.query_rows : p.T, p.D},
+  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.H, packed ? p.mask.query_rows : p.T, features},
+                         tensor.stride, box_rows);
+}
+CUtensorMap key_map(const AttentionProblem& p, const DeviceTensor& tensor, int64_t features, int box_rows) {
+  const bool packed = !p.mask.key_offsets.empty();
+  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.G, packed ? p.mask.key_rows : p.N, features},
                          tensor.stride, box_rows);
 }
 
+}  // namespace
+
+CUtensorMap query_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+  return query_map(p, tensor, p.D, box_rows);
+}
+CUtensorMap output_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+  return query_map(p, tensor, p.Dv, box_rows);
+}
 CUtensorMap key_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
-  const bool packed = !p.mask.key_offsets.empty();
-  return gpu::tensor_map(tensor.data, {packed ? 1 : p.B, p.G, packed ? p.mask.key_rows : p.N, p.D},
-                         tensor.stride, box_rows);
+  return key_map(p, tensor, p.D, box_rows);
+}
+CUtensorMap value_map(const AttentionProblem& p, const DeviceTensor& tensor, int box_rows) {
+  return key_map(p, tensor, p.Dv, box_rows);
 }
 
 int multiprocessors() { return cuda_device().multiprocessors; }
@@ -28,10 +44,10 @@ Saved saved_layout(const AttentionProblem& p, void* saved) {
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
   auto* const base = static_cast<uint8_t*>(saved);
   Saved out;
-  // Nothing lies between the pieces: D is a multiple of 8, so each starts where its elements may.
+  // Nothing lies between the pieces: Dv is a multiple of 8, so each starts where its elements may.
   if (any(&HeadPlan::wide_output)) {
     out.residue = reinterpret_cast<int8_t*>(base);
-    out.bytes += rows * static_cast<size_t>(p.D);
+    out.bytes += rows * static_cast<size_t>(p.Dv);
   }
   if (any(&HeadPlan::sums_rounded)) {
     out.row_max = reinterpret_cast<float*>(base + out.bytes);

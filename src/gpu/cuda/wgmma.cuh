@@ -48,6 +48,13 @@ EK_DEVICE void settle(float (&d)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Nothing that follows starts before x is known: a branch that is never taken, x being nowhere below
+// `below_all`. The assembler moves a wait for products up to the last branch before it, whatever stands
+// between.
+EK_DEVICE void hold(float x, float below_all) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p trap;\n}" ::"f"(x), "f"(below_all) : "memory");
+}
+
 // d (+)= A B over 16 summed terms of BF16, or of FP16; A is 64 x 16, B 16 x N. `sum` false: d is overwritten. Accumulator:
 // thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns 8 j + 2 (t % 4) + {0, 1}:
 //   d[4 j + 2 r + c] is (row + 8 r, column + c).
@@ -78,8 +85,8 @@ struct Wgmma<64, kFp16> {
       EK_SS("64", "bf16", EK_NAMES_32, EK_FLOATS_32, "%32", "%33", "%34", "%35, %36");
   }
   template <bool kTransposeB>
-  EK_DEVICE static void rs(float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool sum) {
+  EK_DEVICE static void rs(float (&d)[32], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                           const uint32_t& a3, uint64_t b, bool sum) {
     if constexpr (kFp16)
       EK_RS("64", "f16", EK_NAMES_32, EK_FLOATS_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
     else
@@ -97,8 +104,8 @@ struct Wgmma<128, kFp16> {
       EK_SS("128", "bf16", EK_NAMES_64, EK_FLOATS_64, "%64", "%65", "%66", "%67, %68");
   }
   template <bool kTransposeB>
-  EK_DEVICE static void rs(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool sum) {
+  EK_DEVICE static void rs(float (&d)[64], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                           const uint32_t& a3, uint64_t b, bool sum) {
     if constexpr (kFp16)
       EK_RS("128", "f16", EK_NAMES_64, EK_FLOATS_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
     else
@@ -109,12 +116,47 @@ struct Wgmma<128, kFp16> {
 template <bool kFp16>
 struct Wgmma<72, kFp16> {
   template <bool kTransposeB>
-  EK_DEVICE static void rs(float (&d)[36], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                           bool sum) {
+  EK_DEVICE static void rs(float (&d)[36], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                           const uint32_t& a3, uint64_t b, bool sum) {
     if constexpr (kFp16)
       EK_RS("72", "f16", EK_NAMES_36, EK_FLOATS_36, "{%36, %37, %38, %39}", "%40", "%41", "%42");
     else
       EK_RS("72", "bf16", EK_NAMES_36, EK_FLOATS_36, "{%36, %37, %38, %39}", "%40", "%41", "%42");
+  }
+};
+
+template <bool kFp16>
+struct Wgmma<112, kFp16> {
+  template <bool kTransposeA, bool kTransposeB>
+  EK_DEVICE static void ss(float (&d)[56], uint64_t a, uint64_t b, bool sum) {
+    if constexpr (kFp16)
+      EK_SS("112", "f16", EK_NAMES_56, EK_FLOATS_56, "%56", "%57", "%58", "%59, %60");
+    else
+      EK_SS("112", "bf16", EK_NAMES_56, EK_FLOATS_56, "%56", "%57", "%58", "%59, %60");
+  }
+};
+
+template <bool kFp16>
+struct Wgmma<192, kFp16> {
+  template <bool kTransposeB>
+  EK_DEVICE static void rs(float (&d)[96], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                           const uint32_t& a3, uint64_t b, bool sum) {
+    if constexpr (kFp16)
+      EK_RS("192", "f16", EK_NAMES_96, EK_FLOATS_96, "{%96, %97, %98, %99}", "%100", "%101", "%102");
+    else
+      EK_RS("192", "bf16", EK_NAMES_96, EK_FLOATS_96, "{%96, %97, %98, %99}", "%100", "%101", "%102");
+  }
+};
+
+template <bool kFp16>
+struct Wgmma<256, kFp16> {
+  template <bool kTransposeB>
+  EK_DEVICE static void rs(float (&d)[128], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                           const uint32_t& a3, uint64_t b, bool sum) {
+    if constexpr (kFp16)
+      EK_RS("256", "f16", EK_NAMES_128, EK_FLOATS_128, "{%128, %129, %130, %131}", "%132", "%133", "%134");
+    else
+      EK_RS("256", "bf16", EK_NAMES_128, EK_FLOATS_128, "{%128, %129, %130, %131}", "%132", "%133", "%134");
   }
 };
 

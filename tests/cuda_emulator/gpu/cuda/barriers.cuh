@@ -29,9 +29,9 @@ inline Barrier& barrier_at(uint64_t* at) { return *reinterpret_cast<Barrier*>(at
 
 // Copies of the copy engine arrive when a thread waits for them, not before.
 struct BulkCopy {
-  std::function<void()> arrive;
-  uint32_t bytes;
   uint64_t* barrier;
+  uint32_t bytes;
+  std::function<void()> copy;
 };
 inline std::vector<BulkCopy>& bulk_copies() {
   static std::vector<BulkCopy> copies;
@@ -44,7 +44,7 @@ inline void arrive_copies(uint64_t* barrier) {
       ++n;
       continue;
     }
-    copies[n].arrive();
+    copies[n].copy();
     barrier_at(barrier).bytes -= static_cast<int32_t>(copies[n].bytes);
     copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(n));
   }

@@ -1,5 +1,5 @@
-// Hopper's copy engine on the CPU: src/gpu/cuda/copy_engine.cuh by its definitions. A load arrives when a thread waits for it,
-// and a store reads its source when its thread waits for that: both as late as they may. One block at a time.
+// Hopper's copy engine on the CPU: src/gpu/cuda/copy_engine.cuh by the definitions of its instructions. What is loaded arrives
+// when a thread waits for it, and what is stored is read when its thread waits for that, neither before.
 #pragma once
 
 #include "gpu/cuda/barriers.cuh"
@@ -14,83 +14,113 @@ inline uint32_t swizzled(uint32_t row, uint32_t chunk) {
 
 namespace emulated {
 
-inline void expect_aligned(const void* shared, const void* device, uint32_t bytes) {
-  if (bytes % 16 != 0 || shared_address(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(device) % 16 != 0)
-    machine().fail("a bulk copy that is not aligned to 16 bytes");
-}
+// A box of a tensor and its place in shared memory.
+struct Box {
+  const CUtensorMap* map;
+  uint8_t* shared;
+  std::array<int, 4> at;  // feature, row, head, batch
 
-// The target is unreadable until a thread waits for the copy.
-inline void load_later(void* to, uint32_t bytes, uint64_t* barrier, std::function<void()> arrive) {
-  std::memset(to, cuda_emulator::Machine::kUnwritten, bytes);
-  bulk_copies().push_back({std::move(arrive), bytes, barrier});
-}
-
-struct BulkStores {
-  std::vector<std::function<void()>> open, committed;
+  uint32_t bytes() const { return static_cast<uint32_t>(map->box_rows * kRowBytes); }
+  // f(16 bits of shared memory, those of the tensor, or null: outside) over all elements.
+  template <class F>
+  void each(F f) const {
+    const uint32_t start = shared_address(shared);
+    for (int row = 0; row < map->box_rows; ++row)
+      for (int feature = 0; feature < kBoxFeatures; ++feature) {
+        const std::array<int64_t, 4> index = {at[3], at[2], at[1] + row, at[0] + feature};
+        uint16_t* element = map->data;
+        for (size_t axis = 0; axis < 4; ++axis) {
+          if (index[axis] < 0 || index[axis] >= map->size[axis]) element = nullptr;
+          if (element) element += index[axis] * (axis == 3 ? 1 : map->stride[axis]);
+        }
+        uint32_t address = start + static_cast<uint32_t>(row * kRowBytes + feature * 2);
+        address ^= (address >> 7 & 7) << 4;
+        f(reinterpret_cast<uint16_t*>(machine().shared_at(address, 2)), element);
+      }
+  }
 };
-inline BulkStores& bulk_stores() {
-  static std::array<BulkStores, 1024> of_thread;
+
+inline Box box_at(const CUtensorMap& map, void* shared, int feature, int row, int head, int batch) {
+  if (shared_address(shared) % 1024 != 0) machine().fail("a box that is not aligned to 1024 bytes");
+  return {&map, static_cast<uint8_t*>(shared), {feature, row, head, batch}};
+}
+
+// A thread's stores: groups of boxes and of plain bytes.
+struct Store {
+  int group;
+  std::function<void()> copy;
+};
+struct Stores {
+  std::vector<Store> pending;
+  int group = 0;
+};
+inline Stores& stores() {
+  static std::array<Stores, 1024> of_thread;
   return of_thread[threadIdx.x];
+}
+inline void finish_stores(int pending) {
+  Stores& mine = stores();
+  size_t done = 0;
+  for (; done < mine.pending.size() && mine.pending[done].group < mine.group - pending; ++done)
+    mine.pending[done].copy();
+  mine.pending.erase(mine.pending.begin(), mine.pending.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
 }  // namespace emulated
 
-inline void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  emulated::expect_aligned(to, from, bytes);
-  emulated::load_later(to, bytes, barrier, [=] { std::memcpy(to, from, bytes); });
-}
+inline void prefetch_map(const CUtensorMap&) {}
+// The target is unreadable until a thread waits for the copy.
 inline void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int feature, int row, int head,
                      int batch) {
-  if (shared_address(to) % 1024 != 0) machine().fail("a box that is not aligned to 1024 bytes");
-  const auto bytes = static_cast<uint32_t>(map.box_rows * kRowBytes);
-  emulated::load_later(to, bytes, barrier, [=] {
-    for (int i = 0; i < map.box_rows; ++i)
-      for (int d = 0; d < kBoxFeatures; ++d) {
-        const int64_t at[4] = {batch, head, row + i, feature + d};
-        bool inside = true;
-        int64_t offset = 0;
-        for (size_t axis = 0; axis < 4; ++axis) {
-          inside = inside && at[axis] >= 0 && at[axis] < map.size[axis];
-          offset += at[axis] * map.stride[axis];
-        }
-        const uint16_t value = inside ? map.data[offset] : uint16_t{0};
-        const auto line = static_cast<uint32_t>(i), byte = static_cast<uint32_t>(2 * d);
-        std::memcpy(static_cast<uint8_t*>(to) + swizzled(line, byte / 16) + byte % 16, &value, sizeof value);
-      }
-  });
+  const emulated::Box box = emulated::box_at(map, to, feature, row, head, batch);
+  std::memset(to, cuda_emulator::Machine::kUnwritten, box.bytes());
+  emulated::bulk_copies().push_back({barrier, box.bytes(), [box] {
+                                       box.each([](uint16_t* shared, const uint16_t* element) {
+                                         *shared = element ? *element : uint16_t{0};
+                                       });
+                                     }});
+}
+inline void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  if (bytes % 16 != 0 || shared_address(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
+    machine().fail("a bulk copy that is not aligned to 16 bytes");
+  std::memset(to, cuda_emulator::Machine::kUnwritten, bytes);
+  emulated::bulk_copies().push_back({barrier, bytes, [=] { std::memcpy(to, from, bytes); }});
 }
 
 inline void store_fence() {}
 inline void everywhere_fence() {}
+inline void store_box(const CUtensorMap& map, const void* from, int feature, int row, int head, int batch) {
+  const emulated::Box box = emulated::box_at(map, const_cast<void*>(from), feature, row, head, batch);
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [box] {
+                            box.each([](const uint16_t* shared, uint16_t* element) {
+                              if (element) *element = *shared;
+                            });
+                          }});
+}
 inline void store_bytes(void* to, const void* from, uint32_t bytes) {
-  emulated::expect_aligned(from, to, bytes);
-  emulated::bulk_stores().open.push_back([=] { std::memcpy(to, from, bytes); });
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [=] { std::memcpy(to, from, bytes); }});
 }
 inline void add_floats(float* to, const float* from, uint32_t bytes) {
-  emulated::expect_aligned(from, to, bytes);
-  emulated::bulk_stores().open.push_back([=] {
-    for (uint32_t n = 0; n < bytes / sizeof(float); ++n) to[n] += from[n];
-  });
+  emulated::Stores& mine = emulated::stores();
+  mine.pending.push_back({mine.group, [=] {
+                            for (uint32_t n = 0; n < bytes / sizeof(float); ++n) to[n] += from[n];
+                          }});
 }
-inline void store_commit() {
-  emulated::BulkStores& mine = emulated::bulk_stores();
-  for (auto& store : mine.open) mine.committed.push_back(std::move(store));
-  mine.open.clear();
-}
+inline void store_commit() { ++emulated::stores().group; }
 template <int kPending>
 void store_wait_read() {
-  static_assert(kPending == 0);
-  emulated::BulkStores& mine = emulated::bulk_stores();
-  for (auto& store : mine.committed) store();
-  mine.committed.clear();
+  emulated::finish_stores(kPending);
 }
 template <int kPending>
 void store_wait() {
-  store_wait_read<kPending>();
+  emulated::finish_stores(kPending);
 }
 
 namespace emulated {
 
+// Each lane holds two numbers of a row of each matrix (transposed: of a column).
 template <bool kTransposed>
 void store_matrices(void* to, const std::array<uint32_t, 4>& words) {
   struct Operand {
@@ -99,12 +129,12 @@ void store_matrices(void* to, const std::array<uint32_t, 4>& words) {
   } mine{machine().shared_at(shared_address(to), 16), words};
   machine().meet(kTransposed ? "stmatrix.trans" : "stmatrix", mine, [](Operand** lanes) {
     for (size_t matrix = 0; matrix < 4; ++matrix)
-      for (int lane = 0; lane < 32; ++lane)
-        for (int half = 0; half < 2; ++half) {
-          int row = lane / 4, column = lane % 4 * 2 + half;
+      for (size_t lane = 0; lane < 32; ++lane)
+        for (size_t half = 0; half < 2; ++half) {
+          size_t row = lane / 4, column = lane % 4 * 2 + half;
           if (kTransposed) std::swap(row, column);
           const auto value = static_cast<uint16_t>(lanes[lane]->words[matrix] >> (16 * half));
-          std::memcpy(lanes[8 * static_cast<int>(matrix) + row]->row + 2 * column, &value, sizeof value);
+          std::memcpy(lanes[8 * matrix + row]->row + 2 * column, &value, sizeof value);
         }
   });
 }

@@ -183,6 +183,9 @@ inline int load_relaxed(const int* at) { return *at; }
 inline float load_past_cache(const float* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
 inline void add_in_memory(float* at, float value) { *at += value; }
+inline void add_four_in_memory(float* at, const float4& value) {
+  at[0] += value.x, at[1] += value.y, at[2] += value.z, at[3] += value.w;
+}
 inline void let_others_run() { machine().let_others_run(); }
 
 }  // namespace evenkeel::gpu

@@ -1,12 +1,12 @@
-// Maps of tensors for Hopper's copy engine, on the CPU: what src/gpu/cuda/tensor_map.h tells the driver.
+// Maps of tensors for Hopper's copy engine, on the CPU: what the engine of copy_engine.cuh beside it needs to know.
 #pragma once
 
 #include <array>
 #include <cstdint>
 
 struct CUtensorMap {
-  const uint16_t* data;
-  std::array<int64_t, 4> size, stride;  // (batch, heads, rows, D), in elements
+  uint16_t* data;
+  std::array<int64_t, 4> size, stride;  // batch, heads, rows, features; in elements
   int box_rows;
 };
 
@@ -16,7 +16,7 @@ inline constexpr int kBoxFeatures = 64;
 
 inline CUtensorMap tensor_map(void* data, const std::array<int64_t, 4>& size,
                               const std::array<int64_t, 4>& stride, int box_rows) {
-  return {static_cast<const uint16_t*>(data), size, stride, box_rows};
+  return {static_cast<uint16_t*>(data), size, stride, box_rows};
 }
 
 }  // namespace evenkeel::gpu

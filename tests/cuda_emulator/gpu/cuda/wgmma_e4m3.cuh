@@ -1,5 +1,7 @@
 // Products of a warpgroup with E4M3 operands on the CPU: src/gpu/cuda/wgmma_e4m3.cuh by the definitions of its instructions.
-// Sums are the chip's (numerics/tensor_core.h), so that a kernel's results should be those of an H200 but for its exponentials.
+// Operands are found by the bits of their descriptors, and sums are the chip's (numerics/tensor_core.h), so that a kernel's
+// results should be those of an H200 but for its exponentials. A product reads its operands as late as it may: when the
+// thread waits for it. One block at a time.
 #pragma once
 
 #include "gpu/cuda/wgmma.cuh"
@@ -48,26 +50,29 @@ inline float e4m3_operand(uint64_t descriptor, int line, int byte) {
   return e4m3_value(*machine().shared_at(address, 1));
 }
 
-inline void multiply_e4m3(WarpgroupProduct** lanes) {
-  static const TensorCoreModel& model = find_tensor_core_model(kE4m3);
-  const WarpgroupProduct& first = *lanes[0];
-  const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  float a[16][32];
-  for (int row = 0; row < 16; ++row)
-    for (int term = 0; term < 32; ++term) {
-      const int lane = row % 8 * 4 + term % 16 / 4, word = term / 16 * 2 + row / 8;
-      a[row][term] = first.words[0]
-                         ? e4m3_value(*lanes[lane]->words[static_cast<size_t>(word)] >> (term % 4 * 8))
-                         : e4m3_operand(first.a, first_row + row, term);
+// All lanes of a warp, whose rows are the warp's sixteen of 64.
+inline void compute_e4m3(WarpgroupProduct& mine) {
+  machine().meet("wgmma", mine, [](WarpgroupProduct** lanes) {
+    static const TensorCoreModel& model = find_tensor_core_model(kE4m3);
+    const WarpgroupProduct& first = *lanes[0];
+    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+    float a[16][32];
+    for (int row = 0; row < 16; ++row)
+      for (int term = 0; term < 32; ++term) {
+        const int lane = row % 8 * 4 + term % 16 / 4, word = term / 16 * 2 + row / 8;
+        a[row][term] = first.words[0]
+                           ? e4m3_value(*lanes[lane]->words[static_cast<size_t>(word)] >> (term % 4 * 8))
+                           : e4m3_operand(first.a, first_row + row, term);
+      }
+    for (int column = 0; column < first.columns; ++column) {
+      float b[32];
+      for (int term = 0; term < 32; ++term) b[term] = e4m3_operand(first.b, column, term);
+      for (int row = 0; row < 16; ++row) {
+        float& d = lanes[row % 8 * 4 + column % 8 / 2]->d[column / 8 * 4 + row / 8 * 2 + column % 2];
+        d = tensor_core_dot(model, a[row], b, 32, first.add ? d : 0.0f);
+      }
     }
-  for (int column = 0; column < first.columns; ++column) {
-    float b[32];
-    for (int term = 0; term < 32; ++term) b[term] = e4m3_operand(first.b, column, term);
-    for (int row = 0; row < 16; ++row) {
-      float& d = lanes[row % 8 * 4 + column % 8 / 2]->d[column / 8 * 4 + row / 8 * 2 + column % 2];
-      d = tensor_core_dot(model, a[row], b, 32, first.add ? d : 0.0f);
-    }
-  }
+  });
 }
 
 }  // namespace emulated
@@ -81,12 +86,13 @@ template <int N>
 struct WgmmaE4m3 {
   static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {}, a, b, add, emulated::multiply_e4m3});
+    mine.products.push_back({mine.group, N, d, {}, a, b, add, false, false, emulated::compute_e4m3});
   }
   static void rs(float (&d)[N / 2], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
                  const uint32_t& a3, uint64_t b, bool add) {
     emulated::Issued& mine = emulated::issued();
-    mine.products.push_back({mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add, emulated::multiply_e4m3});
+    mine.products.push_back(
+        {mine.group, N, d, {&a0, &a1, &a2, &a3}, 0, b, add, false, false, emulated::compute_e4m3});
   }
 };
 

@@ -1,0 +1,204 @@
+// Hopper's kernels for head sizes above 128 on the CPU, by the CUDA emulator: within the error bounds of FlashAttention-2's
+// arithmetic, and the same bits in any order of warps and blocks.
+#include <gtest/gtest.h>
+
+#include "attention/cuda/hopper_backward_large.cuh"
+#include "attention/cuda/hopper_forward_block.cuh"
+#include "attention_bounds.h"
+#include "emulated_attention.h"
+
+namespace evenkeel {
+namespace {
+
+using attention_bounds::Ratios;
+using cases::Case;
+using cases::Fill;
+using cases::make_problem;
+using cases::Problem;
+using emulated::How;
+using emulated::Order;
+
+// Both passes, as the host code of the family has them, on so many multiprocessors.
+struct Passes {
+  const How& how;
+  int multiprocessors = 3;
+
+  PassSizes sizes(const AttentionProblem& p) const { return ampere::pass_sizes(p, /*small=*/false); }
+
+  void forward(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out,
+               void* workspace) const {
+    using namespace hopper::forward;
+    with_pairs(p, [&]<class Pairs>() {
+      for_head_groups(p, out, [&](ForwardArguments a) {
+        with_block_of<Pairs, true, false, false>(p, a.rules, [&]<class Block>() {
+          using T = typename Block::T;
+          const BlockMaps<T> maps(p, in, out);
+          a.tiles_per_head = static_cast<int>(divide_up(p.T, T::kRows));
+          const int tiles = a.tiles_per_head * a.heads, blocks = std::min(multiprocessors, tiles);
+          if (tiles > blocks) {
+            a.next_tile = static_cast<uint32_t*>(workspace);
+            *a.next_tile = 0;
+          }
+          run<T>(blocks, [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
+        });
+      });
+    });
+  }
+
+  void backward(const AttentionProblem& p, const PassInputs& in, const DeviceTensor& grad_output,
+                const ForwardPass& saved, const BackwardPass& out, void* workspace) const {
+    using namespace hopper::backward::large;
+    with_pairs(p, [&]<class Pairs>() {
+      emulated::Launch launch{how};
+      const ampere::Problem a =
+          ampere::find_row_facts<Pairs, 256, false>(p, in, grad_output, saved, out, workspace, launch);
+      const Maps maps(p, in, grad_output);
+      with_block_of<Pairs>(p, [&]<class Block>() {
+        run<typename Block::T>(std::min(multiprocessors, a.B * a.G * a.key_tiles),
+                               [&] { Block::run(maps, a); });
+      });
+    });
+  }
+
+ private:
+  template <class F>
+  static void with_pairs(const AttentionProblem& p, F f) {
+    if (p.type == TensorType::fp16)
+      f.template operator()<Fp16Pairs>();
+    else
+      f.template operator()<Bf16Pairs>();
+  }
+  template <class T>
+  void run(int blocks, const std::function<void()>& block) const {
+    cuda_emulator::run(
+        {.blocks = blocks, .threads = T::kThreads, .shared_bytes = T::kSharedBytes, .order = how.order},
+        block);
+  }
+};
+
+AttentionBuffers run_on_hopper(const AttentionProblem& config, const Problem& p, const How& how = {},
+                               int multiprocessors = 3) {
+  return run_passes(config, p, how, Passes{how, multiprocessors});
+}
+
+PrecisionPlan plan_of(const std::string& stabiliser, TensorType type = TensorType::bf16) {
+  std::string text = "flash2,stabiliser=" + stabiliser;
+  if (type == TensorType::fp16)
+    text += ",probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
+  if (stabiliser == "wide_output" || stabiliser == "consistent")
+    text += type == TensorType::fp16 ? ",output_for_delta=e5m17/stochastic"
+                                     : ",output_for_delta=e8m14/stochastic";
+  return parse_plan(text);
+}
+
+// Inputs as FP16 has them.
+Problem in_fp16(Problem p) {
+  for (View<float> x : {p.q(), p.k(), p.v(), p.grad()})
+    for (int64_t b = 0; b < x.shape[0]; ++b)
+      for (int64_t h = 0; h < x.shape[1]; ++h)
+        for (int64_t i = 0; i < x.shape[2]; ++i)
+          for (int64_t d = 0; d < x.shape[3]; ++d) {
+            float& value = *x.at(b, h, i, d);
+            value = gpu::fp16_value(gpu::fp16_bits(value));
+          }
+  return p;
+}
+
+void expect_in_bounds(const AttentionProblem& config, const Problem& p, const std::string& name,
+                      const How& how = {}) {
+  const AttentionBuffers got = run_on_hopper(config, p, how);
+  const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+  const Ratios r = ratios_of(config, p, attention_bounds::error_bounds(config, p), got, exact);
+  EXPECT_LE(r.largest(), 1) << name << ": o " << r.o << ", lse " << r.lse << ", delta " << r.delta << ", dq "
+                            << r.dq << ", dk " << r.dk << ", dv " << r.dv;
+}
+
+const Case kCausal256{{1, 2, 1, 200, 230, 256}, {.causal = true, .scale = 0.0625f}, "causal_256"},
+    kFull192{{1, 1, 1, 140, 250, 192}, {.scale = 0.0625f}, "full_192"},
+    kRagged160{{3, 2, 1, 140, 140, 160}, {.causal = true, .ragged = true, .scale = 0.125f}, "ragged_160"};
+
+TEST(HopperHeads, every_size_of_tiles) {
+  for (const Case* c : {&kCausal256, &kFull192, &kRagged160})
+    for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
+      if (cases::kSanitized && c != &kRagged160) continue;
+      const Problem p = make_problem(*c);
+      PrecisionPlan plan = plan_of(stabiliser);
+      plan.keel = 1e-2f;
+      expect_in_bounds(p.with(plan), p, std::string(c->name) + ", " + stabiliser);
+    }
+}
+
+// One row, one key, rows that see nothing, more query tiles than multiprocessors, heads that share keys.
+TEST(HopperHeads, odd_sizes) {
+  const Case odd[] = {
+      {{1, 1, 1, 1, 200, 256}, {.causal = true, .scale = 0.0625f}, "one_row"},
+      {{1, 1, 1, 140, 1, 192}, {.scale = 0.0625f}, "one_key"},
+      {{1, 2, 1, 150, 40, 136}, {.causal = true, .scale = 0.125f}, "rows_without_keys"},
+      {{2, 4, 1, 130, 70, 200}, {.causal = true, .scale = 0.125f}, "many_tiles"},
+  };
+  for (const Case& c : odd) {
+    const Problem p = make_problem(c);
+    expect_in_bounds(p.with(plan_of("wide_output")), p, c.name);
+    if (cases::kSanitized) break;
+  }
+}
+
+TEST(HopperHeads, the_other_stabilisers_in_fp16_and_packed) {
+  const Problem ragged = make_problem(kRagged160), halves = in_fp16(make_problem(kFull192));
+  for (const char* stabiliser : {"wide_output", "paper_capped", "none", "dither"}) {
+    expect_in_bounds(ragged.with(plan_of(stabiliser)), ragged, stabiliser, {.sequences = true});
+    if (cases::kSanitized) return;
+  }
+  for (const char* stabiliser : {"wide_output", "consistent"})
+    expect_in_bounds(halves.with(plan_of(stabiliser, TensorType::fp16)), halves, "fp16",
+                     {.type = TensorType::fp16});
+}
+
+TEST(HopperHeads, plans_that_differ_by_head) {
+  const Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
+  std::vector<PrecisionPlan> plans;
+  for (const char* stabiliser : {"none", "consistent", "wide_output", "zero_sum"})
+    plans.push_back(plan_of(stabiliser));
+  plans[1].keel = 1e-2f;
+  expect_in_bounds(p.with(plans), p, "by head");
+}
+
+TEST(HopperHeads, a_gradient_of_the_log_sum) {
+  const Problem p = make_problem(kCausal256);
+  Tensor<float> grad_lse({p.shape.B, p.shape.H, p.shape.T, 1});
+  for (size_t n = 0; n < grad_lse.values().size(); ++n)
+    grad_lse.values()[n] = 0.25f * static_cast<float>(n % 7) - 0.75f;
+  const AttentionProblem config = p.with(plan_of("wide_output"));
+  const AttentionBuffers with = run_on_hopper(config, p, {.grad_lse = &grad_lse}),
+                         without = run_on_hopper(config, p);
+  for (size_t n = 0; n < grad_lse.values().size(); ++n)
+    EXPECT_EQ(with.delta.values()[n], without.delta.values()[n] - grad_lse.values()[n]) << n;
+  EXPECT_NE(with.dq.values(), without.dq.values());
+}
+
+TEST(HopperHeads, values_of_another_size) {
+  for (const cases::Narrowed& c : cases::kNarrowed) {
+    if (c.window_left >= 0 || c.hide != cases::Hide::nothing) continue;  // forms
+    for (const char* stabiliser : {"wide_output", "consistent"}) {
+      const Problem wide = c.wide(), narrow = c.narrow();
+      const AttentionProblem config = wide.with(plan_of(stabiliser));
+      attention_runs::expect_narrowed(run_on_hopper(config, wide), run_on_hopper(config, narrow), c.name);
+    }
+  }
+}
+
+// Neither the order of warps nor the number of blocks changes a bit.
+TEST(HopperHeads, the_same_bits_in_any_order) {
+  for (const Case* c : {&kCausal256, &kRagged160}) {
+    const Problem p = make_problem(*c);
+    const AttentionProblem config = p.with(plan_of("consistent"));
+    const AttentionBuffers first = run_on_hopper(config, p);
+    for (const AttentionBuffers& other :
+         {run_on_hopper(config, p, {.order = Order::descending}), run_on_hopper(config, p, {}, 1)})
+      attention_runs::expect_narrowed(first, other, c->name);
+    if (cases::kSanitized) break;
+  }
+}
+
+}  // namespace
+}  // namespace evenkeel
