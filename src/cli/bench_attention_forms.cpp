@@ -1,5 +1,7 @@
 // `evenkeel bench attention --gpu --forms`: what each form of a problem costs on the kernels that are chosen for it, against
-// the same work without it. One run has facts of scores, plans that differ by head, FP16, windows, soft caps, slopes, sinks.
+// the same work without it. One run has facts of scores, stabilisers, plans that differ by head, FP16, windows, soft caps,
+// slopes, sinks. Each form is timed beside the problem without forms, in turns: what the GPU's clock does meets both. Windows
+// also stand beside PyTorch's FlexAttention (python/bench_windows.py).
 #include <fmt/format.h>
 
 #include <functional>
@@ -9,6 +11,7 @@
 #include "base/error.h"
 #include "cli/attention_on_device.h"
 #include "cli/bench.h"
+#include "cli/python_script.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -46,7 +49,7 @@ void set_plans(AttentionProblem& p, const std::function<const char*(int64_t)>& p
   for (int64_t h = 0; h < p.H; ++h) p.plans.push_back(parse_plan(plan(h)));
 }
 constexpr const char *kRemedy = "flash2,stabiliser=wide_output", *kStrong = "flash2,stabiliser=consistent",
-                     *kNone = "flash2",
+                     *kExact = "flash2,stabiliser=zero_sum", *kNone = "flash2",
                      *kInFp16 =
                          "flash2,stabiliser=wide_output,probs=fp16,output=fp16,probs_bwd=fp16,"
                          "dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
@@ -55,6 +58,8 @@ const std::vector<FormCase>& form_cases() {
   static const std::vector<FormCase> cases = {
       {"one plan", 0, [](AttentionProblem&, const HeadNumbers&) {}},
       {"one plan again", 0, [](AttentionProblem&, const HeadNumbers&) {}},
+      {"consistent", 0, [](AttentionProblem& p, const HeadNumbers&) { p.plans = {parse_plan(kStrong)}; }},
+      {"zero_sum", 0, [](AttentionProblem& p, const HeadNumbers&) { p.plans = {parse_plan(kExact)}; }},
       {"facts of scores", 0, [](AttentionProblem&, const HeadNumbers&) {}, /*score_facts=*/true},
       {"one head without a remedy", 0.98,
        [](AttentionProblem& p, const HeadNumbers&) {
@@ -99,53 +104,102 @@ double forward_flops(const AttentionProblem& p) {
   return 4.0 * static_cast<double>(p.B * p.H * p.D) * pairs;
 }
 
-struct Measured {
-  std::string name, kernel, error;
-  double forward = 0, backward = 0, both = 0;  // TFLOP/s
-  double ratio = 0, must = 0;
+// Seconds of the passes, a round each.
+struct Seconds {
+  std::vector<double> forward, backward;
+  std::vector<double> both() const {
+    std::vector<double> sums;
+    for (size_t n = 0; n < forward.size(); ++n) sums.push_back(forward[n] + backward[n]);
+    return sums;
+  }
 };
 
-std::vector<Measured> measure(const Shape& shape, int64_t rounds) {
-  const HeadNumbers numbers(shape.H);
-  std::vector<Measured> results;
-  std::vector<std::unique_ptr<AttentionOnDevice>> running;
-  std::vector<double> flops;
-  std::vector<std::vector<double>> forward, backward, both;
+struct Contestant {
+  std::string name, kernel, error;
+  double flops = 0, must = 0;
+  std::function<void(Seconds&)> run;  // adds a round; empty where there is an error
+  Seconds own, control;               // control: one plan without forms, timed beside it
+  const Contestant* rival = nullptr;  // that it must not be slower than
+
+  double tflops(const std::vector<double>& seconds, double work) const {
+    return seconds.empty() ? 0 : work * flops / median(seconds) * 1e-12;
+  }
+  double both() const { return tflops(own.both(), 3.5); }
+  // To the control's speed: the median over rounds.
+  double ratio(const std::vector<double>& mine, const std::vector<double>& others,
+               double others_flops) const {
+    std::vector<double> ratios;
+    for (size_t n = 0; n < mine.size(); ++n) ratios.push_back(flops / others_flops * others[n] / mine[n]);
+    return ratios.empty() ? 0 : median(std::move(ratios));
+  }
+};
+
+using Contestants = std::vector<std::unique_ptr<Contestant>>;
+
+// PyTorch's FlexAttention with the window of `p`.
+std::unique_ptr<Contestant> window_rival(const AttentionProblem& p, PythonScript& script) {
+  auto rival = std::make_unique<Contestant>();
+  rival->kernel = "PyTorch's FlexAttention";
+  rival->name = fmt::format("  FlexAttention, window of {}", p.mask.window_left + 1);
+  rival->flops = forward_flops(p);
+  const Json question = {{"shape", {p.B, p.H, p.T, p.D}}, {"left", p.mask.window_left}};
+  const Json first = script.ask(question);
+  if (first.contains("error"))
+    rival->error = first["error"].get<std::string>();
+  else
+    rival->run = [&script, question](Seconds& seconds) {
+      const Json answer = script.ask(question);
+      seconds.forward.push_back(answer.at("forward").get<double>());
+      seconds.backward.push_back(answer.at("backward").get<double>());
+    };
+  return rival;
+}
+
+// Every form on the device, "one plan" first. script: of rivals, or null.
+Contestants contestants_for(const Shape& shape, const HeadNumbers& numbers, PythonScript* script) {
+  Contestants list;
   for (const FormCase& form : form_cases()) {
     AttentionProblem p = causal_problem(shape.B, shape.H, shape.T, shape.D);
     p.plans = {parse_plan(kRemedy)};
     form.change(p, numbers);
-    Measured& result = results.emplace_back();
-    result.name = form.name;
-    result.must = form.must;
-    flops.push_back(forward_flops(p));
-    running.push_back(nullptr);
+    Contestant& ours = *list.emplace_back(std::make_unique<Contestant>());
+    ours.name = form.name;
+    ours.must = form.must;
+    ours.flops = forward_flops(p);
     try {
-      running.back() = std::make_unique<AttentionOnDevice>(p, form.score_facts);
-      result.kernel = running.back()->choice().kernel;
-      running.back()->forward(nullptr);
-      running.back()->backward(nullptr);
+      const auto attention = std::make_shared<AttentionOnDevice>(p, form.score_facts);
+      ours.kernel = attention->choice().kernel;
+      attention->forward(nullptr);
+      attention->backward(nullptr);
       device_wait();
+      ours.run = [attention](Seconds& seconds) {
+        seconds.forward.push_back(forward_seconds(*attention));
+        seconds.backward.push_back(backward_seconds(*attention));
+      };
     } catch (const std::exception& error) {
-      result.error = error.what();
+      ours.error = error.what();
+    }
+    if (script && p.mask.window_left >= 0) {
+      list.push_back(window_rival(p, *script));
+      ours.rival = list.back().get();
     }
   }
-  forward.resize(results.size()), backward.resize(results.size()), both.resize(results.size());
+  return list;
+}
+
+Contestants measure(const Shape& shape, int64_t rounds, PythonScript* script) {
+  const HeadNumbers numbers(shape.H);
+  Contestants list = contestants_for(shape, numbers, script);
+  const Contestant& one_plan = *list.front();
+  if (!one_plan.run) return list;
   for (int64_t round = 0; round < rounds; ++round)
-    for (size_t n = 0; n < results.size(); ++n) {
-      if (!results[n].error.empty()) continue;
-      forward[n].push_back(forward_seconds(*running[n]));
-      backward[n].push_back(backward_seconds(*running[n]));
-      both[n].push_back(forward[n].back() + backward[n].back());
+    for (const auto& c : list) {
+      if (!c->run) continue;
+      if (round % 2 == 0) one_plan.run(c->control);
+      c->run(c->own);
+      if (round % 2 != 0) one_plan.run(c->control);
     }
-  for (size_t n = 0; n < results.size(); ++n) {
-    if (both[n].empty()) continue;
-    results[n].forward = flops[n] / median(forward[n]) * 1e-12;
-    results[n].backward = 2.5 * flops[n] / median(backward[n]) * 1e-12;
-    results[n].both = 3.5 * flops[n] / median(both[n]) * 1e-12;
-    results[n].ratio = results[n].both / results[0].both;
-  }
-  return results;
+  return list;
 }
 
 }  // namespace
@@ -154,37 +208,51 @@ int bench_attention_forms(const GpuBenchOptions& options) {
   const int64_t rounds = options.rounds > 0 ? options.rounds : 9;
   bool ok = true;
   Json json = Json::array();
+  const PythonScript::Start rival = PythonScript::start("bench_windows.py", {});
+  const std::string rivals = rival.script ? fmt::format("PyTorch {}", rival.greeting.value("torch", "?"))
+                                          : "no rival: " + rival.why_not;
   if (!options.json)
-    fmt::print("forms of attention on {}: causal, with {}; TFLOP/s of what rows see (medians of {} rounds)\n",
-               cuda_device().name, kRemedy, rounds);
+    fmt::print(
+        "forms of attention on {}: causal, with {}; {}\nTFLOP/s of what rows see, and ratios to one plan "
+        "that is "
+        "timed beside it (medians of {} rounds)\n",
+        cuda_device().name, kRemedy, rivals, rounds);
   for (const Shape& shape : kShapes) {
     if (!options.json)
-      fmt::print("\n{:<34}{:>8}{:>10}{:>8}{:>8}{:>8}  kernel\n",
+      fmt::print("\n{:<34}{:>8}{:>10}{:>8}{:>9}{:>10}{:>8}{:>8}  kernel\n",
                  fmt::format("{},{},{},{}", shape.B, shape.H, shape.T, shape.D), "forward", "backward",
-                 "both", "ratio", "must");
+                 "both", "forward", "backward", "both", "must");
     Json list = Json::array();
-    for (const Measured& m : measure(shape, rounds)) {
-      const bool good = m.error.empty() && m.ratio >= m.must;
+    const Contestants measured = measure(shape, rounds, rival.script.get());
+    for (const auto& c : measured) {
+      const double forward = c->tflops(c->own.forward, 1), backward = c->tflops(c->own.backward, 2.5);
+      const double work = measured.front()->flops;
+      const double forward_ratio = c->ratio(c->own.forward, c->control.forward, work),
+                   backward_ratio = c->ratio(c->own.backward, c->control.backward, work),
+                   ratio = c->ratio(c->own.both(), c->control.both(), work);
+      const bool good = c->error.empty() && ratio >= c->must && (!c->rival || c->both() >= c->rival->both());
       ok &= good;
-      list.push_back({{"name", m.name},
-                      {"kernel", m.kernel},
-                      {"error", m.error},
-                      {"forward_tflops", m.forward},
-                      {"backward_tflops", m.backward},
-                      {"both_tflops", m.both},
-                      {"ratio", m.ratio},
-                      {"must", m.must}});
+      list.push_back({{"name", c->name},
+                      {"kernel", c->kernel},
+                      {"error", c->error},
+                      {"forward_tflops", forward},
+                      {"backward_tflops", backward},
+                      {"both_tflops", c->both()},
+                      {"forward_ratio", forward_ratio},
+                      {"backward_ratio", backward_ratio},
+                      {"ratio", ratio},
+                      {"must", c->must}});
       if (options.json) continue;
-      if (!m.error.empty())
-        fmt::print("  {:<32}failed: {}\n", m.name, m.error);
+      if (!c->error.empty())
+        fmt::print("  {:<32}failed: {}\n", c->name, c->error);
       else
-        fmt::print("  {:<32}{:>8.0f}{:>10.0f}{:>8.0f}{:>8.3f}{:>8}  {}{}\n", m.name, m.forward, m.backward,
-                   m.both, m.ratio, m.must > 0 ? fmt::format("{:.2f}", m.must) : "-", m.kernel,
-                   good ? "" : "  MISS");
+        fmt::print("  {:<32}{:>8.0f}{:>10.0f}{:>8.0f}{:>9.3f}{:>10.3f}{:>8.3f}{:>8}  {}{}\n", c->name,
+                   forward, backward, c->both(), forward_ratio, backward_ratio, ratio,
+                   c->must > 0 ? fmt::format("{:.2f}", c->must) : "-", c->kernel, good ? "" : "  MISS");
     }
     json.push_back({{"shape", {shape.B, shape.H, shape.T, shape.D}}, {"forms", list}});
   }
-  if (options.json) fmt::print("{}\n", Json{{"schema", 1}, {"shapes", json}}.dump(2));
+  if (options.json) fmt::print("{}\n", Json{{"schema", 1}, {"rivals", rivals}, {"shapes", json}}.dump(2));
   return options.check && !ok ? 1 : 0;
 }
 

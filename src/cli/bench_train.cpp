@@ -9,6 +9,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/progress.h"
@@ -35,12 +36,15 @@ constexpr double kGpuRatio = 1.1;           // gpt2 and llama-124m against torch
 constexpr double kNanoSteps = 100;          // nano with bf16_all, steps a second on an H200
 constexpr double kRotaryNanoSteps = 150;    // llama-nano with bf16_all, the same
 constexpr double kRemedyPrice = 1.01;       // a stabiliser against none
+constexpr double kHeadPrice = 1.02;         // heads' plans that differ against one for all
+constexpr double kFactsPrice = 1.005;       // facts of scores at every step against none
 constexpr const char* kTargetGpu = "H200";  // where the two rates count
 
 // One of ours (a plan) or one of the script's (a variant).
 struct Contestant {
   std::string name, plan;
-  std::vector<double> seconds;  // a step, one a round
+  std::vector<double> seconds = {};  // a step, one a round
+  bool facts = false;                // every step tells the scores of its heads
 
   double step_seconds() const { return median(seconds); }
 };
@@ -81,6 +85,13 @@ Group make_group(const std::string& preset, Backend backend, int64_t sequences, 
   return {preset, bench_run(preset, backend, sequences), rounds, steps, {}};
 }
 
+// Wants the scores' facts of every step, and reads them.
+class FactsReader : public StepWatcher {
+ public:
+  void prepare(int64_t, StepContext& context) override { context.score_facts = true; }
+  void see(int64_t, double, Model& model, nlohmann::json&) override { model.facts(); }
+};
+
 // Every round in another order.
 void measure(Group& group, PythonScript* script, Progress& progress) {
   const ScratchFolder folder("evenkeel-bench-");
@@ -95,9 +106,12 @@ void measure(Group& group, PythonScript* script, Progress& progress) {
                                            [](const Contestant& c) { return !c.plan.empty(); }) > 1;
   constexpr int kWarm = 2;  // steps behind a change of plan
   for (int n = 0; n < kWarm; ++n) trainer->step();
+  FactsReader reader;
   const auto seconds_of = [&](const Contestant& c) {
     if (c.plan.empty())
       return script->ask({{"variant", c.name}, {"steps", group.steps}}).at("seconds").get<double>();
+    std::optional<ScopedWatcher> watcher;
+    if (c.facts) watcher.emplace(*trainer, reader);
     if (several_plans) {
       trainer->model().set_plan(ScopedPlan::parse(c.plan));
       for (int n = 0; n < kWarm; ++n) trainer->step();
@@ -272,11 +286,19 @@ namespace {
 
 constexpr const char* kNone = "evenkeel, no remedy";
 constexpr const char* kWide = "evenkeel, wide_output";
+constexpr const char* kFacts = "evenkeel, wide_output, facts of scores";
+constexpr const char* kOneNone = "evenkeel, one head of each layer without";
+constexpr const char* kOneConsistent = "evenkeel, one head of each consistent";
 
 // A model of GPT-2's size next to PyTorch's.
 void measure_large(Report& report, const std::string& preset, int64_t rounds, bool counts) {
   Group group = make_group(preset, Backend::cuda, 64, rounds > 0 ? rounds : 9, /*steps=*/4);
-  group.contestants = {{kWide, "flash2,stabiliser=wide_output", {}}, {kNone, "flash2", {}}};
+  const std::string wide = "flash2,stabiliser=wide_output";
+  group.contestants = {{kWide, wide},
+                       {kNone, "flash2"},
+                       {kFacts, wide, {}, /*facts=*/true},
+                       {kOneNone, wide + "; head 1: stabiliser=none"},
+                       {kOneConsistent, wide + "; head 1: stabiliser=consistent"}};
   {
     PythonScript::Start rival = add_rivals(group, report);
     Progress progress("bench train", group.rounds * static_cast<int64_t>(group.contestants.size()));
@@ -290,6 +312,11 @@ void measure_large(Report& report, const std::string& preset, int64_t rounds, bo
         {fmt::format("{} against {}", preset, best->name), best->step_seconds() / seconds, kGpuRatio, true});
   report.targets.push_back({preset + ", the price of wide_output",
                             paired(*group.find(kWide), *group.find(kNone)), kRemedyPrice, false});
+  for (const auto& [name, what, most] : {std::tuple{kFacts, "facts of scores", kFactsPrice},
+                                         {kOneNone, "one head without a remedy", kHeadPrice},
+                                         {kOneConsistent, "one head consistent", kHeadPrice}})
+    report.targets.push_back({fmt::format("{}, the price of {}", preset, what),
+                              paired(*group.find(name), *group.find(kWide)), most, false});
   report.groups.push_back(std::move(group));
 }
 

@@ -164,7 +164,7 @@ Sign sign_of(const Tensor<float>& got, const Tensor<double>& exact) {
 std::string why_not_here(const char* family) {
   AttentionProblem plain;
   plain.B = plain.H = plain.G = plain.T = plain.N = 1;
-  plain.D = 64;
+  plain.D = plain.Dv = 64;
   plain.type = TensorType::bf16;
   plain.plans = {parse_plan("flash2")};
   return not_taken(kernel_family(family), plain, cuda_device());

@@ -2,8 +2,8 @@
 // are over the probabilities that this pass computes, so that P (dP - delta) adds up to zero whatever the
 // forward pass rounded.
 //
-// A block takes 256 query rows of one head, 64 a warpgroup; one thread of a fifth warpgroup drives the copy
-// engine.
+// A block stays on its multiprocessor and takes every so many-th tile of 256 query rows of one head, 64 rows a warpgroup.
+// One thread of a fifth warpgroup drives the copy engine, and is a query tile ahead where there is room.
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
 #include "gpu/cuda/launch.h"
@@ -24,45 +24,74 @@ template <int kHeadSize>
 struct Tiles {
   static constexpr int kBoxes = kHeadSize / kBoxFeatures;
   static constexpr int kWarpgroups = 4, kRows = kWarpgroups * kWarpgroupRows, kKeys = 64;
-  static constexpr int kStages = kHeadSize == 64 ? 6 : 2;
-  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kQueryStages = kHeadSize == 64 ? 2 : 1, kStages = kHeadSize == 64 ? 6 : 3;
+  static constexpr int kWorkers = kWarpgroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
+  // The pool is what the block got at its start: 5 x 96.
+  static constexpr int kWorkRegisters = 112, kCopyRegisters = 32;
   static constexpr int kQueryBox = kRows * kRowBytes, kKeyBox = kKeys * kRowBytes;
 
   struct Shared {
-    uint8_t q[kBoxes][kQueryBox], grad[kBoxes][kQueryBox];
+    uint8_t q[kQueryStages][kBoxes][kQueryBox], grad[kQueryStages][kBoxes][kQueryBox];
     uint8_t k[kStages][kBoxes][kKeyBox], v[kStages][kBoxes][kKeyBox];
-    uint64_t query_full, full[kStages], empty[kStages];
+    uint64_t query_full[kQueryStages], query_empty[kQueryStages], full[kStages], empty[kStages];
   };
   static constexpr size_t kSharedBytes = sizeof(Shared) + 1024;  // to align it
 };
 
+// A query tile: whose rows, and the key tiles that some of them see.
+template <int kHeadSize, bool kForms>
+struct QueryTile {
+  int row, b, h;
+  Band band;
+  int first_tile, end_tile;
+
+  EK_DEVICE QueryTile(const DeltaArguments& a, int index) {
+    using T = Tiles<kHeadSize>;
+    const TilePlace place(index, a.tiles_per_head, a.heads, a.section_heads);
+    row = place.tile * T::kRows;
+    b = place.head / a.list.count;
+    h = a.list.head_at(place.head - b * a.list.count);
+    band = Band(a, b);
+    first_tile = kForms ? band.first_key_tile(row, T::kKeys) : 0;
+    end_tile = band.end_key_tile(row, T::kRows, T::kKeys);
+  }
+  EK_DEVICE bool sees_keys() const { return first_tile < end_tile; }
+};
+
 // Loads everything: one thread.
-template <int kHeadSize>
+template <int kHeadSize, bool kForms>
 EK_DEVICE void load_tiles(typename Tiles<kHeadSize>::Shared& shared, const CUtensorMap& q_map,
                           const CUtensorMap& k_map, const CUtensorMap& v_map, const CUtensorMap& grad_map,
-                          const DeltaArguments& a, const Sequence& s, int h, int tile_row, int first_tile,
-                          int end_tile) {
+                          const DeltaArguments& a) {
   using T = Tiles<kHeadSize>;
+  Ring<T::kQueryStages> queries;
   Ring<T::kStages> ring;
-  barrier_expect_bytes(&shared.query_full, 2 * T::kBoxes * T::kQueryBox);
-#pragma unroll
-  for (int box = 0; box < T::kBoxes; ++box) {
-    load_box(shared.q[box], q_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
-             s.query_batch);
-    load_box(shared.grad[box], grad_map, &shared.query_full, box * kBoxFeatures, s.first_row + tile_row, h,
-             s.query_batch);
-  }
-  for (int j = first_tile; j < end_tile; ++j) {
-    const int key = s.first_key + j * T::kKeys, kv_head = h / a.heads_per_group;
-    uint64_t* const full = &shared.full[ring.stage];
-    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    barrier_expect_bytes(full, 2 * T::kBoxes * T::kKeyBox);
+  for (int index = blockIdx.x; index < a.tiles_per_head * a.heads; index += gridDim.x) {
+    const QueryTile<kHeadSize, kForms> tile(a, index);
+    if (!tile.sees_keys()) continue;
+    const Sequence& s = tile.band.s;
+    uint64_t* const query_full = &shared.query_full[queries.stage];
+    barrier_wait(&shared.query_empty[queries.stage], queries.parity ^ 1);
+    barrier_expect_bytes(query_full, 2 * T::kBoxes * T::kQueryBox);
 #pragma unroll
     for (int box = 0; box < T::kBoxes; ++box) {
-      load_box(shared.k[ring.stage][box], k_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
-      load_box(shared.v[ring.stage][box], v_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
+      load_box(shared.q[queries.stage][box], q_map, query_full, box * kBoxFeatures, s.first_row + tile.row,
+               tile.h, s.query_batch);
+      load_box(shared.grad[queries.stage][box], grad_map, query_full, box * kBoxFeatures,
+               s.first_row + tile.row, tile.h, s.query_batch);
     }
-    ring.next();
+    queries.next();
+    for (int j = tile.first_tile; j < tile.end_tile; ++j, ring.next()) {
+      const int key = s.first_key + j * T::kKeys, kv_head = tile.h / a.heads_per_group;
+      uint64_t* const full = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_expect_bytes(full, 2 * T::kBoxes * T::kKeyBox);
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box) {
+        load_box(shared.k[ring.stage][box], k_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
+        load_box(shared.v[ring.stage][box], v_map, full, box * kBoxFeatures, key, kv_head, s.key_batch);
+      }
+    }
   }
 }
 
@@ -95,107 +124,176 @@ EK_DEVICE void hide(const DeltaArguments& a, const Band& band, int b, int h, int
   }
 }
 
-// kForms: with windows, soft caps, slopes, masks and sinks.
+// One warpgroup: 64 rows of each query tile. kForms: with windows, soft caps, slopes, masks and sinks.
+template <class Pairs, int kHeadSize, bool kForms>
+struct DeltaWorker : WarpgroupThread {
+  using T = Tiles<kHeadSize>;
+  using Shared = typename T::Shared;
+  static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
+  // Two operands from shared memory take all that it can give. Queries of 64 features fit the registers, without forms.
+  static constexpr bool kHeldQueries = kHeadSize == 64 && !kForms;
+  static constexpr int kScores = T::kKeys / 2;  // a thread's
+  using Scores = float[kScores];
+
+  Shared& shared;
+  const DeltaArguments& a;
+  Ring<T::kQueryStages> queries;
+  Ring<T::kStages> ring;
+  uint32_t query[kHeldQueries ? kHeadSize / 16 : 1][4];
+  int row, from[2], limit[2];  // a thread's first row; keys that its rows see
+  float shift[2], sum[2], weighted[2];
+
+  EK_DEVICE DeltaWorker(Shared& shared_, const DeltaArguments& a_, int group_)
+      : WarpgroupThread(group_), shared(shared_), a(a_) {}
+
+  EK_DEVICE void run() {
+    for (int index = blockIdx.x; index < a.tiles_per_head * a.heads; index += gridDim.x) {
+      const QueryTile<kHeadSize, kForms> tile(a, index);
+      const int first_row = tile.row + group * kWarpgroupRows;
+      start(tile, first_row);
+      if (tile.sees_keys()) {
+        await_queries();
+        walk_keys(tile, first_row);
+        release(&shared.query_empty[queries.stage]);
+        queries.next();
+      }
+      write(tile);
+    }
+  }
+
+  EK_DEVICE void start(const QueryTile<kHeadSize, kForms>& tile, int first_row) {
+    row = first_row + lane_row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + 8 * r;
+      from[r] = kForms ? tile.band.first_key(i) : 0;
+      limit[r] = i < tile.band.s.rows ? max(0, tile.band.end_key(i)) : 0;
+      shift[r] = limit[r] > 0 ? a.lse[static_cast<size_t>(tile.b * a.H + tile.h) * a.sequences.T + i] * kLog2E
+                              : 0.0f;
+      sum[r] = weighted[r] = 0;
+    }
+  }
+  EK_DEVICE void await_queries() {
+    barrier_wait(&shared.query_full[queries.stage], queries.parity);
+    if constexpr (kHeldQueries) {
+#pragma unroll
+      for (int step = 0; step < kHeadSize / 16; ++step)
+        load_left<kBoxFeatures>(query[step], shared_address(shared.q[queries.stage][0]),
+                                group * kWarpgroupRows + thread / 32 * 16, step, thread % 32);
+    }
+  }
+  EK_DEVICE void skip_keys(int tiles) {
+    for (; tiles > 0; --tiles) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      release_keys();
+    }
+  }
+  EK_DEVICE void release_keys() {
+    release(&shared.empty[ring.stage]);
+    ring.next();
+  }
+  // Key tiles that the warpgroup's own rows see; the others are left out.
+  EK_DEVICE void walk_keys(const QueryTile<kHeadSize, kForms>& tile, int first_row) {
+    const Band& band = tile.band;
+    const int own_end = band.end_key_tile(first_row, kWarpgroupRows, T::kKeys);  // 0: they see none
+    const int end = max(tile.first_tile, own_end);
+    const int begin = kForms && own_end > 0 ? band.first_key_tile(first_row, T::kKeys) : tile.first_tile;
+    // Key tiles that all of its rows see whole.
+    const int clear = max(0, band.end_key(first_row)) / T::kKeys;
+    const int clear_from =
+        kForms ? (band.first_key(first_row + kWarpgroupRows - 1) + T::kKeys - 1) / T::kKeys : 0;
+    skip_keys(begin - tile.first_tile);
+    for (int j = begin; j < end; ++j) add_tile(tile, j, j >= clear || j < clear_from);
+    skip_keys(tile.end_tile - end);
+  }
+  EK_DEVICE void add_tile(const QueryTile<kHeadSize, kForms>& tile, int j, bool masked) {
+    Scores scores, dprobs;
+    const int first_key = j * T::kKeys + lane_column;
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    begin_scores(scores);
+    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(
+        dprobs, operand(shared.grad[queries.stage][0] + group * kWarpgroupRows * kRowBytes),
+        operand(shared.v[ring.stage][0]));
+    products_wait<1>();
+    settle(scores);
+    if constexpr (kForms) shape_scores(a, tile.band, tile.h, row, first_key, scores);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+      scores[i] = exp2_approx(fmaf(scores[i], a.score_log2, -shift[i / 2 % 2]));
+    settle(scores);
+    products_wait<0>();
+    settle(dprobs);
+    release_keys();
+    if (masked) {  // or behind the last key: anything may stand there
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int key = first_key + i / 4 * 8 + i % 2;
+        if (key >= limit[i / 2 % 2] || (kForms && key < from[i / 2 % 2])) scores[i] = dprobs[i] = 0;
+      }
+    }
+    if (kForms && a.visible) hide(a, tile.band, tile.b, tile.h, row, first_key, scores);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      sum[i / 2 % 2] += scores[i];
+      weighted[i / 2 % 2] = fmaf(scores[i], dprobs[i], weighted[i / 2 % 2]);
+    }
+  }
+  EK_DEVICE void begin_scores(Scores& scores) {
+    const uint64_t keys = operand(shared.k[ring.stage][0]);
+    if constexpr (kHeldQueries) {
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < kHeadSize / 16; ++step)
+        Wgmma<T::kKeys, kFp16>::template rs<false>(scores, query[step][0], query[step][1], query[step][2],
+                                                   query[step][3], advance(keys, step * 32), step > 0);
+      products_commit();
+    } else {
+      begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(
+          scores, operand(shared.q[queries.stage][0] + group * kWarpgroupRows * kRowBytes), keys);
+    }
+  }
+  EK_DEVICE void write(const QueryTile<kHeadSize, kForms>& tile) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float of_row = quad_sum(sum[r]);
+      const float weighted_row = quad_sum(weighted[r]);
+      if (kForms && limit[r] > 0) of_row += exp2_approx(sink_log2(a, tile.h) - shift[r]);
+      const int i = row + 8 * r;
+      if (lane_column == 0 && i < a.sequences.T) {
+        const bool seen = limit[r] > 0 && of_row > 0;
+        const size_t at = static_cast<size_t>(tile.b * a.H + tile.h) * a.sequences.T + i;
+        a.delta[at] = seen ? weighted_row / of_row : 0.0f;
+        if (a.log_sum) a.log_sum[at] = seen ? log2f(of_row) : 0.0f;
+      }
+    }
+  }
+};
+
 template <class Pairs, int kHeadSize, bool kForms>
 __global__ void __launch_bounds__(Tiles<kHeadSize>::kThreads, 1)
     delta_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_map,
                const __grid_constant__ DeltaArguments a) {
   using T = Tiles<kHeadSize>;
-  constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   extern __shared__ uint8_t memory[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(memory + (-shared_address(memory) & 1023));
   if (threadIdx.x == 0) {
-    barrier_init(&shared.query_full, 1);
+    constexpr int kWarps = T::kWorkers / kWarp;
+    for (int i = 0; i < T::kQueryStages; ++i)
+      barrier_init(&shared.query_full[i], 1), barrier_init(&shared.query_empty[i], kWarps);
     for (int i = 0; i < T::kStages; ++i)
-      barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], T::kWarpgroups * kWarpgroup / 32);
+      barrier_init(&shared.full[i], 1), barrier_init(&shared.empty[i], kWarps);
     barrier_init_fence();
     prefetch_map(q_map), prefetch_map(k_map), prefetch_map(v_map), prefetch_map(grad_map);
   }
   __syncthreads();
-
-  const TilePlace place(blockIdx.x, a.tiles_per_head, a.heads, a.section_heads);
-  const int tile_row = place.tile * T::kRows, listed = place.head;
-  const int b = listed / a.list.count, h = a.list.head_at(listed - b * a.list.count), head = b * a.H + h;
-  const Band band(a, b);
-  const Sequence& s = band.s;
-  const int first_tile = kForms ? band.first_key_tile(tile_row, T::kKeys) : 0,
-            end_tile = band.end_key_tile(tile_row, T::kRows, T::kKeys);
-  const bool any = first_tile < end_tile;
-
   const int group = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (group == T::kWarpgroups) {
-    if (threadIdx.x % kWarpgroup != 0 || !any) return;
-    load_tiles<kHeadSize>(shared, q_map, k_map, v_map, grad_map, a, s, h, tile_row, first_tile, end_tile);
-    return;
-  }
-
-  const int thread = threadIdx.x % kWarpgroup, lane_column = thread % 4 * 2;
-  const int first_row = tile_row + group * kWarpgroupRows,
-            row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  // Key tiles that all of the warpgroup's rows see whole.
-  const int clear = max(0, band.end_key(first_row)) / T::kKeys;
-  const int clear_from =
-      kForms ? (band.first_key(first_row + kWarpgroupRows - 1) + T::kKeys - 1) / T::kKeys : 0;
-  Ring<T::kStages> ring;
-  float shift[2], sum[2] = {0, 0}, weighted[2] = {0, 0};
-  int from[2], limit[2];  // keys that a row sees
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int i = row + 8 * r;
-    from[r] = kForms ? band.first_key(i) : 0;
-    limit[r] = i < s.rows ? max(0, band.end_key(i)) : 0;
-    shift[r] = limit[r] > 0 ? a.lse[static_cast<size_t>(head) * a.sequences.T + i] * kLog2E : 0.0f;
-  }
-  if (any) barrier_wait(&shared.query_full, 0);
-  const uint64_t query = operand(shared.q[0] + group * kWarpgroupRows * kRowBytes);
-  const uint64_t grad = operand(shared.grad[0] + group * kWarpgroupRows * kRowBytes);
-  for (int j = first_tile; j < end_tile; ++j) {
-    float scores[T::kKeys / 2], dprobs[T::kKeys / 2];
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    const uint64_t key = operand(shared.k[ring.stage][0]), value = operand(shared.v[ring.stage][0]);
-    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(scores, query, key);
-    begin_product<kHeadSize, T::kQueryBox, T::kKeyBox, kFp16>(dprobs, grad, value);
-    products_wait<1>();
-    settle(scores);
-    if constexpr (kForms) shape_scores(a, band, h, row, j * T::kKeys + lane_column, scores);
-#pragma unroll
-    for (int i = 0; i < T::kKeys / 2; ++i)
-      scores[i] = exp2_approx(fmaf(scores[i], a.score_log2, -shift[i / 2 % 2]));
-    settle(scores);
-    products_wait<0>();
-    settle(dprobs);
-    if (thread % 32 == 0) barrier_arrive(&shared.empty[ring.stage]);
-    ring.next();
-    if (j >= clear || j < clear_from) {  // masked, or behind the last key: anything may stand there
-#pragma unroll
-      for (int i = 0; i < T::kKeys / 2; ++i) {
-        const int key = j * T::kKeys + i / 4 * 8 + i % 2 + lane_column;
-        if (key >= limit[i / 2 % 2] || (kForms && key < from[i / 2 % 2])) scores[i] = dprobs[i] = 0;
-      }
-    }
-    if (kForms && a.visible) hide(a, band, b, h, row, j * T::kKeys + lane_column, scores);
-#pragma unroll
-    for (int i = 0; i < T::kKeys / 2; ++i) {
-      sum[i / 2 % 2] += scores[i];
-      weighted[i / 2 % 2] = fmaf(scores[i], dprobs[i], weighted[i / 2 % 2]);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
-      weighted[r] += __shfl_xor_sync(~0u, weighted[r], lanes);
-    }
-    if (kForms && limit[r] > 0) sum[r] += exp2_approx(sink_log2(a, h) - shift[r]);
-    const int i = row + 8 * r;
-    if (lane_column == 0 && i < a.sequences.T) {
-      const bool seen = limit[r] > 0 && sum[r] > 0;
-      const size_t at = static_cast<size_t>(head) * a.sequences.T + i;
-      a.delta[at] = seen ? weighted[r] / sum[r] : 0.0f;
-      if (a.log_sum) a.log_sum[at] = seen ? log2f(sum[r]) : 0.0f;
-    }
+    give_registers<T::kCopyRegisters>();
+    if (threadIdx.x == T::kWorkers) load_tiles<kHeadSize, kForms>(shared, q_map, k_map, v_map, grad_map, a);
+  } else {
+    take_registers<T::kWorkRegisters>();
+    DeltaWorker<Pairs, kHeadSize, kForms>(shared, a, group).run();
   }
 }
 
@@ -210,8 +308,8 @@ void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceT
   a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
   const auto kernel = delta_rows<Pairs, kHeadSize, kForms>;
   allow_shared_memory(kernel, T::kSharedBytes);
-  kernel<<<a.tiles_per_head * a.heads, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, grad_map,
-                                                                               a);
+  const int blocks = std::min(multiprocessors(), a.tiles_per_head * a.heads);
+  kernel<<<blocks, T::kThreads, T::kSharedBytes, stream>>>(q_map, k_map, v_map, grad_map, a);
   check_launch("starting the Hopper delta kernel");
 }
 
