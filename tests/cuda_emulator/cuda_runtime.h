@@ -12,6 +12,9 @@
 
 #define __device__
 #define __host__
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 
 struct alignas(8) float2 {
@@ -59,6 +62,10 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 inline void __syncthreads() { evenkeel::cuda_emulator::machine().block_barrier(); }
 inline void __syncwarp() { evenkeel::cuda_emulator::machine().warp_barrier(); }
 inline void __threadfence() {}
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
 
 template <class T>
 T __shfl_xor_sync(uint32_t lanes, T value, int mask) {
@@ -70,11 +77,6 @@ T __shfl_sync(uint32_t lanes, T value, int from) {
 }
 inline bool __any_sync(uint32_t lanes, bool value) {
   return evenkeel::cuda_emulator::machine().vote(lanes, value) != 0;
-}
-
-template <class T>
-T __ldcg(const T* at) {
-  return *at;
 }
 
 // One thread of the CPU runs all threads of all blocks.

@@ -1,5 +1,5 @@
 // Hopper's backward pass on BF16 tensors.
-#include "attention/cuda/hopper_backward_kernel.cuh"
+#include "attention/cuda/hopper_backward_launch.cuh"
 
 namespace evenkeel::hopper::backward {
 

@@ -1,5 +1,4 @@
-// The backward kernel of Hopper and its launch: dQ, dK and dV with five products a tile (S, dP, dV, dK, dQ). Included by the
-// files that compile it for a type of tensors each.
+// The backward kernel of Hopper: dQ, dK and dV with five products a tile (S, dP, dV, dK, dQ). Included by its launch.
 //
 // A block owns 128 keys of one kv head: K and V stay in shared memory, dK and dV in registers, and the queries that
 // see these keys stream by. Scores are held transposed, [key][query], so that P^T and dS^T are operands from
@@ -9,13 +8,8 @@
 // is deterministic and hardly ever waits.
 #pragma once
 
-#include <algorithm>
-
-#include "attention/cuda/hopper_backward.cuh"
 #include "attention/cuda/hopper_backward_consumer.cuh"
-#include "attention/cuda/hopper_row_facts.cuh"
-#include "base/sizes.h"
-#include "gpu/cuda/launch.h"
+#include "attention/cuda/hopper_backward_wide_consumer.cuh"
 
 namespace evenkeel::hopper::backward {
 
@@ -101,18 +95,134 @@ EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
         if (before == 0) {
           store_bytes(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
         } else {
-          while (load_acquire(p.turn + part) < before) {
-          }
-          asm volatile("fence.proxy.async;" ::: "memory");
+          while (load_acquire(p.turn + part) < before) let_others_run();
+          everywhere_fence();
           add_floats(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
         }
         store_commit();
         store_wait_read<0>();
         barrier_arrive(&sm.dq_empty[parts.stage][half]);
         store_wait<0>();
-        asm volatile("fence.proxy.async;" ::: "memory");
+        everywhere_fence();
         add_release(p.turn + part, 1);
         parts.next();
+      }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ head size 128
+// Loads everything: one thread. An item's first rows, and V, need not wait until the item before is done with K.
+template <Consistent kConsistent>
+EK_DEVICE void produce_wide(SharedMemory<128>& sm, const Backward& p, const CUtensorMap& q_map,
+                            const CUtensorMap& k_map, const CUtensorMap& v_map,
+                            const CUtensorMap& grad_output_map) {
+  constexpr int kRows = kTileRows<128>;
+  constexpr bool kHasInverse = kConsistent != Consistent::no_head;
+  const int group = p.H / p.G;
+  Ring<kStages> rows, queue;
+  uint32_t parity = 0;  // of k and v
+  while (true) {
+    // Not before the consumers are at their last tile: who takes an item early and starts it late makes others wait.
+    barrier_wait(&sm.q_empty[rows.stage], rows.parity ^ 1);
+    const Item item = Item::at(p, atomicAdd(p.next_item, 1), kRows);
+    barrier_wait(&sm.item_empty[queue.stage], queue.parity ^ 1);
+    sm.item[queue.stage] = item;
+    barrier_arrive(&sm.item_full[queue.stage]);
+    queue.next();
+    if (item.key_tile < 0) return;
+    if (item.steps == 0) continue;
+
+    const auto load_keys = [&](SharedMemory<128>::KeyTile& tile, const CUtensorMap& map, uint64_t* full,
+                               uint64_t* empty) {
+      barrier_wait(empty, parity ^ 1);
+      barrier_expect_bytes(full, sizeof(tile));
+#pragma unroll
+      for (int box = 0; box < 2; ++box)
+        load_box(tile[box], map, full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys, item.g,
+                 item.key_batch);
+    };
+    int h = item.g * group, tile = item.first_row_tile;
+    for (int step = 0; step < item.steps; ++step, rows.next()) {
+      const int row = item.first_row + tile * kRows, stage = rows.stage;
+      const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
+      constexpr uint32_t kFactBytes = kRows * sizeof(float);
+      barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
+      if (kConsistent == Consistent::by_head) sm.consistent[stage] = p.rules_of(h).consistent;
+      barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kHasInverse ? 2 : 1));
+#pragma unroll
+      for (int box = 0; box < 2; ++box)
+        load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
+      load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
+      if (kHasInverse) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
+      barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
+      barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
+#pragma unroll
+      for (int box = 0; box < 2; ++box)
+        load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage], box * kBoxFeatures,
+                 row, h, item.query_batch);
+      load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
+      if (step == 0) {
+        load_keys(sm.v, v_map, &sm.v_full, &sm.v_empty);
+        load_keys(sm.k, k_map, &sm.k_full, &sm.k_empty);
+        parity ^= 1;
+      }
+      if (++tile == item.row_tiles) tile = item.first_row_tile, ++h;
+    }
+  }
+}
+
+// Adds the parts of dQ of every second step to device memory, each in its turn: one thread. A row tile's first key tile comes
+// last and is not added here: for that one the sum of all others is brought to shared memory, where the consumers add their
+// parts and write dQ.
+template <Form kForm>
+EK_DEVICE void add_up_wide_dq(SharedMemory<128>& sm, const Backward& p, int mine) {
+  constexpr uint32_t kPartBytes = sizeof(sm.dq[0]), kPart = kPartBytes / sizeof(float);
+  const int group = p.H / p.G;
+  Ring<kStages> queue, parts;
+  while (true) {
+    barrier_wait(&sm.item_full[queue.stage], queue.parity);
+    const Item item = sm.item[queue.stage];
+    barrier_arrive(&sm.item_empty[queue.stage]);
+    queue.next();
+    if (item.key_tile < 0) break;
+    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
+      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, parts.next()) {
+        if (parts.stage != mine) continue;
+        const int64_t part = static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile;
+        int* const turn = p.turn + 2 * part;
+        float* const sum = p.dq_sum + part * kPart;
+        const int before = last_key_tile<128>(p, item, tile) - item.key_tile;
+        const auto await_turn = [&] {
+          while (load_acquire(turn) < before) let_others_run();
+          everywhere_fence();
+        };
+        if (item.key_tile > first_key_tile<128, kForm>(p, item.offset, tile)) {
+          barrier_wait(&sm.dq_full[mine], parts.parity);
+          if (before == 0) {
+            store_bytes(sum, sm.dq[mine], kPartBytes);
+          } else {
+            await_turn();
+            add_floats(sum, &sm.dq[mine][0][0][0][0], kPartBytes);
+          }
+          store_commit();
+          store_wait_read<0>();
+          barrier_arrive(&sm.dq_empty[mine], kConsumerWarps);
+          store_wait<0>();
+          everywhere_fence();
+          add_release(turn, 1);
+        } else {
+          barrier_wait(&sm.dq_empty[mine], parts.parity ^ 1);
+          barrier_arrive(&sm.dq_full[mine], kConsumerWarps - 1);
+          if (before == 0) {
+            barrier_arrive(&sm.dq_full[mine]);
+          } else {
+            await_turn();
+            barrier_expect_bytes(&sm.dq_full[mine], kPartBytes);
+            load_bytes(sm.dq[mine], sum, kPartBytes, &sm.dq_full[mine]);
+          }
+          // Else the next wait could take the phase before this one for its own: they have the same parity.
+          barrier_wait(&sm.dq_full[mine], parts.parity);
+        }
       }
   }
 }
@@ -122,8 +232,8 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
     backward_kernel(const __grid_constant__ Backward p, const __grid_constant__ CUtensorMap q_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                     const __grid_constant__ CUtensorMap grad_output_map) {
-  extern __shared__ __align__(1024) uint8_t shared[];  // its start is: the first tile lies there
-  auto& sm = *reinterpret_cast<SharedMemory<D>*>(shared);
+  auto& sm =
+      *reinterpret_cast<SharedMemory<D>*>(dynamic_shared());  // aligned to 1024: the first tile lies there
   if (threadIdx.x == 0) {
     barrier_init(&sm.k_full, 1);
     barrier_init(&sm.v_full, 1);
@@ -138,87 +248,39 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
       barrier_init(&sm.item_empty[i], kConsumerWarps + kConsumers);
     }
     for (int i = 0; i < kStages; ++i)
-      for (int half = 0; half < kConsumers; ++half) {
-        barrier_init(&sm.dq_full[i][half], kConsumerWarps / kConsumers);
-        barrier_init(&sm.dq_empty[i][half], 1);
+      if constexpr (D == 64) {
+        for (int half = 0; half < kConsumers; ++half) {
+          barrier_init(&sm.dq_full[i][half], kConsumerWarps / kConsumers);
+          barrier_init(&sm.dq_empty[i][half], 1);
+        }
+      } else {
+        barrier_init(&sm.dq_full[i], kConsumerWarps);
+        barrier_init(&sm.dq_empty[i], kConsumerWarps);
       }
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
-    if (threadIdx.x == 0)
-      produce<D, kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
-    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
-      add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
+    if constexpr (D == 64) {
+      if (threadIdx.x == 0)
+        produce<D, kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
+      else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
+        add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
+    } else {
+      if (threadIdx.x == 0)
+        produce_wide<kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
+      else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kStages)
+        add_up_wide_dq<kForm>(sm, p, threadIdx.x / 32 - 1);
+    }
   } else {
     take_registers<240>();
-    Consumer<Pairs, D, kConsistent, kForm>(sm, p, threadIdx.x / kWarpgroup - 1).run();
-  }
-}
-
-template <class Pairs, int D, Consistent kConsistent, Form kForm>
-void launch(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-            const Backward& p, cudaStream_t stream) {
-  constexpr int kRows = kTileRows<D>;
-  constexpr size_t kShared = sizeof(SharedMemory<D>);
-  const auto kernel = backward_kernel<Pairs, D, kConsistent, kForm>;
-  allow_shared_memory(kernel, kShared);
-  const int items = p.B * p.list.count * p.key_tiles, blocks = std::min(items, multiprocessors());
-  kernel<<<blocks, (1 + kConsumers) * kWarpgroup, kShared, stream>>>(
-      p, query_map(problem, in.q, kRows), key_map(problem, in.k, kTileKeys),
-      key_map(problem, in.v, kTileKeys), query_map(problem, grad_output, kRows));
-  check_launch("starting the backward kernel");
-}
-
-template <class Pairs, int D>
-void launch_row_facts(const AttentionProblem& problem, const Backward& p, cudaStream_t stream) {
-  constexpr int kFactRows = 256 / (D / 8);
-  const dim3 fact_blocks(grid(problem.B * problem.H), grid(divide_up(p.padded_rows, kFactRows)));
-  row_facts_kernel<Pairs, D><<<fact_blocks, 256, 0, stream>>>(p);
-  check_launch("starting the kernel of rows' facts");
-  if (!p.dsinks) return;
-  constexpr int kThreads = 256;
-  sink_gradient_kernel<kThreads><<<grid(problem.H), kThreads, 0, stream>>>(p);
-  check_launch("starting the kernel of sinks' gradients");
-}
-
-// Everything with a soft cap shares one instance, which asks the head whether it is consistent.
-template <class Pairs, int D>
-void launch_keys(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                 const Backward& p, Consistent consistent, cudaStream_t stream) {
-  const auto run = [&](auto start) { start(problem, in, grad_output, p, stream); };
-  const auto with_form = [&]<Form kForm>() {
-    if (consistent == Consistent::by_head)
-      run(launch<Pairs, D, Consistent::by_head, kForm>);
-    else if (consistent == Consistent::every_head)
-      run(launch<Pairs, D, Consistent::every_head, kForm>);
+    const int consumer = threadIdx.x / kWarpgroup - 1;
+    if constexpr (D == 64)
+      Consumer<Pairs, kConsistent, kForm>(sm, p, consumer).run();
     else
-      run(launch<Pairs, D, Consistent::no_head, kForm>);
-  };
-  if (problem.softcap > 0)
-    run(launch<Pairs, D, Consistent::by_head, Form::capped>);
-  else if (has_forms(problem))
-    with_form.template operator()<Form::banded>();
-  else
-    with_form.template operator()<Form::plain>();
-}
-
-template <class Pairs>
-void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                     Backward p, const std::vector<KeyGroup>& groups, cudaStream_t stream) {
-  const auto with_head = [&]<int D>() {
-    launch_row_facts<Pairs, D>(problem, p, stream);
-    for (const KeyGroup& group : groups) {
-      p.list = group.list;
-      launch_keys<Pairs, D>(problem, in, grad_output, p, group.consistent, stream);
-      ++p.next_item;
-    }
-  };
-  if (problem.D <= 64)
-    with_head.template operator()<64>();
-  else
-    with_head.template operator()<128>();
+      WideConsumer<Pairs, kConsistent, kForm>(sm, p, static_cast<int>(warp_uniform(consumer))).run();
+  }
 }
 
 }  // namespace evenkeel::hopper::backward

@@ -115,4 +115,23 @@ struct alignas(1024) SharedMemory {
   bool consistent[kStages];  // Consistent::by_head: are these rows' heads?
 };
 
+// Head size 128: dS has two stages, and lies [query][key]; one part of dQ is both warpgroups'.
+template <>
+struct alignas(1024) SharedMemory<128> {
+  static constexpr int kRows = kTileRows<128>, kBoxes = 2;
+  using KeyTile = uint8_t[kBoxes][kTileKeys][kRowBytes];
+  using RowTile = uint8_t[kBoxes][kRows][kRowBytes];
+  KeyTile k, v;
+  RowTile q[kStages], grad_output[kStages];
+  uint8_t dscores[kStages][kConsumers][kRows][kRowBytes];  // dS: a box for each warpgroup's 64 keys
+  float dq[kStages][kConsumers][8][kWarpgroup][4];         // accumulators as the threads hold them
+  float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
+  uint64_t k_full, k_empty, v_full, v_empty;
+  uint64_t q_full[kStages], q_empty[kStages], grad_output_full[kStages], grad_output_empty[kStages];
+  uint64_t dq_full[kStages], dq_empty[kStages];
+  uint64_t item_full[kStages], item_empty[kStages];
+  Item item[kStages];
+  bool consistent[kStages];
+};
+
 }  // namespace evenkeel::hopper::backward

@@ -19,6 +19,11 @@ EK_DEVICE void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {  // arr
 EK_DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// As `arrivals` threads would.
+EK_DEVICE void barrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
 // Waits until the phase of this parity has completed. A fresh barrier counts as having completed parity 1.
 EK_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

@@ -38,6 +38,8 @@ EK_DEVICE void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* 
 }
 // Stores are made by one thread after: every writer store_fence(), then a barrier. Rows outside are not written.
 EK_DEVICE void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for device memory too: between accesses of threads and of the copy engine, in either order.
+EK_DEVICE void everywhere_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 EK_DEVICE void store_box(const CUtensorMap& map, const void* from, int feature, int row, int head,
                          int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
@@ -71,6 +73,13 @@ EK_DEVICE void store_matrices(void* to, uint32_t a, uint32_t b, uint32_t c, uint
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+// The same of their transposes: a matrix's row in shared memory is its column in the registers.
+EK_DEVICE void store_matrices_transposed(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 
 }  // namespace evenkeel::gpu

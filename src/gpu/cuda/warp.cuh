@@ -10,6 +10,9 @@ inline constexpr int kWarp = 32;           // threads
 inline constexpr int kWarpgroup = 128;     // threads, of Hopper's products
 inline constexpr int kWarpgroupRows = 64;  // of the accumulator of such a product
 
+// A number that all lanes have, which the compiler then knows to be the same in all of them.
+EK_DEVICE uint32_t warp_uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
 EK_DEVICE float to_float(float x) { return x; }
 EK_DEVICE float to_float(Bf16 x) { return __bfloat162float(x); }
 

@@ -73,10 +73,10 @@ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   emulated::barrier_at(barrier) = {0, static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals)};
 }
 inline void barrier_init_fence() {}
-inline void barrier_arrive(uint64_t* barrier) {
+inline void barrier_arrive(uint64_t* barrier, uint32_t arrivals = 1) {
   emulated::Barrier& b = emulated::barrier_at(barrier);
-  if (b.missing == 0) machine().fail("more arrivals at a barrier than it counts");
-  --b.missing;
+  if (b.missing < arrivals) machine().fail("more arrivals at a barrier than it counts");
+  b.missing = static_cast<uint8_t>(b.missing - arrivals);
   b.advance();
 }
 inline void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {

@@ -88,6 +88,7 @@ inline void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* bar
 }
 
 inline void store_fence() {}
+inline void everywhere_fence() {}
 inline void store_box(const CUtensorMap& map, const void* from, int feature, int row, int head, int batch) {
   const emulated::Box box = emulated::box_at(map, const_cast<void*>(from), feature, row, head, batch);
   emulated::Stores& mine = emulated::stores();
@@ -117,17 +118,34 @@ void store_wait() {
   emulated::finish_stores(kPending);
 }
 
-inline void store_matrices(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+namespace emulated {
+
+// Each lane holds two numbers of a row of each matrix (transposed: of a column).
+template <bool kTransposed>
+void store_matrices(void* to, const std::array<uint32_t, 4>& words) {
   struct Operand {
     uint8_t* row;
     std::array<uint32_t, 4> words;
-  } mine{machine().shared_at(shared_address(to), 16), {a, b, c, d}};
-  machine().meet("stmatrix", mine, [](Operand** lanes) {
+  } mine{machine().shared_at(shared_address(to), 16), words};
+  machine().meet(kTransposed ? "stmatrix.trans" : "stmatrix", mine, [](Operand** lanes) {
     for (size_t matrix = 0; matrix < 4; ++matrix)
-      for (size_t row = 0; row < 8; ++row)
-        for (size_t word = 0; word < 4; ++word)
-          std::memcpy(lanes[8 * matrix + row]->row + 4 * word, &lanes[4 * row + word]->words[matrix], 4);
+      for (size_t lane = 0; lane < 32; ++lane)
+        for (size_t half = 0; half < 2; ++half) {
+          size_t row = lane / 4, column = lane % 4 * 2 + half;
+          if (kTransposed) std::swap(row, column);
+          const auto value = static_cast<uint16_t>(lanes[lane]->words[matrix] >> (16 * half));
+          std::memcpy(lanes[8 * matrix + row]->row + 2 * column, &value, sizeof value);
+        }
   });
+}
+
+}  // namespace emulated
+
+inline void store_matrices(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  emulated::store_matrices<false>(to, {a, b, c, d});
+}
+inline void store_matrices_transposed(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  emulated::store_matrices<true>(to, {a, b, c, d});
 }
 
 }  // namespace evenkeel::gpu
