@@ -244,7 +244,7 @@ __global__ void prepare_operand(const __grid_constant__ Problem p, const __grid_
   const SiteRounding site = plan.at(x.site);
   const SharedScale& shared = plan.shared[static_cast<int>(x.operand)];
   const bool scaled = shared.group != ScaleGroup::none;
-  const bool down = kColumns && is_down_column(shared.group);
+  const bool down = kColumns && runs_down_column(shared.group);
   float scale[kPiece];
   scale[0] = scaled && !down ? piece_scale(x, *site.rounding, shared, centred, piece, value) : 1.0f;
 #pragma unroll

@@ -16,6 +16,11 @@ __device__ __forceinline__ int target_exponent_of(const DeviceRounding& r) {
   return r.kind == RoundKind::tapered ? kTaperedTargetExponent : r.max_exponent;
 }
 
+// is_down_column of numerics/shared_scale.h, which is a host function.
+__device__ __forceinline__ bool runs_down_column(ScaleGroup group) {
+  return group == ScaleGroup::column_block || group == ScaleGroup::column;
+}
+
 // Magnitude bits of finite values; NaN and Inf do not count.
 __device__ __forceinline__ uint32_t counted_bits(float x) {
   const uint32_t magnitude = __float_as_uint(x) & 0x7fffffffu;
