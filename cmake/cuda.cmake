@@ -91,7 +91,9 @@ set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_
 set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} src/model/cuda/layer_norm.cu
                      src/attention/cuda/hopper_forward_bf16.cu src/attention/cuda/hopper_forward_fp16.cu
                      src/attention/cuda/hopper_forward_facts.cu src/attention/cuda/hopper_backward_bf16.cu
-                     src/attention/cuda/hopper_backward_fp16.cu)
+                     src/attention/cuda/hopper_backward_fp16.cu src/attention/cuda/hopper_forward_large_bf16.cu
+                     src/attention/cuda/hopper_forward_large_fp16.cu src/attention/cuda/hopper_backward_large_bf16.cu
+                     src/attention/cuda/hopper_backward_large_fp16.cu)
 
 # nvcc's -O is of host code, which launches kernels and computes nothing; kernels are optimised in any case.
 set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
