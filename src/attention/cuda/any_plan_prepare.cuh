@@ -205,8 +205,9 @@ __device__ inline float piece_scale(const Preparation& x, const DeviceRounding& 
 }
 
 // The scale of value d of a thread's row, where columns have the scales.
-__device__ __noinline__ float column_scale(const Problem& p, const Preparation& x, const DeviceRounding& r,
-                                           const SharedScale& shared, bool centred, Piece piece, int d) {
+static __device__ __noinline__ float column_scale(const Problem& p, const Preparation& x,
+                                                  const DeviceRounding& r, const SharedScale& shared,
+                                                  bool centred, Piece piece, int d) {
   const LargestTable& table = centred ? x.centred : x.plain;
   const int64_t at = static_cast<int64_t>(piece.b) * x.heads + piece.head;
   const uint32_t of_column = table.column[at * p.D + d];
