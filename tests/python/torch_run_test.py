@@ -477,15 +477,15 @@ class Integrations(TorchCase):
 
 
 class Training:
-    """A training that drifts within 260 steps: its row sums have two fraction bits. As evenkeel.isolate takes one."""
+    """A training that drifts within 260 steps: its row sums have one fraction bit. As evenkeel.isolate takes one."""
 
     STEPS = 260
 
-    PLAN = "fp32,row_sum=e5m2"
+    PLAN = "fp32,row_sum=e5m1"
 
     def __init__(self, folder):
         self.folder = folder
-        subprocess.run([PROGRAM, "data", "synth", "--out", folder / "text", "--bytes", "12000", "--seed", "2"], check=True,
+        subprocess.run([PROGRAM, "data", "synth", "--out", folder / "text", "--bytes", "12000", "--seed", "3"], check=True,
                        capture_output=True)
         self.text = torch.tensor(list((folder / "text").read_bytes()))
         draw = torch.Generator().manual_seed(3)

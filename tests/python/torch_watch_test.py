@@ -195,20 +195,22 @@ class Monitoring(TorchCase):
         self.assert_says(TypeError, lambda: evenkeel.Monitor(3, folder), "Monitor: expected a torch.nn.Module", "int")
 
     def test_the_example_derails_and_with_the_remedy_does_not(self):
-        folder, steps = self.folder(), 151
-        coarse = "fp32,row_sum=e5m2"
-        # A text of its own: so short a run drifts with some texts and not with others (of seeds 1, 2 and 3: not with 1).
+        # Three texts: so short a run drifts with some, by chance. run_test.sh makes it the same chance on every machine.
+        folder, steps, coarse = self.folder(), 251, "fp32,row_sum=e5m1"
         if not PROGRAM:
             self.skipTest("expected EVENKEEL_PROGRAM, which makes the text")
-        subprocess.run([PROGRAM, "data", "synth", "--out", folder / "text", "--bytes", "12000", "--seed", "2"], check=True)
-        text = (folder / "text").read_bytes()
         small = dict(layers=2, heads=1, width=32, context=32, sequences=4, peak=2e-2, warmup=20)
-        run = lambda name, stabiliser: train(coarse, stabiliser, steps, folder / name, every=50, text=text, say=None,
-                                             **small)[1][150]
-        derailed, mended = run("coarse", None), run("mended", "zero_sum")
-        print(f"  offset after 150 steps: {derailed:.1f}, with the remedy {mended:.1f}")
-        self.assertGreater(derailed, 5 * mended)
-        self.assertLess(mended, 40)
+        offsets = {None: [], "zero_sum": []}
+        for seed in ("4", "7", "9"):
+            file = folder / f"text-{seed}"
+            subprocess.run([PROGRAM, "data", "synth", "--out", file, "--bytes", "12000", "--seed", seed], check=True)
+            for stabiliser, found in offsets.items():
+                found.append(train(coarse, stabiliser, steps, folder / f"{stabiliser}-{seed}", every=50, text=file.read_bytes(), say=None,
+                                   **small)[1][steps - 1])
+        derailed, kept = map(max, offsets.values())
+        print(f"  largest offset of three runs: {derailed:.1f}, with the remedy {kept:.1f}")
+        self.assertGreater(derailed, 5 * kept)
+        self.assertLess(kept, 100)
 
 
 class Conform(TorchCase):
