@@ -197,7 +197,9 @@ TEST(CentredQueries, GradientsAreThoseOfCalculus) {
     head.centres_keys = centres_keys;
     head.run();
     const std::vector<double> dq = head.dq, dk = head.dk, dv = head.dv;
-    for (const auto& [x, gradient] : {std::pair{&head.q, &dq}, {&head.k, &dk}, {&head.v, &dv}})
+    for (const auto& pair : {std::pair{&head.q, &dq}, {&head.k, &dk}, {&head.v, &dv}}) {
+      const auto x = pair.first;
+      const auto gradient = pair.second;
       for (size_t n = 0; n < x->size(); n += 17) {
         const double given = (*x)[n];
         const auto central = [&](double h) {
@@ -210,6 +212,7 @@ TEST(CentredQueries, GradientsAreThoseOfCalculus) {
         };
         EXPECT_NEAR((*gradient)[n], (4 * central(0x1p-9) - central(0x1p-8)) / 3, 1e-7) << n;
       }
+    }
   }
 }
 

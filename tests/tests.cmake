@@ -34,7 +34,9 @@ set(common_headers <gtest/gtest.h> <fmt/format.h> <nlohmann/json.hpp> <filesyste
 file(GLOB test_sources CONFIGURE_DEPENDS tests/*_test.cpp)
 foreach(source ${test_sources})
   get_filename_component(test ${source} NAME_WE)
-  if(EVENKEEL_SANITIZE AND test IN_LIST source_tests)
+  # Clang's optimiser needs many minutes for the large heads' kernels, and without it they run for as long; the emulator itself
+  # fails where a kernel reads what was not written.
+  if(EVENKEEL_SANITIZE AND (test IN_LIST source_tests OR test STREQUAL hopper_heads_test))
     continue()
   elseif(EVENKEEL_SANITIZE STREQUAL thread AND NOT test IN_LIST threaded_tests)
     continue()
