@@ -62,7 +62,7 @@ endif()
 
 # The table of kernel families: a row is a name, the machines its code is made for, its files. Files of src/*/cuda that
 # no row names are for all machines. Another family (sm_80 alone, say) is another row.
-set(cuda_families hopper ampere any_plan)
+set(cuda_families hopper ampere any_plan norms)
 # Only so: -arch=sm_90a also makes a compute_90 pass, which knows neither wgmma nor setmaxnreg.
 set(cuda_machines_hopper -gencode=arch=compute_90a,code=sm_90a)
 set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/hopper_forward_bf16.cu
@@ -87,8 +87,12 @@ set(cuda_files_any_plan src/attention/cuda/any_plan.cu src/attention/cuda/any_pl
 set(cuda_machines_all -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_90
                       -gencode=arch=compute_80,code=compute_80)  # PTX for what comes after
 
+# The same PTX does for the norms: of 130 kernels, 127 have the machine code that PTX of Hopper's own makes.
+set(cuda_machines_norms ${cuda_machines_ampere})
+set(cuda_files_norms src/model/cuda/layer_norm.cu)
+
 # Files with many instances of their kernels: alone, so that the cores share them. All others are joined where sources are.
-set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} src/model/cuda/layer_norm.cu
+set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} ${cuda_files_norms}
                      src/attention/cuda/hopper_forward_bf16.cu src/attention/cuda/hopper_forward_fp16.cu
                      src/attention/cuda/hopper_forward_facts.cu src/attention/cuda/hopper_backward_bf16.cu
                      src/attention/cuda/hopper_backward_fp16.cu src/attention/cuda/hopper_forward_large_bf16.cu
@@ -99,13 +103,14 @@ set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} src/model/cuda/
 set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
 
 # Flags of a target's .cu files. By default nvcc keeps IEEE division, roots and subnormals. It does fuse a * b + c,
-# so kernels that must not fuse say so themselves (__fmul_rn, __fadd_rn).
+# so kernels that must not fuse say so themselves (__fmul_rn, __fadd_rn). Line numbers, for compute-sanitizer and profilers,
+# do not change the code; they make every program four times as large, and are for builds with GPU tests.
 function(evenkeel_cuda_flags target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF
                         CUDA_VISIBILITY_PRESET hidden CUDA_RUNTIME_LIBRARY Static
                         CUDA_COMPILER_LAUNCHER ${CMAKE_SOURCE_DIR}/scripts/nvcc_checked)
   target_compile_options(${target} PRIVATE
-    "$<$<COMPILE_LANGUAGE:CUDA>:-lineinfo;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
+    "$<$<COMPILE_LANGUAGE:CUDA>:$<$<BOOL:${EVENKEEL_GPU_TESTS}>:-lineinfo>;-Xcompiler=-Wall,-Wextra,-ffp-contract=off,-Wno-psabi>")
 endfunction()
 
 # Adds all of src/*/cuda to the target, each kernel file for its family's machines.

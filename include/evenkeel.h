@@ -1,5 +1,5 @@
 /* The C interface of Evenkeel: attention forward and backward by a precision plan, on the CPU or on a GPU; a judge of
- * anyone's attention; probes of a captured layer.
+ * anyone's attention; roundings to any format; probes of a captured layer.
  *
  * No call allocates device memory, synchronises a stream or a device, or lets an exception through. Calls may be made
  * from any thread, several at once. Every call that can fail returns an evenkeel_status; evenkeel_last_error()
@@ -141,6 +141,9 @@ EVENKEEL_API void evenkeel_attention_defaults(evenkeel_attention* attention, siz
  * the O that stabilisers keep wide stochastically, so such plans draw; a plan with clauses for layers or heads counts as
  * one that draws. */
 EVENKEEL_API int32_t evenkeel_plan_draws(const char* plan, int32_t* draws);
+/* What one head has of a plan, as a plan without clauses: "flash2; layer 1: stabiliser=zero_sum" gives
+ * "flash2,stabiliser=zero_sum" at layer 1. Valid until this thread's next call. */
+EVENKEEL_API int32_t evenkeel_plan_of_head(const char* plan, int32_t layer, int32_t head, const char** text);
 
 /* How many bytes of memory the two passes of a problem need. */
 EVENKEEL_API int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes);
@@ -272,6 +275,18 @@ EVENKEEL_API int32_t evenkeel_judge(const evenkeel_judge_request* request, evenk
 /* The smallest failing form of this thread's latest evenkeel_judge, with its tensors and the exact results, as safetensors.
  * EVENKEEL_BAD_ARGUMENT where none failed. */
 EVENKEEL_API int32_t evenkeel_judge_write_form(const char* file);
+
+/* --- Rounding: what a plan does to an operand of attention, as a call of its own. */
+
+typedef struct evenkeel_rounding {
+  uint64_t struct_size;
+  const char*
+      format; /* as a plan has it behind a site: "e4m3", "e5m2/stochastic", "int8*row", "e2m1*block32@e8m0_up" */
+  int64_t B, H, T, D; /* sequences, heads, rows, features: they say which values share a scale */
+  uint64_t seed;      /* of stochastic rounding: element n draws number n */
+} evenkeel_rounding;
+/* y = x rounded: B H T D numbers each, in host memory, contiguous; y may be x. NaN stays NaN. */
+EVENKEEL_API int32_t evenkeel_round(const evenkeel_rounding* rounding, const float* x, float* y);
 
 /* --- Probes: figures of the heads of one layer at one step. `capture` is the content of a capture file. */
 

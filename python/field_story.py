@@ -226,7 +226,8 @@ def unguarded(options):
     def note(step, numbers):
         if "evenkeel/forecast_fails" in numbers:
             told = {name: numbers.get(f"evenkeel/forecast_{name}") for name in ("step", "earliest", "latest", "layer", "head")}
-            forecasts.append({"at": step, "failure_at": told.pop("step"), **told})
+            expected = told.pop("step")  # none where the run has failed
+            forecasts.append({"at": step, "failure_at": numbers.get("evenkeel/failed_since") if expected is None else expected, **told})
 
     with warnings.catch_warnings(), flash(size), evenkeel.Monitor(training.model, folder, every=size["every"], rows=ROWS,
                                                                   first_step=options.first, plan=size["guarded"],

@@ -28,6 +28,8 @@ DRIFT_FACTOR = 8  # an offset beyond this multiple of its healthy level has drif
 FAILURE_EXCESS = 0.05  # of the loss, above the healthy twin's
 WARMUP = {"micro": 100, "nano": 500, "gpt2": 500}
 FACTS_EVERY = {"micro": 10, "nano": 25, "gpt2": 25}  # steps between records of offset and score, as trained
+LR = {"micro": 6e-3, "nano": 3e-3, "gpt2": 1e-3}  # after the warm-up, where a run's options say nothing else
+SHAPES = {"micro": (128, 32), "nano": (384, 64), "gpt2": (768, 64)}  # width, head size
 REMEDIES = ("wide_output", "consistent", "zero_sum")
 # Runs of the same seed and batches that are healthy by construction, when a plan has no twin with a remedy of its own.
 CONTROLS = {"micro": ("fp32",), "nano": ("flash2,stabiliser=wide_output", "bf16_all,stabiliser=wide_output", "bf16_all,stabiliser=zero_sum"),
@@ -43,6 +45,20 @@ def median(values):
     values = sorted(values)
     middle = len(values) // 2
     return math.nan if not values else values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+def ranks(values):
+    """From 0 on; equal values share the mean of their places."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def rank_correlation(ones, others):
+    """Spearman's: 1 where both have one order, -1 where the orders are opposite."""
+    ones, others = ranks(ones), ranks(others)
+    a, b = mean(ones), mean(others)
+    spread = math.sqrt(sum((x - a) ** 2 for x in ones) * sum((y - b) ** 2 for y in others))
+    return sum((x - a) * (y - b) for x, y in zip(ones, others)) / spread if spread else math.nan
 
 
 class Run:
@@ -78,6 +94,12 @@ class Run:
             if trained or word in ("--optimizer", "--lr", "--sequences", "--schedule"):
                 found.append(options[n + 1])
         return tuple(sorted(found))
+
+    @property
+    def lr(self):
+        """The learning rate after the warm-up."""
+        options = self.packed["options"]
+        return float(options[options.index("--lr") + 1]) if "--lr" in options else LR[self.size]
 
     @property
     def is_guarded(self):
@@ -135,6 +157,13 @@ class Run:
         for k in range(len(totals) - 1):
             found.append((totals[k + 1] - totals[k]) / (WINDOW - (first if k == 0 else 0)))
         return found
+
+    def losses(self):
+        """(step, loss) of every step: its group's mean."""
+        begin = 1 if self.in_torch else 0
+        for step, loss in zip(self.packed["steps"], self.packed["loss"]):
+            yield from ((at, loss) for at in range(begin, step + 1))
+            begin = step + 1
 
     def loss_by(self, step):
         """Mean loss of the 200 steps before a step that is a multiple of 200; NaN where there is none."""
@@ -248,6 +277,23 @@ class Study:
                 return (n + 1) * WINDOW
         return None
 
+    def failure_step(self, run):
+        """As failure(), to the step and not to a multiple of 200: the mean of the last 200 losses is more than 5 % above the twin's of the same steps (or the last there
+        was). Of a thinned curve, steps of a group have its mean."""
+        drift, twin = self.drift(run), self.twin(run)
+        if drift is None:
+            return None
+        theirs, window, reference = dict(twin.losses()), [], math.nan
+        for step, loss in run.losses():
+            window = [*window[-(WINDOW - 1) :], (loss, theirs.get(step, math.nan))]
+            if len(window) < WINDOW or step < drift[0]:
+                continue
+            ours, beside = (mean(column) for column in zip(*window))
+            reference = beside if beside == beside else reference
+            if ours > (1 + FAILURE_EXCESS) * reference:
+                return step
+        return None
+
     def failures_by_control(self, run):
         """The step of failure against every control of the same seed: how far the choice of a twin moves it."""
         controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and other.plan in CONTROLS[run.size]]
@@ -289,3 +335,44 @@ class Study:
             if near and norm > 2 * median(near):
                 return run.at("offset", step, drift[1])
         return None
+
+    # How fast the offset grows. q and k of the tokens' common direction x are W_Q x and W_K x. AdamW moves a weight by the learning
+    # rate eta a step at most (a factor of 1.17 more for single steps, by Cauchy-Schwarz with its 0.9 and 0.95). So each of the D
+    # features of q moves by eta |x|_1 at most, and |x|_1 <= sqrt(width) |x|_2 = width behind a LayerNorm with gains of one. After t
+    # steps of one direction |q| and |k| are at most sqrt(D) eta width t, and the offset q . k / sqrt(D) is at most
+    # sqrt(D) (eta width t)^2. It is quadratic in the steps, so its root is what has a speed, and D^(1/4) eta width bounds that speed.
+
+    @functools.cache
+    def speeds(self, run):
+        """(speed, window, layer): growth of the root of a layer's offset a step, between the medians of two successive windows of 200 steps; `window` is the second."""
+        found = []
+        for layer in run.layers:
+            windows = {}
+            for step, row in zip(run.fact_steps, run.offset):
+                windows.setdefault(step // WINDOW, []).append(row[layer - 1])
+            roots = {n: math.sqrt(median(offsets)) for n, offsets in windows.items()}
+            found += [((roots[n] - roots[n - 1]) / WINDOW, n, layer) for n in roots if n - 1 in roots]
+        return found
+
+    def speed_bound(self, run):
+        """The speed of AdamW's largest steps, all along one direction, with LayerNorm gains of one. Gains are trained: beyond one they raise it in proportion."""
+        width, head_size = SHAPES[run.size]
+        return head_size**0.25 * run.lr * width
+
+    def largest_norm(self, run):
+        """Of the gradient, since the drift: the largest median of a group of steps, as packed. Before the drift it is that of the first steps."""
+        begin = self.drift(run)[0]
+        return max(norm for step, norm in zip(run.packed["steps"], run.packed["gradient_norm"]) if step >= begin)
+
+    def crossing(self, run, limit, back=100, ahead=1000):
+        """Where a run's offset first is beyond a limit: step; speed since the last record at least `back` steps before; gradient norm of the group of steps it is in; loss above the twin's in that window of 200 steps (now), and the largest within `ahead` steps (excess). None: never."""
+        tops = [max(row) for row in run.offset]
+        n = next((n for n, top in enumerate(tops) if top > limit), None)
+        if not n:
+            return None
+        step = run.fact_steps[n]
+        before = max((m for m in range(n) if run.fact_steps[m] <= step - back), default=0)
+        norms = [norm for last, norm in zip(run.packed["steps"], run.packed["gradient_norm"]) if last >= step]
+        excess = self.excess(run)[step // WINDOW : (step + ahead) // WINDOW + 1]
+        speed = (math.sqrt(tops[n]) - math.sqrt(tops[before])) / (step - run.fact_steps[before])
+        return {"step": step, "speed": speed, "norm": norms[0] if norms else run.packed["gradient_norm"][-1], "now": excess[0] if excess else math.nan, "excess": max(excess, default=math.nan)}

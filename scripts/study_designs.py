@@ -4,6 +4,8 @@ statistics   what the recorded offsets and scores can tell at best: a logistic r
 law          what the plan tells before the first step: a survival law on the leak that `evenkeel conform` finds in it and on the learning rate
 both         the law's date, and the program's forecast from the moment on at which there is one
 twin         the healthy twin as a second run beside it: an offset of twice the twin's
+history      earlier runs of the same plan and settings with other seeds, as `evenkeel forecast --history` judges them
+all          the history's date where there is one, else the program's, else the law's
 
 Fits never see the judged run, nor any run that rounds at the same place (`site`). Standard library only.
 """
@@ -220,6 +222,12 @@ class Logistic:
 # --- the judgement
 
 
+def first_of(*designs):
+    """At each moment the date of the first design that has one."""
+    return {name: [(moments[0][0], next((date for _, date in moments if date is not None), None)) for moments in zip(*(design[name] for design in designs))]
+            for name in designs[0]}  # fmt: skip
+
+
 class Designs:
     """runs, failing, healthy, moments ({name: steps}) as study_forecast has them; alarms: {name: [(step, expected failure or None)]} of the program."""
 
@@ -284,13 +292,13 @@ class Designs:
             found[run.name] = dates
         return found
 
-    def judge(self, program):
+    def judge(self, program, history):
         leaks = leaks_of_plans(program, sorted({plan for run in self.failing + self.healthy for plan in parts(run)}))
         known = [run for run in self.failing + self.healthy if leaks[parts(run)[0]][0] > LEAST_LEAK and not is_bounded(run)]
         make = lambda runs: Law(self.study, leaks, [run for run in runs if run in known])
         laws, whole = self.left_out(make, known), make(known)
         law = self.law(laws)
-        both = {name: [(step, ours if ours is not None else theirs) for (step, ours), (_, theirs) in zip(self.alarms[name], law[name])] for name in law}
+        both = first_of(self.alarms, law)
         errors = [abs(math.log(laws[run.name].step(run) / self.study.failure(run))) for run in self.failing if run in known]
         of_size = self.left_out(make, known, lambda run: "micro" if run.size == "micro" else "larger")
         carried = [abs(math.log(of_size[run.name].step(run) / self.study.failure(run))) for run in self.failing if run in known and run.size == "nano"]
@@ -301,6 +309,8 @@ class Designs:
             "twin": self.scored("a healthy twin beside the run: twice its offset", self.twin()),
             "law": self.scored("the plan before the first step: the law below", law),
             "both": self.scored("the law, then the program's forecast", both),
+            "history": self.scored("earlier runs of the same plan and settings, other seeds, where there are any", history),
+            "all": self.scored("earlier runs, else the program's forecast, else the law", first_of(history, self.alarms, law)),
             "law_at_start": {"runs": len(errors), **{str(factor): sum(error < math.log(factor) for error in errors) for factor in (1.5, 2, 3)}},
             "law_line": [round(x, 2) for x in whole.line], "law_spread": round(whole.spread, 2),
             "law_carried": round(math.exp(median(carried)), 1),

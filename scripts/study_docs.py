@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from study_curves import WINDOW, Study, median
-from study_runs import FEW_BITS, NAMED_SYSTEMS
+from study_micro import Micro
+from study_harm import Harm
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -156,8 +157,10 @@ def table(head, rows):
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
-class Figures:
+class Figures(Harm, Micro):
     """Every figure and table that a page can ask for."""
+
+    number, percent, table, listed, loss = (staticmethod(words) for words in (number, percent, table, listed, loss))
 
     def __init__(self, folder, experiments):
         self.study, self.experiments = Study(folder), experiments
@@ -189,6 +192,9 @@ class Figures:
             return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
         if name == "loss":
             return loss(run.loss_by(int(step)) if step else run.final_loss())
+        if name == "mean_x":  # size of the tokens' mean input to the layer with the largest offset, at the last probe by then
+            law = run.packed["law"]
+            return f"{[x for at, x in zip(law['steps'], law['mean_x']) if at <= int(step)][-1]:.1f}"
         if name == "twin_loss":
             theirs = study.twin(run).loss_means()  # beyond its end, its last
             return loss(theirs[min((int(step) if step else run.last_step) // WINDOW, len(theirs)) - 1])
@@ -203,6 +209,7 @@ class Figures:
             "failure_least": lambda: min(study.failures_by_control(run)),
             "failure_most": lambda: max(study.failures_by_control(run)),
             "doubled": lambda: study.offset_at_doubled_gradient(run),
+            "largest_norm": lambda: study.largest_norm(run),
         }
         if name in plain:
             return number(plain[name]()) if name != "layer" else str(plain[name]())
@@ -238,6 +245,8 @@ class Figures:
             return str(count) if first == "runs" else f"{count} of {len(runs)}"
         if first == "forecast":
             return self.forecast_value(*rest)
+        if first == "harm":
+            return self.harm_value(*rest)
         if first == "above":
             runs = self.match(rest[1:])
             return f"{sum(run.largest('offset')[0] > float(rest[0]) for run in runs)} of {len(runs)}"
@@ -250,11 +259,15 @@ class Figures:
 
     def forecast_value(self, what, share=None, key=None):
         """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life;
-        `design NAME KEY` and `law KEY [KEY]` of its designs."""
+        `design NAME KEY` and `law KEY [KEY]` of its designs; `history KEY` of runs that have an earlier one alike."""
         failing, others = self.forecast["failing"], self.forecast["others"]
         if what == "design":
             found = self.forecast["designs"][share][key]
             return str(len(found)) if isinstance(found, list) else f"{found} of {len(failing)}"
+        if what == "history":
+            history = self.forecast["history"]
+            found = len(history[share]) if isinstance(history[share], list) else history[share]
+            return str(found) if share in ("failing", "healthy") else f"{found} of {history['healthy' if share == 'false_alarms' else 'failing']}"
         if what == "law":
             found = self.forecast["designs"]["law_" + share]
             return f"{found[key]} of {found['runs']}" if key else number(found)
@@ -303,7 +316,7 @@ class Figures:
         """What each design of a forecast reaches."""
         count, healthy = len(self.forecast["failing"]), sum(not run["drifts"] for run in self.forecast["others"].values())
         rows = []
-        for name in ("offsets", "statistics", "twin", "law", "both"):
+        for name in ("offsets", "statistics", "twin", "law", "both", "history", "all"):
             one = self.forecast["designs"][name]
             rows.append([one["words"], f"{one['half']} of {count}", f"{one['half_right']} of {count}", f"{one['first_right']} of {count}", f"{len(one['false_alarms'])} of {healthy}"])
         return table(["what the forecast knows", "alarm at half of life", "and a date right within 1.5", "first forecast right within 1.5", "healthy runs with an alarm at any moment"], rows)
@@ -313,7 +326,7 @@ class Figures:
         rows = []
         for run in sorted(self.study.runs.values(), key=lambda run: -(run.packed.get("leak_share") or [[0, 0]])[-1][1]):
             shares = run.packed.get("leak_share")
-            if not shares:
+            if not shares or run.is_continued:  # a branch has no beginning of its own
                 continue
             failure = self.study.failure(run)
             half = [share for step, share in shares if run.warmup <= step <= (failure or run.last_step) / 2]
@@ -353,46 +366,24 @@ class Figures:
             rows.append([number(offset), str(max((run["steps"] for runs in found["arms"].values() for run in runs), default=0)), *cells])
         return table(["offset", "steps", *words.values()], rows)
 
-    def noise_exponent_table(self):
-        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give. It is per octave of error for bits, per octave of rate for the learning rate."""
-        both = ("~square-both-*", "noise-output_stochastic-1")
-        pairs = (
-            ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1"), both),
-            ("O-bar, 2 bits: the same", "alpha", 0.5, ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("derailing-pv_2_bits_stochastic-*",)),
-            ("row sum, 2 bits: the same", "alpha", 0.5, ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1"), ("derailing-row_sum_e5m2_stochastic-*",)),
-            ("row sum: 3 bits against 2, an octave of error", "alpha", 1, ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1")),
-            ("O, 2 bits, stochastic: lr 6e-3 against 1.2e-2", "beta", 1, ("~square-both-1",), ("~law-lr_1.2e-2-1",)),
-        )
-        rows = []
-        for words, exponent, octaves, slower, faster in pairs:
-            times = [[at for run in self.match(names) if (at := run.packed["summary"].get("offset_1000_at"))] for names in (slower, faster)]
-            if not all(times):
-                continue
-            values = [math.log2(a / b) / octaves for a in times[0] for b in times[1]]
-            spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
-            rows.append([words, listed(times[0], number), listed(times[1], number), f"{exponent} = {median(values):.1f}{spread}"])
-        return table(["pair", "offset of 1,000 at step", "the same", "exponent, median (least to most of all pairs)"], rows)
-
     def law_windows(self, run, width=5):
         """(predicted, measured) growth of the worst head's signed offset, e-foldings a step, over windows of `width` probes behind the warm-up.
 
         Predicted by the model's term for W_Q: eta |x| leak / (s |q|), leak and s along the mean key and input, scaled from the probed rows to the step's (N for a mean, sqrt N for noise).
         """
         law, found = run.packed["law"], []
-        options = run.packed["options"]
-        rate = float(options[options.index("--lr") + 1]) if "--lr" in options else {"micro": 6e-3, "nano": 3e-3, "gpt2": 1e-3}[run.size]
         more_rows = math.sqrt(TOKENS_A_STEP[run.size] / 256)
         for n in range(0, len(law["steps"]) - width, width):
             first, last = law["mean_score"][n], law["mean_score"][n + width]
             if law["steps"][n] < run.warmup or min(abs(first), abs(last)) < 3:
                 continue
-            terms = [-rate * law["mean_x"][i] * law["leak_along"][i] / (law["gradient_along"][i] * law["mean_q"][i]) * math.copysign(more_rows, law["mean_score"][i]) for i in range(n, n + width)]
+            terms = [-run.lr * law["mean_x"][i] * law["leak_along"][i] / (law["gradient_along"][i] * law["mean_q"][i]) * math.copysign(more_rows, law["mean_score"][i]) for i in range(n, n + width)]
             found.append((sum(terms) / width, math.log(abs(last / first)) / (law["steps"][n + width] - law["steps"][n])))
         return found
 
     def prediction_table(self):
         rows = []
-        for run in sorted((run for run in self.study.runs.values() if "law" in run.packed), key=lambda run: run.name):
+        for run in sorted((run for run in self.study.runs.values() if "law" in run.packed and not run.is_continued), key=lambda run: run.name):
             windows = self.law_windows(run)
             if len(windows) < 4:
                 continue
@@ -482,28 +473,6 @@ class Figures:
             if runs := self.match(names):
                 rows.append(self.group_row((site, cure), runs) + [listed([run.final_loss() for run in runs], loss)])
         return table(["rounded", "with", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "loss at the end"], rows)
-
-    def formats_table(self):
-        """The systems of papers at micro, as published and with the sum kept; losses against FP32 with the same seed, at the same steps."""
-        rows = []
-        for system, words in NAMED_SYSTEMS.items():
-            for remedy in ("none", "zero_sum", "consistent"):
-                runs = self.match([f"~formats-{system}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
-                if runs:
-                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
-                    rows.append(self.group_row((f"{words} (`{system}`)", f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
-        return table(["system", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
-
-    def formats_sites_table(self):
-        """Operands of 6 and 4 bits at micro: all of them, and each alone; losses as in formats_table."""
-        rows = []
-        for name, words in FEW_BITS.items():
-            for remedy in ("none", "zero_sum"):
-                runs = self.match([f"~formats-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"])
-                if runs:
-                    excess = [self.study.excess(run, self.study[f"healthy-fp32-{run.seed}"])[-1] for run in runs]
-                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [listed([run.last_step for run in runs], number), listed(excess, percent)])
-        return table(["operands", "remedy", "runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset", "steps", "loss above FP32's"], rows)
 
     def llama_patterns_table(self):
         """Of docs/llama_patterns.json, which `scripts/study --patterns` writes."""

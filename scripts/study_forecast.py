@@ -39,6 +39,10 @@ heads = 8
 precision = "{LINEAR[run.size]}"
 [schedule]
 warmup = {run.warmup}
+[data]
+seed = {run.seed}
+[study]
+settings = {json.dumps([run.size, run.text, run.in_torch or "", *run.settings, *(["guard"] if run.is_guarded else [])])}
 """ + (f'[attention]\nplan = "{run.plan}"\n' if run.plan else ""))
     with open(folder / "metrics.jsonl", "w") as file:
         for at, row in zip(run.fact_steps, run.offset):
@@ -46,7 +50,7 @@ warmup = {run.warmup}
                 file.write(json.dumps({"step": at, "offset": [[x if x == x else "NaN"] for x in row]}) + "\n")
 
 
-def ask(program, cuts):
+def ask(program, cuts, more=()):
     """What the program forecasts of each cut: (run, step). In calls of 200 folders."""
     answers = []
     for begin in range(0, len(cuts), 200):
@@ -55,11 +59,39 @@ def ask(program, cuts):
             for n, (run, step) in enumerate(cuts[begin : begin + 200]):
                 folders.append(Path(name) / str(n))
                 write_cut(folders[-1], run, step)
-            done = subprocess.run([program, "forecast", "--json", *folders], capture_output=True, text=True)
+            done = subprocess.run([program, "forecast", "--json", *folders, *more], capture_output=True, text=True)
             if done.returncode not in (0, 1):
                 raise RuntimeError(f"expected a forecast, found exit code {done.returncode}: {done.stderr or done.stdout}")
             answers += json.loads(done.stdout)
     return answers
+
+
+def write_losses(folder, run):
+    """Adds the losses of a whole run to its folder: of every step, its group's mean."""
+    lines = {json.loads(line)["step"]: line for line in (folder / "metrics.jsonl").read_text().splitlines()}
+    with open(folder / "metrics.jsonl", "w") as file:
+        for at, loss in run.losses():
+            shown = json.dumps(loss if loss == loss else "NaN")
+            file.write(lines[at][:-1] + f', "loss": {shown}}}\n' if at in lines else f'{{"step": {at}, "loss": {shown}}}\n')
+
+
+def ask_history(program, runs, moments):
+    """{name: [(step, expected failure or None)]} and {name: earlier runs of its plan and settings}, by `forecast --history` with all runs
+    of other seeds: what a person knows who has trained the same before."""
+    expected, alike = {}, {}
+    for seed in sorted({run.seed for run in runs}):
+        with tempfile.TemporaryDirectory() as name:
+            home = Path(name)
+            for run in runs:
+                if run.seed != seed:
+                    write_cut(home / run.name, run, run.last_step)
+                    write_losses(home / run.name, run)
+            cuts = [(run, step) for run in runs if run.seed == seed for step in moments[run.name]]
+            for (run, step), answer in zip(cuts, ask(program, cuts, ["--history", str(home)])):
+                found = answer["history"]
+                expected.setdefault(run.name, []).append((step, found and found["failure"]))  # None: its own record shows the failure
+                alike[run.name] = max(alike.get(run.name, 0), len(found["alike"]) if found else 0)
+    return expected, alike
 
 
 def soonest(answer):
@@ -126,10 +158,26 @@ def judge(root, program):
     expected = {run.name: [(moment["share"] * lives[run.name]["failure"], moment["forecast"]) for moment in lives[run.name]["life"]] for run in failing}
     expected |= {run.name: [(step, one and one[1]) for step, one in found[run.name]] for run in healthy}
     moments = {name: [step for step, _ in life] for name, life in expected.items()}
-    answer["designs"] = Designs(study, failing, healthy, moments, expected, FACTOR).judge(program)
+    of_others, alike = ask_history(program, failing + healthy, moments)
+    answer["designs"] = Designs(study, failing, healthy, moments, expected, FACTOR).judge(program, of_others)
+    answer["history"] = history_summary(study, failing, healthy, of_others, alike)
     (root / "docs" / "forecast.json").write_text(json.dumps(answer, indent=0) + "\n")
     print_summary(answer)
     return 0
+
+
+def history_summary(study, failing, healthy, expected, alike):
+    """Of the runs that have an earlier one alike, with another seed: dates at half of life, and false alarms at any moment. Both failures are to the step, since a multiple
+    of 200 is coarse beside a factor of 1.5."""
+    known = [run for run in failing if alike[run.name]]
+    true = {run.name: study.failure_step(run) or study.failure(run) for run in known}
+    half = {run.name: min(expected[run.name], key=lambda moment: abs(moment[0] - study.failure(run) / 2))[1] for run in known}
+    right = [name for name in true if half[name] and 1 / FACTOR <= half[name] / true[name] <= FACTOR]
+    others = [run for run in healthy if alike[run.name]]
+    wrong = sorted(run.name for run in others if any(date for _, date in expected[run.name]))
+    return {"failing": len(known), "half": sum(date is not None for date in half.values()), "half_right": len(right), "missed": sorted(set(half) - set(right)),
+            "healthy": len(others), "false_alarms": wrong, "sizes": {size: sum(run.size == size for run in known) for size in sorted({run.size for run in known})},
+            "healthy_sizes": {size: sum(run.size == size for run in others) for size in sorted({run.size for run in others})}}  # fmt: skip
 
 
 def print_summary(answer):
@@ -143,7 +191,8 @@ def print_summary(answer):
     healthy = {name: run for name, run in others.items() if not run["drifts"]}
     wrong = {name: run["alarms"] for name, run in healthy.items() if run["alarms"]}
     print(f"{len(healthy)} healthy runs, {len(wrong)} with a forecast of failure: {wrong}")
-    for name in ("offsets", "statistics", "twin", "law", "both"):
+    print("history:", answer["history"])
+    for name in ("offsets", "statistics", "twin", "law", "both", "history", "all"):
         one = answer["designs"][name]
         print(f"{name:<12} at half of life {one['half']} alarms, {one['half_right']} right; first forecasts right {one['first_right']}; false alarms {len(one['false_alarms'])}: {one['false_alarms'][:8]}")
     print({key: value for key, value in answer["designs"].items() if key.startswith("law_")})

@@ -148,6 +148,63 @@ def hostile():
     return found
 
 
+NOISY = "fp32,output=e8m2/stochastic"  # at micro: FlashAttention-2's site, coarse enough to fail within 1,000 steps
+# What users say they train with: run -> (words of the study's table, options). 1/(lr wd) is 1,667, 556, 167 and 56 steps.
+USERS_SETTINGS = {
+    "plain": ("as in the other runs of `micro`", []),
+    "weight_decay_0.1": ("weight decay 0.1", setting("optimizer.weight_decay = 0.1")),
+    "weight_decay_0.3": ("weight decay 0.3", setting("optimizer.weight_decay = 0.3")),
+    "weight_decay_1": ("weight decay 1", setting("optimizer.weight_decay = 1.0")),
+    "weight_decay_3": ("weight decay 3", setting("optimizer.weight_decay = 3.0")),
+    "epsilon_1e-6": ("AdamW's epsilon 1e-6", setting("optimizer.epsilon = 1e-6")),
+    "epsilon_1e-5": ("AdamW's epsilon 1e-5", setting("optimizer.epsilon = 1e-5")),
+    "qk_norm": ("QK norm", setting("model.qk_norm = true")),
+    "cosine": ("cosine decay to a tenth", ["--schedule", "cosine", *setting("schedule.last_lr = 6e-4")]),
+}
+
+
+def hostile_micro():
+    """The same question at micro: does it hit me with my settings? Each beside its twin with zero_sum; fp32: the control of other parts that read this text."""
+    kept = [*LAW_PROBES, "--checkpoint-every", "100", *setting("run.keep_every = 100")]  # added_noise branches off there
+    found = []
+    for seed in (1, 2, 3):
+        found += micro("hostile_micro", "fp32", "fp32", (seed,))
+        for name, (_, more) in USERS_SETTINGS.items():
+            found += micro("hostile_micro", name, NOISY, (seed,), [*more, *(kept if name == "plain" else [])], steps=1_000)
+            found += micro("hostile_micro", name + "_zero_sum", NOISY + ZERO, (seed,), more, steps=1_000)
+    return found
+
+
+# Noise that is added to the leak of a drifting run: words of the study's table, clauses.
+ADDED_NOISE = {"as_it_is": ("none", ""), "delta": ("delta, 2 bits, stochastic", "delta=e8m2/stochastic"), "both": ("delta and dP, 1 bit, stochastic", "delta=e8m1/stochastic,dprobs=e8m1/stochastic")}
+
+
+def added_noise():
+    """Does a noisier leak slow a drifting run? hostile_micro-plain-1 continued from two of its checkpoints, with noise added where rounding alone does not drift."""
+    found = []
+    for step in (800, 700):
+        for name, (_, clauses) in ADDED_NOISE.items():
+            found += micro("added_noise", f"{name}_{step}", "", (1,), [*(["--at", f"{step} {clauses}"] if clauses else []), *LAW_PROBES, "--checkpoint-every", "0"], steps=step + 300, branch=("hostile_micro-plain-1", step))
+    return found
+
+
+def exponents_micro():
+    """Steps until the offset passes 1,000, against the bits of O, the learning rate and the batch; a run may be ended soon after."""
+    found = []
+    for name, plan, more, steps in (
+        ("bits_1", "fp32,output=e8m1", [], 1_600),
+        ("bits_2", "fp32,output=e8m2", [], 1_600),
+        ("bits_1_stochastic", "fp32,output=e8m1/stochastic", [], 1_600),
+        ("lr_1.2e-2", NOISY, ["--lr", "1.2e-2"], 1_600),
+        ("lr_3e-3", NOISY, ["--lr", "3e-3"], 3_000),
+        ("batch_8", NOISY, ["--sequences", "8"], 1_600),
+        ("batch_32", NOISY, ["--sequences", "32"], 1_600),
+        ("bits_3", "fp32,output=e8m3", [], 1_600),
+    ):
+        found += micro("exponents_micro", name, plan, (1, 2), more, steps=steps)
+    return found
+
+
 LR_INTEGRAL = 27  # of the learning rate over steps: 9,000 steps at 3e-3
 
 
@@ -257,6 +314,17 @@ def twins():
         found += nano("twins", "first", "flash2", 1, (seed,))
         for kernel in ("flash", "math", "evenkeel", "cudnn", "efficient"):  # evenkeel: as the package is, with its remedy
             found += nano("twins", kernel, "", steps, (seed,), branch=(f"twins-first-{seed}", 1), torch=kernel)
+    return found
+
+
+def parting():
+    """Why did gradient norms run off at offsets of 80,000 on our Hopper kernels alone? The same plan on the Hopper kernel without the residue of its shift (seeds-flash2 and
+    twins-ours had it), on the any-plan kernels, and on the Hopper kernel in PyTorch's trainer, each beyond that offset."""
+    found = nano("parting", "no_residue", "flash2", 9_000, (3, 2))
+    found += nano("parting", "any_plan", "flash2,row_sum=e8m22", 9_000, (3, 2))
+    for seed in (3, 2):
+        found += nano("parting", "first", "flash2", 1, (seed,))
+        found += nano("parting", "hopper_none", "", 8_000, (seed,), branch=(f"parting-first-{seed}", 1), torch="hopper_none")
     return found
 
 
@@ -547,7 +615,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
+PARTS = (cure, size, matrix, hostile, hostile_micro, added_noise, exponents_micro, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, parting, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):

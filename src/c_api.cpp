@@ -10,6 +10,7 @@
 
 #include "attention/attention.h"
 #include "attention/kernel_families.h"
+#include "attention/round_tensor.h"
 #include "base/error.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/conform_report.h"
@@ -22,7 +23,9 @@ namespace {
 
 using namespace evenkeel;
 
-thread_local std::string last_error, kernel_why, conform_advice;
+thread_local std::string last_error, kernel_why, plan_text, conform_advice;
+
+constexpr int64_t kMostRounded = int64_t{1} << 48;  // numbers of one tensor: beyond, an address overflows
 
 // Runs a call's body; what it throws becomes a status and the thread's last error.
 template <class Body>
@@ -236,6 +239,15 @@ int32_t evenkeel_plan_draws(const char* plan, int32_t* draws) {
   });
 }
 
+int32_t evenkeel_plan_of_head(const char* plan, int32_t layer, int32_t head, const char** text) {
+  return guarded([&] {
+    require(plan != nullptr && text != nullptr, "expected a plan and text to write to, got NULL");
+    require(layer >= 0 && head >= 0, "expected a layer and a head from 0 on, got {} and {}", layer, head);
+    plan_text = to_string(ScopedPlan::parse(plan).at(layer, head));
+    *text = plan_text.c_str();
+  });
+}
+
 int32_t evenkeel_attention_sizes(const evenkeel_attention* attention, evenkeel_sizes* sizes) {
   return guarded([&] {
     const evenkeel_attention a = adopt(attention);
@@ -304,7 +316,7 @@ const char* evenkeel_conform_family(int32_t index, const char** description, int
   if (index < 0 || static_cast<size_t>(index) >= cases.size()) return nullptr;
   const ConformCase& c = cases[static_cast<size_t>(index)];
   if (description) *description = c.description.data();  // literals: they end with a zero
-  if (masked) *masked = c.masked_rows;
+  if (masked) *masked = c.masked();
   return c.name.data();
 }
 
@@ -406,6 +418,25 @@ int32_t evenkeel_probe(const void* capture, size_t bytes, double* values, size_t
             c.heads.size(), kProbeFields.size(), count);
     for (const HeadProbe& head : probe(c))
       for (const ProbeField& field : kProbeFields) *values++ = head.*field.value;
+  });
+}
+
+int32_t evenkeel_round(const evenkeel_rounding* rounding, const float* x, float* y) {
+  return guarded([&] {
+    const evenkeel_rounding r =
+        adopt("evenkeel_rounding", rounding, evenkeel_rounding{}, offsetof(evenkeel_rounding, seed));
+    require(r.format != nullptr, "expected a format such as \"e4m3\" or \"int8*row\", got NULL");
+    const Rounding parsed = parse_rounding(r.format);
+    int64_t count = 1;
+    for (const int64_t size : {r.B, r.H, r.T, r.D}) {
+      require(size >= 0 && (size == 0 || count <= kMostRounded / size),
+              "expected sizes B, H, T, D from 0 on and a product of at most 2^48, got {}, {}, {}, {}", r.B,
+              r.H, r.T, r.D);
+      count *= std::max<int64_t>(size, 1);
+    }
+    const bool empty = r.B == 0 || r.H == 0 || r.T == 0 || r.D == 0;
+    require(empty || (x != nullptr && y != nullptr), "expected x and y, got NULL");
+    round_tensor(parsed, x, y, r.B, r.H, r.T, r.D, {.seed = r.seed});
   });
 }
 

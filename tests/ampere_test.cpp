@@ -70,7 +70,6 @@ TEST(Ampere, every_common_case) {
   for (const Case& c : cases::kCases) {
     if (!is_taken(c)) continue;
     ++count;
-    if (cases::kSanitized && count % 4 != 0) continue;  // they make the emulator ten times slower
     const Problem p = make_problem(c);
     expect_in_bounds(p.with(plan_of("wide_output")), p, c.name);
   }
@@ -90,7 +89,6 @@ const Case kCausal64{{1, 2, 1, 150, 150, 64}, {.causal = true}, "causal_64"},
 TEST(Ampere, many_tiles_with_the_stabilisers_that_change_the_kernels) {
   for (const Case* c : {&kCausal64, &kCausal128, &kWindow})
     for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
-      if (cases::kSanitized && c != &kWindow) continue;
       const Problem p = make_problem(*c);
       PrecisionPlan plan = plan_of(stabiliser);
       plan.keel = 1e-2f;
@@ -100,17 +98,15 @@ TEST(Ampere, many_tiles_with_the_stabilisers_that_change_the_kernels) {
 
 TEST(Ampere, every_stabiliser_on_ties) {
   for (const char* name : {"ties_causal", "offset"})
-    if (!cases::kSanitized || std::string_view(name) == "offset")
-      for (const char* stabiliser : kStabilisers) {
-        const Problem p = make_problem(find_case(name));
-        expect_in_bounds(p.with(plan_of(stabiliser)), p, std::string(name) + ", " + stabiliser);
-      }
+    for (const char* stabiliser : kStabilisers) {
+      const Problem p = make_problem(find_case(name));
+      expect_in_bounds(p.with(plan_of(stabiliser)), p, std::string(name) + ", " + stabiliser);
+    }
 }
 
 TEST(Ampere, fp16) {
   for (const Case* c : {&kCausal64, &kFull96, &kSoftcap})
     for (const char* stabiliser : {"wide_output", "consistent"}) {
-      if (cases::kSanitized && c != &kSoftcap) continue;
       const Problem p = in_fp16(make_problem(*c));
       expect_in_bounds(p.with(plan_of(stabiliser, TensorType::fp16)), p,
                        std::string(c->name) + ", " + stabiliser, {.type = TensorType::fp16});
@@ -136,7 +132,6 @@ TEST(Ampere, heads_above_128) {
   for (const Case* c : {&kCausal256, &kFull192, &kWindow136, &kSoftcap200})
     for (bool small : {false, true})
       for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
-        if (cases::kSanitized && (c != &kWindow136 || !small)) continue;
         const Problem p = make_problem(*c);
         PrecisionPlan plan = plan_of(stabiliser);
         plan.keel = 1e-2f;
@@ -151,11 +146,9 @@ TEST(Ampere, heads_above_128_with_the_other_stabilisers_in_fp16_and_packed) {
     for (const char* stabiliser : {"paper_capped", "none", "dither"}) {
       expect_in_bounds(ragged.with(plan_of(stabiliser)), ragged, stabiliser,
                        {.sequences = true, .small = small});
-      if (cases::kSanitized) break;
     }
     expect_in_bounds(halves.with(plan_of("wide_output", TensorType::fp16)), halves, "fp16",
                      {.type = TensorType::fp16, .small = small});
-    if (cases::kSanitized) return;
   }
 }
 
@@ -163,13 +156,11 @@ TEST(Ampere, values_of_another_size) {
   for (const cases::Narrowed& c : cases::kNarrowed)
     for (const char* stabiliser : {"wide_output", "zero_sum"})
       for (bool small : {false, true}) {
-        if (cases::kSanitized && (!small || c.T * c.N * c.D > 400'000)) continue;
         const Problem wide = c.wide(), narrow = c.narrow();
         const AttentionProblem config = wide.with(plan_of(stabiliser));
         attention_runs::expect_narrowed(emulated::run(config, wide, {.small = small}),
                                         emulated::run(config, narrow, {.small = small}), c.name);
       }
-  if (cases::kSanitized) return;
   const Problem packed = cases::kNarrowed[3].narrow();
   const AttentionProblem config = packed.with(plan_of("wide_output"));
   attention_runs::expect_narrowed(emulated::run(config, packed),
@@ -191,7 +182,6 @@ TEST(Ampere, plans_that_differ_by_head) {
   plans[1].keel = 1e-2f;
   plans[4].seed = 9;
   expect_in_bounds(p.with(plans), p, "by head");
-  if (cases::kSanitized) return;
   // Each head has the bits that it has alone.
   const AttentionBuffers all = emulated::run(p.with(plans), p);
   for (size_t h = 0; h < plans.size(); ++h) {
@@ -250,14 +240,16 @@ TEST(Ampere, slopes_sinks_and_the_gradient_of_the_log_sum) {
   }
 }
 
-// Warps in either order, blocks one by one or many at once and waiting for each other.
+// Warps in either order or in random ones, blocks one by one or many at once and waiting for each other.
 TEST(Ampere, the_same_bits_in_any_order) {
   const auto expect_same_bits = [](const Case& c, bool small) {
     const Problem p = make_problem(c);
     const AttentionProblem config = p.with(plan_of("zero_sum"));
     const AttentionBuffers first = emulated::run(config, p, {.small = small});
     for (const How& how : {How{.order = Order::descending, .small = small},
-                           How{.order = Order::descending, .blocks_at_once = 7, .small = small}}) {
+                           How{.order = Order::descending, .blocks_at_once = 7, .small = small},
+                           How{.order = Order::random, .blocks_at_once = 4, .small = small, .seed = 1},
+                           How{.order = Order::random, .blocks_at_once = 7, .small = small, .seed = 2}}) {
       const AttentionBuffers again = emulated::run(config, p, how);
       for (auto member : {&AttentionBuffers::o, &AttentionBuffers::lse, &AttentionBuffers::delta,
                           &AttentionBuffers::dq, &AttentionBuffers::dk, &AttentionBuffers::dv})
@@ -265,7 +257,6 @@ TEST(Ampere, the_same_bits_in_any_order) {
     }
   };
   expect_same_bits(kFull96, false);
-  if (cases::kSanitized) return;
   for (const Case* c : {&kCausal64, &kWindowCausal, &kCausal256}) expect_same_bits(*c, false);
   expect_same_bits(kCausal256, true);
 }

@@ -226,7 +226,7 @@ TEST(AnyPlanRounding, IsTheDefinition) {
     const DeviceRounding device = DeviceRounding::of(r);
     EXPECT_EQ(device.kind, row.kind) << row.text;
     int64_t wrong = 0;
-    for (uint32_t upper = 0; upper < 65536; ++upper)
+    for (uint32_t upper = 0; upper < 65536; upper += kSanitized ? 7 : 1)
       for (uint32_t low : lower) {
         const float x = std::bit_cast<float>(upper << 16 | low);
         wrong += std::bit_cast<uint32_t>(round_any(device, x, 0)) != std::bit_cast<uint32_t>(round_to(r, x));

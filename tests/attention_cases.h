@@ -19,14 +19,9 @@
 #include "attention/attention.h"
 #include "numerics/random.h"
 #include "numerics/rounding.h"
+#include "sanitized.h"
 
 namespace evenkeel::cases {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
 
 // What the inputs are made of. From `ties` to `offset` the scores are set exactly (one-hot keys).
 enum class Fill {

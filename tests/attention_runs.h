@@ -19,7 +19,6 @@ namespace evenkeel::attention_runs {
 
 using cases::Case;
 using cases::Fill;
-using cases::kSanitized;
 using cases::make_problem;
 using cases::Problem;
 

@@ -354,7 +354,7 @@ static void test_conform(void) {
     if (!result.passes) fprintf(stderr, "%s: %s\n", name, result.verdict);
     EXPECT(result.passes && strcmp(result.verdict, "ok") == 0 && result.rows >= 1);
   }
-  EXPECT(families > 20 && with_masks == 1);
+  EXPECT(families > 20 && with_masks == 2);
   EXPECT(evenkeel_conform_family(-1, NULL, NULL) == NULL);
   request.family = "random";
   EXPECT(evenkeel_conform(&request, judged_kernel, leak, &result) == EVENKEEL_OK);

@@ -244,12 +244,25 @@ TEST(Cli, ConformJudgesTheKernelOfALibrary) {
   EXPECT_EQ(good.code, 0) << good.text;
   EXPECT_NE(good.text.find("not judged: sinks: yes"), std::string::npos) << good.text;
   EXPECT_TRUE(std::filesystem::exists(folder + "/badge.svg"));
+  // Families of far scores: a right kernel passes; one whose exponent keeps the rounding of m log2 e does not.
+  const std::string far = " --case far_one_key --case far_padding";
+  const Outcome fused = run(library + far + " --json --symbol fused_kernel", " 2>/dev/null");
+  EXPECT_EQ(fused.code, 1) << fused.text;
+  const auto leaks = parse_json(fused.text);
+  ASSERT_EQ(leaks["families"].size(), 2u) << fused.text;
+  for (const auto& family : leaks["families"]) {
+    EXPECT_EQ(family["verdict"], "WRONG, NOISY") << family["family"];
+    EXPECT_NE(std::string(family["what_to_fix"]).find("rows that see one key"), std::string::npos);
+  }
   const std::string wide = library + " --symbol wide_kernel";
   const Outcome bad =
-      run(wide + " --json --failing " + folder + "/failing --junit " + folder + "/junit.xml", " 2>/dev/null");
+      run(wide + far + " --json --failing " + folder + "/failing --junit " + folder + "/junit.xml",
+          " 2>/dev/null");
   EXPECT_EQ(bad.code, 1) << bad.text;
   const auto json = parse_json(bad.text);
   EXPECT_EQ(json["forms"]["named"][0]["fault"], "the window is one key too wide (left)");
+  ASSERT_EQ(json["families"].size(), 2u) << bad.text;
+  for (const auto& family : json["families"]) EXPECT_EQ(family["verdict"], "ok") << family["family"];
   EXPECT_TRUE(std::filesystem::exists(folder + "/junit.xml"));
   EXPECT_EQ(run(wide + " --replay " + folder + "/failing", " 2>/dev/null").code, 1);
   EXPECT_EQ(run(library + " --replay " + folder + "/failing", " 2>/dev/null").code, 0);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "gpu/cuda/copy_engine.cuh"
 #include "gpu/cuda/mma.cuh"
 #include "gpu/cuda/warp.cuh"
 #include "numerics/random.h"
@@ -15,7 +16,8 @@ using namespace gpu;
 using cuda_emulator::KernelFault;
 using cuda_emulator::Launch;
 using cuda_emulator::Order;
-constexpr Order kOrders[] = {Order::ascending, Order::descending};
+constexpr Order kOrders[] = {Order::ascending, Order::descending, Order::random};
+constexpr uint32_t kSeeds = 100;  // of random orders that look for a planted race
 
 std::vector<float> numbers(size_t count, uint32_t stream) {
   RandomStream draw({1, 0, stream});
@@ -201,6 +203,124 @@ TEST(CudaEmulator, blocks_wait_for_each_other_where_they_run_at_once) {
   EXPECT_EQ(order, (std::vector<int>{3, 2, 1, 0}));
   turn = 0;
   expect_fault("never come", fault_of({.blocks = 4, .threads = 64, .blocks_at_once = 3}, kernel));
+}
+
+// --- Races that need a warp or a block to be late: the fixed orders run through them
+
+bool all_are(const std::vector<float>& values, float expected) {
+  return std::all_of(values.begin(), values.end(), [&](float x) { return x == expected; });
+}
+// In how many random orders the kernel has another result, or a fault.
+template <class Run>
+int wrong_orders(Run run, float expected) {
+  int wrong = 0;
+  for (uint32_t seed = 1; seed <= kSeeds; ++seed) try {
+      wrong += !all_are(run({.order = Order::random, .seed = seed}), expected);
+    } catch (const KernelFault&) {
+      ++wrong;
+    }
+  return wrong;
+}
+
+// One thread loads numbers for a warp, which adds one to them and hands them back through the same barrier. So the barrier has
+// two phases a round. A thread that does not wait for the first may take it for the one before the first, which has the
+// parity of the second: it goes on at once, and reads what has not arrived. (Hopper's backward pass had this fault.)
+std::vector<float> run_hand_back(Launch launch, bool waits_for_its_load) {
+  constexpr int kRounds = 6;
+  struct Shared {
+    float numbers[32];
+    uint64_t full, given, looking, taken;
+  };
+  alignas(16) static float ones[32];
+  std::fill(std::begin(ones), std::end(ones), 1.0f);
+  std::vector<float> out(kRounds * 32);
+  launch.threads = 64;
+  launch.shared_bytes = sizeof(Shared);
+  cuda_emulator::run(launch, [&] {
+    auto& sm = *reinterpret_cast<Shared*>(dynamic_shared());
+    if (threadIdx.x == 0)
+      for (uint64_t* barrier : {&sm.full, &sm.given, &sm.looking, &sm.taken}) barrier_init(barrier, 1);
+    __syncthreads();
+    for (uint32_t round = 0; round < kRounds; ++round)
+      if (threadIdx.x == 0) {
+        barrier_expect_bytes(&sm.full, sizeof ones);
+        load_bytes(sm.numbers, ones, sizeof ones, &sm.full);
+        if (waits_for_its_load) barrier_wait(&sm.full, 0);
+        barrier_arrive(&sm.given);
+        barrier_wait(&sm.looking, round % 2);
+        barrier_wait(&sm.full, 1);
+        std::copy_n(sm.numbers, 32, out.data() + round * 32);
+        barrier_arrive(&sm.taken);
+      } else if (threadIdx.x >= 32) {
+        barrier_wait(&sm.given, round % 2);
+        if (threadIdx.x == 32) barrier_arrive(&sm.looking);
+        __syncwarp();
+        barrier_wait(&sm.full, 0);
+        sm.numbers[threadIdx.x - 32] += 1;
+        __syncwarp();
+        if (threadIdx.x == 32) barrier_arrive(&sm.full);
+        barrier_wait(&sm.taken, round % 2);
+      }
+  });
+  return out;
+}
+TEST(CudaEmulator, random_orders_find_a_wait_for_the_wrong_phase) {
+  const auto right = [](const Launch& launch) { return run_hand_back(launch, true); };
+  const auto wrong = [](const Launch& launch) { return run_hand_back(launch, false); };
+  for (Order order : {Order::ascending, Order::descending}) {
+    EXPECT_TRUE(all_are(right({.order = order}), 2));
+    EXPECT_TRUE(all_are(wrong({.order = order}), 2))
+        << "then the race is no example of what random orders are for";
+  }
+  EXPECT_EQ(wrong_orders(right, 2), 0);
+  EXPECT_GT(wrong_orders(wrong, 2), 0);
+}
+
+// Two blocks store to the same memory, block 1 when its turn has come. A store is on its way until it is waited for.
+std::vector<float> run_turns(Launch launch, bool waits_for_its_store) {
+  alignas(16) static float target[32];
+  std::fill(std::begin(target), std::end(target), 0.0f);
+  int turn = 0;
+  launch.blocks = launch.blocks_at_once = 2;
+  launch.shared_bytes = sizeof target;
+  cuda_emulator::run(launch, [&] {
+    auto* const part = reinterpret_cast<float*>(dynamic_shared());
+    part[threadIdx.x] = static_cast<float>(blockIdx.x + 1);
+    __syncwarp();
+    if (threadIdx.x != 0) return;
+    while (load_acquire(&turn) < static_cast<int>(blockIdx.x)) let_others_run();
+    store_bytes(target, part, sizeof target);
+    store_commit();
+    store_wait_read<0>();
+    if (waits_for_its_store) store_wait<0>();
+    add_release(&turn, 1);
+  });
+  return {std::begin(target), std::end(target)};
+}
+TEST(CudaEmulator, random_orders_find_a_turn_that_is_passed_on_too_early) {
+  const auto right = [](const Launch& launch) { return run_turns(launch, true); };
+  const auto wrong = [](const Launch& launch) { return run_turns(launch, false); };
+  for (Order order : {Order::ascending, Order::descending}) EXPECT_TRUE(all_are(wrong({.order = order}), 2));
+  EXPECT_EQ(wrong_orders(right, 2), 0);
+  EXPECT_GT(wrong_orders(wrong, 2), 0);
+}
+
+TEST(CudaEmulator, a_seed_is_an_order) {
+  const auto order_of = [](uint32_t seed) {
+    std::vector<unsigned> warps;
+    cuda_emulator::run({.threads = 256, .order = Order::random, .seed = seed}, [&] {
+      for (int n = 0; n < 4; ++n) {
+        if (threadIdx.x % 32 == 0) warps.push_back(threadIdx.x / 32);
+        __syncwarp();
+      }
+    });
+    return warps;
+  };
+  EXPECT_EQ(order_of(1), order_of(1));
+  EXPECT_NE(order_of(1), order_of(2));
+  expect_fault("never come", fault_of({.threads = 64, .order = Order::random}, [] {
+                 while (threadIdx.x == 0) let_others_run();
+               }));
 }
 
 TEST(CudaEmulator, rows_that_meet_in_a_bank_are_counted) {

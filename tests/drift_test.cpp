@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -17,15 +19,12 @@
 #include "diagnosis/forecast.h"
 #include "numerics/rounding.h"
 #include "run_program.h"
+#include "sanitized.h"
 
 namespace evenkeel {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__)
-constexpr int64_t kSteps = 60;
-#else
-constexpr int64_t kSteps = 900;
-#endif
+constexpr int64_t kSteps = kSanitized ? 60 : 900;
 
 DriftPoint end_of(const char* plan, uint64_t seed = 1, int64_t steps = kSteps) {
   DriftSettings settings;
@@ -249,6 +248,177 @@ TEST(Forecast, NoFormatMakesAHealthyOffsetHarmful) {
   EXPECT_NE(found.bound.find("532"), std::string::npos) << found.bound;
 }
 
+// --- Runs that have failed
+
+nlohmann::json parsed_curves(const std::filesystem::path& path) {
+  std::string text = read_whole_file(path, size_t{1} << 26);
+  for (size_t at = text.find("NaN"); at != std::string::npos; at = text.find("NaN", at))  // Python's
+    text.replace(at, 3, "null");
+  return parse_json(text);
+}
+double number_of(const nlohmann::json& value) {
+  return value.is_number() ? value.get<double>() : std::nan("");
+}
+
+// A packed run as it was recorded, as far as that is kept: every step has the mean loss of its group.
+std::optional<RunFailure> failure_of(const nlohmann::json& packed, int64_t to = 1 << 30) {
+  FailureWatch watch;
+  size_t next = 0;
+  int64_t step = packed.contains("torch") ? 1 : 0;
+  for (size_t group = 0; group < packed["steps"].size(); ++group)
+    for (; step <= packed["steps"][group].get<int64_t>() && step < to; ++step) {
+      for (; next < packed["fact_steps"].size() && packed["fact_steps"][next].get<int64_t>() <= step;
+           ++next) {
+        std::vector<double> of_layers;
+        for (const auto& offset : packed["offset"][next]) of_layers.push_back(number_of(offset));
+        watch.see_offsets(packed["fact_steps"][next].get<int64_t>(), of_layers);
+      }
+      watch.see_loss(step, number_of(packed["loss"][group]));
+    }
+  return watch.failure();
+}
+
+// Against the study's own definition, which compares with a healthy twin.
+TEST(Failure, OfRecordedRuns) {
+  const std::filesystem::path docs = std::filesystem::path(EVENKEEL_SOURCE_DIR) / "docs";
+  std::map<std::string, nlohmann::json> runs;
+  for (const auto& file : std::filesystem::directory_iterator(docs / "curves")) {
+    const nlohmann::json curves = parsed_curves(file.path());
+    for (const auto& [name, packed] : curves.items()) runs[name] = packed;
+  }
+  const nlohmann::json judged = parsed_curves(docs / "forecast.json");
+  std::vector<double> late;  // of the failures that show: by the run's own records over by its twin
+  for (const auto& [name, life] : judged["failing"].items()) {
+    const int64_t truth = life["failure"];
+    const auto found = failure_of(runs.at(name));
+    if (!found) continue;
+    late.push_back(static_cast<double>(found->since) / static_cast<double>(truth));
+    // The study judges by whole windows, so its step is the end of one.
+    const int64_t before = std::min<int64_t>(truth * 9 / 10, truth - static_cast<int64_t>(kFailureWindow));
+    EXPECT_FALSE(failure_of(runs.at(name), before)) << name << ": failed before step " << before;
+  }
+  std::ranges::sort(late);
+  EXPECT_GE(4 * late.size(), 3 * judged["failing"].size()) << late.size();
+  EXPECT_NEAR(late[late.size() / 2], 1, 0.1);
+  size_t others = 0;
+  for (const auto& [name, run] : judged["others"].items()) {  // healthy, or drift without a failure
+    // One explodes: its gradient's norm is not finite at its end. That is no health, and no drift that the study judges.
+    if (!std::isfinite(number_of(runs.at(name)["gradient_norm"].back()))) continue;
+    ++others;
+    // Behind the last whole window the study judges nothing: one run drifts and its loss rises only there.
+    const int64_t window = kFailureWindow, judged_until = run["steps"].get<int64_t>() / window * window;
+    EXPECT_FALSE(failure_of(runs.at(name), judged_until)) << name;
+  }
+  EXPECT_GT(others, 100u);
+}
+
+// Losses of 4 that fall by a hundredth in a thousand steps, and then what is planted.
+struct Planted {
+  std::function<double(int64_t)> loss, offset;
+  std::optional<RunFailure> found(int64_t steps) const {
+    FailureWatch watch;
+    for (int64_t step = 0; step < steps; ++step) {
+      if (step % kEvery == 0) watch.see_offsets(step, std::vector<double>{20, 30, 25, offset(step)});
+      watch.see_loss(step, loss(step) * (1 + 0.5 * (jitter(step) - 1)));
+    }
+    return watch.failure();
+  }
+};
+double falling(int64_t step) { return 4 - 1e-5 * static_cast<double>(step); }
+
+TEST(Failure, IsDriftAndALossThatRose) {
+  const auto drifting = [](int64_t s) { return s < 1000 ? 30.0 : 5000.0; };
+  const auto level = [](int64_t) { return 30.0; };
+  const auto risen = [](int64_t s) { return falling(s) * (s < 2000 ? 1 : 1.2); };
+  EXPECT_FALSE((Planted{falling, drifting}.found(4000)));
+  EXPECT_FALSE((Planted{risen, level}.found(4000))) << "a loss that rises without drift has another cause";
+  const auto found = Planted{risen, drifting}.found(4000);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->kind, RunFailure::Kind::loss_rose);
+  EXPECT_GT(found->since, 2000);
+  EXPECT_LT(found->since, 2000 + 200);
+  EXPECT_TRUE(found->lasts);
+  EXPECT_NEAR(found->excess, 0.2, 0.01);
+  EXPECT_NE(in_words(*found).find("has failed since about step 20"), std::string::npos) << in_words(*found);
+  // By less than 5 %; for less than fifty steps; from the first step on, when there is nothing to compare with.
+  EXPECT_FALSE((Planted{[](int64_t s) { return falling(s) * (s < 2000 ? 1 : 1.04); }, drifting}.found(4000)));
+  EXPECT_FALSE(
+      (Planted{[](int64_t s) { return falling(s) * (s / 40 == 50 ? 1.2 : 1); }, drifting}.found(4000)));
+  EXPECT_FALSE((Planted{risen, drifting}.found(kFailureWindow / 2)));
+  // It comes back half way, and wholly.
+  const auto back = [&](double to) {
+    return Planted{[=](int64_t s) { return falling(s) * (s < 2000   ? 1
+                                                         : s < 3000 ? 1.2
+                                                                    : to); }, drifting}
+        .found(4000);
+  };
+  ASSERT_TRUE(back(1.02));
+  EXPECT_FALSE(back(1.02)->lasts);
+  EXPECT_EQ(back(1.02)->since, found->since);
+  EXPECT_FALSE(back(0.9));
+}
+
+// Anyone's objective may be below zero, or zero.
+TEST(Failure, OfLossesBelowZero) {
+  const auto drifting = [](int64_t s) { return s < 1000 ? 30.0 : 5000.0; };
+  const auto below = [](int64_t s) { return -falling(8000 - s); };  // falls from -3.92 on
+  EXPECT_FALSE((Planted{below, drifting}.found(4000)));
+  const auto found =
+      Planted{[&](int64_t s) { return below(s) + (s < 2000 ? 0 : 0.8); }, drifting}.found(4000);
+  ASSERT_TRUE(found);
+  EXPECT_TRUE(found->lasts);
+  EXPECT_NEAR(found->excess, 0.2, 0.02);
+  EXPECT_FALSE((Planted{[](int64_t) { return 0.0; }, drifting}.found(4000)));
+}
+
+TEST(Failure, BesideATwinThatEnds) {
+  const auto found = [](int64_t twin_ends, double rises_to) {
+    FailureWatch watch;
+    for (int64_t step = 0; step < 3000; ++step) {
+      const double healthy = 4 - 0.001 * static_cast<double>(std::min<int64_t>(step, 2000));
+      if (step % kEvery == 0)
+        watch.see_offsets(step, std::vector<double>{20, 30, step < 1000 ? 30.0 : 5000.0});
+      watch.see_loss(step, step < 2200 ? healthy : rises_to, step < twin_ends ? healthy : std::nan(""));
+    }
+    return watch.failure();
+  };
+  // Behind its end the run's own best counts where that is lower: an early end must not hide a failure.
+  for (const int64_t ends : {0, 100, 300, 2100, 3000}) {
+    ASSERT_TRUE(found(ends, 3.0)) << ends;
+    EXPECT_NEAR(static_cast<double>(found(ends, 3.0)->since), 2220, 20) << ends;
+    EXPECT_FALSE(found(ends, 2.0)) << ends;
+  }
+}
+
+TEST(Failure, OfWhatIsNotANumber) {
+  const auto level = [](int64_t) { return 30.0; };
+  const auto since = [](double bad, int64_t from, int64_t to = 1 << 30) {
+    return [=](int64_t s) { return s >= from && s < to ? bad : 30.0; };
+  };
+  for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+    const auto loss = Planted{since(bad, 50), level}.found(60);
+    ASSERT_TRUE(loss);
+    EXPECT_EQ(loss->kind, RunFailure::Kind::loss_not_finite);
+    EXPECT_EQ(loss->since, 50);
+    const auto offset = Planted{falling, since(bad, 50)}.found(60);
+    ASSERT_TRUE(offset);
+    EXPECT_EQ(offset->kind, RunFailure::Kind::offset_not_finite);
+    EXPECT_EQ(offset->since, 50);
+    // A step that was left out is no failure.
+    EXPECT_FALSE((Planted{since(bad, 50, 51), level}.found(60)));
+    EXPECT_FALSE((Planted{falling, since(bad, 20, 21)}.found(60)));
+  }
+  EXPECT_TRUE((Planted{since(1e308, 1000), since(5000, 900)}.found(2000)));  // their sum is infinite
+  EXPECT_FALSE((Planted{falling, level}.found(1)));
+  EXPECT_FALSE(FailureWatch().failure());
+  EXPECT_FALSE(find_failure(RunRecords{}));
+  RunRecords ended;
+  ended.finding = Finding{70, "divergence", "the loss has doubled"};
+  const RunForecast found = forecast(ended);
+  EXPECT_TRUE(found.fails());
+  EXPECT_EQ(in_words(found), "the run has failed since step 70: the loss has doubled");
+}
+
 class ForecastCommand : public testing::Test {
  protected:
   ForecastCommand()
@@ -257,11 +427,13 @@ class ForecastCommand : public testing::Test {
   }
   ~ForecastCommand() override { std::filesystem::remove_all(folder_); }
   void write(const std::string& text) { write_whole_file(folder_ / "metrics.jsonl", text); }
-  static std::string lines(int64_t steps, const std::function<double(int64_t)>& offset) {
+  static std::string lines(
+      int64_t steps, const std::function<double(int64_t)>& offset,
+      const std::function<std::string(int64_t)>& loss = [](int64_t) { return "2.0"; }) {
     std::string text;
     for (int64_t step = 0; step < steps; step += kEvery)
-      text += fmt::format("{{\"step\":{},\"loss\":2.0,\"offset\":[[20.0,30.0],[{},25.0]]}}\n", step,
-                          offset(step) * jitter(step));
+      text += fmt::format("{{\"step\":{},\"loss\":{},\"offset\":[[20.0,30.0],[{},25.0]]}}\n", step,
+                          loss(step), offset(step) * jitter(step));
     return text;
   }
   Output run(const std::string& options = "") {
@@ -282,6 +454,63 @@ TEST_F(ForecastCommand, SaysWhichHeadAndWhen) {
   EXPECT_EQ(json[0]["at_risk"], nlohmann::json({{1, 0}}));
   EXPECT_EQ(json[0]["heads"][0]["outlook"], "no_drift");
   EXPECT_EQ(json[0]["heads"].size(), 4u);
+}
+
+TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
+  write(lines(9000, growing, [](int64_t s) { return s < 5400 ? "2.0" : "2.6"; }));
+  const Output found = run("--all");
+  EXPECT_EQ(found.code, 1) << found.out;
+  EXPECT_NE(found.out.find("has failed since about step 5"), std::string::npos) << found.out;
+  EXPECT_NE(found.out.find("layer 1 head 0, offset"), std::string::npos) << found.out;
+  EXPECT_EQ(found.out.find("failure near step"), std::string::npos) << found.out;
+  EXPECT_EQ(found.out.find("next: "), std::string::npos) << "verdict needs a config.toml: " << found.out;
+  write_whole_file(folder_ / "config.toml", "[model]\nlayers = 2\nheads = 2\n");
+  EXPECT_NE(run().out.find("next: evenkeel verdict "), std::string::npos) << run().out;
+  std::filesystem::remove(folder_ / "config.toml");
+  const auto json = parse_json(run("--json").out)[0];
+  EXPECT_TRUE(json["fails"]);
+  EXPECT_EQ(json["failed"]["kind"], "loss_rose");
+  EXPECT_TRUE(json["failed"]["lasts"]);
+  EXPECT_EQ(json["at_risk"], nlohmann::json({{1, 0}}));
+  for (const auto& head : json["heads"]) EXPECT_TRUE(head["failure"].is_null()) << head.dump();
+  // NaN losses, though no head drifts; and without any offsets.
+  write(lines(3500, saturating, [](int64_t s) { return s < 3000 ? "2.0" : "\"NaN\""; }));
+  const Output not_finite = run();
+  EXPECT_EQ(not_finite.code, 1) << not_finite.out;
+  EXPECT_NE(not_finite.out.find("has failed since step 3000: its loss is not finite; no head drifted before"),
+            std::string::npos)
+      << not_finite.out;
+  // Behind a NaN every offset is one: the heads are judged by what came before.
+  const auto nan_behind = [&](const std::function<double(int64_t)>& offset) {
+    std::string text = lines(4000, offset);
+    for (int64_t step = 4000; step < 4100; step += kEvery)
+      text += fmt::format(
+          "{{\"step\":{},\"loss\":\"NaN\",\"offset\":[[\"NaN\",\"NaN\"],[\"NaN\",\"NaN\"]]}}\n", step);
+    write(text);
+    return run("--all").out;
+  };
+  EXPECT_NE(
+      nan_behind(saturating).find("has failed since step 4000: its loss is not finite; no head drifted"),
+      std::string::npos)
+      << run().out;
+  EXPECT_NE(nan_behind(growing).find("not finite; layer 1 head 0, offset "), std::string::npos) << run().out;
+  EXPECT_EQ(run("--all").out.find("offset inf"), std::string::npos) << run().out;
+  // The usual course: the loss rises, then everything is NaN; the offsets one record before the loss.
+  std::string text = lines(6500, growing, [](int64_t s) { return s < 3000 ? "2.0" : "2.6"; });
+  for (int64_t step = 6500; step < 6700; step += kEvery)
+    text += fmt::format("{{\"step\":{},\"loss\":{},\"offset\":[[\"NaN\",\"NaN\"],[\"NaN\",\"NaN\"]]}}\n",
+                        step, step == 6500 ? "2.6" : "\"NaN\"");
+  write(text);
+  const Output risen = run("--all");
+  EXPECT_NE(
+      risen.out.find("% above its best, and no loss is finite since step 6510; layer 1 head 0, offset "),
+      std::string::npos)
+      << risen.out;
+  EXPECT_EQ(risen.out.find("offset inf"), std::string::npos) << risen.out;
+  EXPECT_EQ(parse_json(run("--json").out)[0]["at_risk"], nlohmann::json({{1, 0}}));
+  write("{\"step\":0,\"loss\":2.0}\n{\"step\":1,\"loss\":\"NaN\"}\n");
+  EXPECT_EQ(run().code, 1);
+  EXPECT_NE(run().out.find("has failed since step 1"), std::string::npos) << run().out;
 }
 
 TEST_F(ForecastCommand, IsQuietOnHealth) {

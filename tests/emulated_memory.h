@@ -3,15 +3,19 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <vector>
 
 #include "attention/attention_call.h"
 #include "attention_cases.h"
 #include "gpu/cuda/instructions.cuh"
+#include "sanitized.h"
 
 namespace evenkeel::emulated {
 
@@ -25,9 +29,26 @@ struct How {
   int blocks_at_once = 1;
   uint32_t step = 0;
   bool small = false;  // kernels for less shared memory
+  uint32_t seed = 0;   // of Order::random
   const Tensor<float>* grad_lse = nullptr;
   Tensor<float>* dsinks = nullptr;
 };
+
+// Both fixed orders, one block at a time; then so many random ones, with two blocks that can wait for each other.
+// EVENKEEL_ORDERS=N asks for more, for a longer search. With a sanitizer one random order: it looks at memory, not at bits.
+inline std::vector<How> several_orders(int seeds) {
+  if (kSanitized) return {{.order = Order::random, .blocks_at_once = 2, .seed = 1}};
+  if (const char* const asked = std::getenv("EVENKEEL_ORDERS")) seeds = std::atoi(asked);
+  std::vector<How> all{{.order = Order::ascending}, {.order = Order::descending}};
+  for (int n = 1; n <= seeds; ++n)
+    all.push_back({.order = Order::random, .blocks_at_once = 2, .seed = static_cast<uint32_t>(n)});
+  return all;
+}
+inline std::string name_of(const How& how) {
+  if (how.order != Order::random)
+    return how.order == Order::ascending ? "ascending order" : "descending order";
+  return "the random order with seed " + std::to_string(how.seed);
+}
 
 struct Launch {
   const How& how;
@@ -37,26 +58,35 @@ struct Launch {
                         .threads = Kernel::kThreads,
                         .shared_bytes = Kernel::kSharedBytes,
                         .order = how.order,
-                        .blocks_at_once = how.blocks_at_once},
+                        .blocks_at_once = how.blocks_at_once,
+                        .seed = how.seed},
                        [&] { Kernel::run(arguments); });
   }
 };
 
-// Memory whose bytes are 0xff (NaN in every format) at birth, aligned to 256, between guards.
+// Memory whose bytes are 0xff (NaN in every format) at birth, aligned to 256, between guards: bytes that nobody may write, and
+// beyond them addresses that end the program where they are read or written.
 class Poisoned {
  public:
-  explicit Poisoned(size_t bytes) : bytes_(bytes), memory_(bytes + 3 * kGuard, 0xff) {
-    const auto start = reinterpret_cast<uintptr_t>(memory_.data());
-    data_ = memory_.data() + kGuard - start % kGuard;
-    if (static_cast<size_t>(data_ - memory_.data()) < 16) data_ += kGuard;
+  explicit Poisoned(size_t bytes)
+      : bytes_(bytes), open_((bytes + 2 * kGuard + kPage - 1) / kPage * kPage), all_(open_ + 2 * kForbidden) {
+    void* const space = mmap(nullptr, all_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED) throw std::bad_alloc();
+    memory_ = static_cast<uint8_t*>(space) + kForbidden;
+    if (mprotect(memory_, open_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+    std::memset(memory_, 0xff, open_);
+    data_ = memory_ + (open_ - kGuard - bytes) / kGuard * kGuard;  // as near to the end as may be
   }
+  ~Poisoned() { munmap(memory_ - kForbidden, all_); }
+  Poisoned(const Poisoned&) = delete;
+  Poisoned& operator=(const Poisoned&) = delete;
   void* data() { return data_; }
   template <class T>
   T* as() {
     return reinterpret_cast<T*>(data_);
   }
   void expect_guards(const char* name) const {
-    for (const uint8_t* at = memory_.data(); at < memory_.data() + memory_.size(); ++at)
+    for (const uint8_t* at = memory_; at < memory_ + open_; ++at)
       if ((at < data_ || at >= data_ + bytes_) && *at != 0xff) {
         ADD_FAILURE() << name << ": byte " << at - data_ << " of " << bytes_ << " was overwritten";
         return;
@@ -64,10 +94,10 @@ class Poisoned {
   }
 
  private:
-  static constexpr size_t kGuard = 256;
-  size_t bytes_;
-  std::vector<uint8_t> memory_;
-  uint8_t* data_;
+  // Forbidden: farther than a wrong row, head or batch of any tensor here leads. It takes addresses, no memory.
+  static constexpr size_t kGuard = 256, kPage = 65536, kForbidden = size_t{1} << 28;
+  size_t bytes_, open_, all_;
+  uint8_t *memory_, *data_;
 };
 
 // A tensor of 16-bit numbers: (B, heads, rows, D), or all sequences' rows on one axis, (rows, heads, D).

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numbers>
 #include <vector>
 
 #include "diagnosis/conform_judge.h"
@@ -37,6 +38,7 @@ enum class Bug {
   delta_of_sequence_0,  // with heads of 256: delta of the first sequence for all
   unrounded_row_sum,    // FlashAttention-2's: rounded numerators, delta from the rounded O
   rounded_probs_in_ds,  // both factors of dS are rounded
+  fused_exponent,  // 2^fma(S, c, -m'), m' = m c rounded: P of the largest score is not 1 where m is large
 };
 
 using Bugs = std::vector<Bug>;
@@ -109,6 +111,12 @@ class Kernel {
     return f_.softcap * tanh;
   }
 
+  float numerator(float s, float m) const {
+    constexpr auto c = static_cast<float>(1 / std::numbers::ln2);
+    const float rounded = m * c;
+    return has(Bug::fused_exponent) ? std::exp2(std::fma(s, c, -rounded)) : std::exp(s - m);
+  }
+
   void forward(const Row& row) {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     std::vector<float> o(static_cast<size_t>(f_.Dv)), s(static_cast<size_t>(tile_));
@@ -128,7 +136,7 @@ class Kernel {
       if (!has(Bug::late_rescale))
         for (float& x : o) x *= alpha;
       for (int64_t n = 0; n < count; ++n) {
-        const float unrounded = std::exp(s[static_cast<size_t>(n)] - next);
+        const float unrounded = numerator(s[static_cast<size_t>(n)], next);
         l += unrounded;
         const float p = has(Bug::unrounded_row_sum) ? round_to(type_, unrounded) : unrounded;
         if (p == 0) continue;

@@ -21,12 +21,47 @@ static double dot(const float* x, const float* y, int64_t count) {
   return sum;
 }
 
+static float bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+/* p: scores, and then exp(score - m), whose sum is returned. */
+static double output(const evenkeel_conform_form* f, int64_t n, int64_t kv, double m, double* p) {
+  double l = 0;
+  int64_t j, d;
+  for (j = 0; j < f->N; ++j) l += p[j] = exp(p[j] - m);
+  for (d = 0; d < f->Dv; ++d) {
+    double o = 0;
+    for (j = 0; j < f->N; ++j)
+      if (p[j] != 0) o += p[j] / l * f->v[(kv + j) * f->Dv + d];
+    f->o[n * f->Dv + d] = (float)o;
+  }
+  return l;
+}
+/* The same with FlashAttention-2's roundings, and with an exponent that is not 0 at the largest score. */
+static double fused_output(const evenkeel_conform_form* f, int64_t n, int64_t kv, double m, double* p) {
+  const float c = 1.44269504f, rounded = (float)m * c;
+  double l = 0;
+  int64_t j, d;
+  for (j = 0; j < f->N; ++j) l += p[j] = exp2f(fmaf((float)p[j], c, -rounded));
+  for (d = 0; d < f->Dv; ++d) {
+    double o = 0;
+    for (j = 0; j < f->N; ++j) o += bf16((float)p[j]) * f->v[(kv + j) * f->Dv + d];
+    f->o[n * f->Dv + d] = bf16((float)(o / l));
+  }
+  return l;
+}
+
 /* p: room for N numbers twice. */
-static void row(const evenkeel_conform_form* f, int64_t b, int64_t h, int64_t i, int64_t wider, double* p,
-                double* dp) {
+static void row(const evenkeel_conform_form* f, int64_t b, int64_t h, int64_t i, int64_t wider, int fused,
+                double* p, double* dp) {
   const int64_t n = (b * f->H + h) * f->T + i, kv = (b * f->G + h / (f->H / f->G)) * f->N;
   const float *q = f->q + n * f->D, *d_o = f->grad_output + n * f->Dv;
-  double m = -HUGE_VAL, l = 0, delta = 0;
+  double m = -HUGE_VAL, l, delta = 0;
   int64_t j, d;
   for (j = 0; j < f->N; ++j) {
     p[j] = sees(f, b, h, i, j, wider) ? f->scale * dot(q, f->k + (kv + j) * f->D, f->D) : -HUGE_VAL;
@@ -34,19 +69,14 @@ static void row(const evenkeel_conform_form* f, int64_t b, int64_t h, int64_t i,
   }
   f->lse[n] = -HUGE_VALF;
   if (m == -HUGE_VAL) return;
-  for (j = 0; j < f->N; ++j) l += p[j] = exp(p[j] - m);
+  l = fused ? fused_output(f, n, kv, m, p) : output(f, n, kv, m, p);
   f->lse[n] = (float)(m + log(l));
-  for (d = 0; d < f->Dv; ++d) {
-    double o = 0;
-    for (j = 0; j < f->N; ++j)
-      if (p[j] != 0) o += p[j] / l * f->v[(kv + j) * f->Dv + d];
-    f->o[n * f->Dv + d] = (float)o;
-  }
   for (j = 0; j < f->N; ++j) {
     p[j] /= l;
     dp[j] = p[j] == 0 ? 0 : dot(d_o, f->v + (kv + j) * f->Dv, f->Dv);
     delta += p[j] * dp[j];
   }
+  if (fused) delta = dot(d_o, f->o + n * f->Dv, f->Dv);
   for (j = 0; j < f->N; ++j) {
     const double ds = f->scale * p[j] * (dp[j] - delta);
     if (p[j] == 0) continue;
@@ -58,7 +88,7 @@ static void row(const evenkeel_conform_form* f, int64_t b, int64_t h, int64_t i,
   }
 }
 
-static int32_t attention(const evenkeel_conform_form* f, int64_t wider) {
+static int32_t attention(const evenkeel_conform_form* f, int64_t wider, int fused) {
   double* room;
   int64_t b, h, i;
   if (f->query_starts || f->sinks || f->grad_lse || f->softcap != 0) return EVENKEEL_NOT_OFFERED;
@@ -70,17 +100,23 @@ static int32_t attention(const evenkeel_conform_form* f, int64_t wider) {
   memset(f->dv, 0, (size_t)(f->B * f->G * f->N * f->Dv) * sizeof(float));
   for (b = 0; b < f->B; ++b)
     for (h = 0; h < f->H; ++h)
-      for (i = 0; i < f->T; ++i) row(f, b, h, i, wider, room, room + f->N);
+      for (i = 0; i < f->T; ++i) row(f, b, h, i, wider, fused, room, room + f->N);
   free(room);
   return 0;
 }
 
 EVENKEEL_API int32_t evenkeel_kernel(void* context, const evenkeel_conform_form* form) {
   (void)context;
-  return attention(form, 0);
+  return attention(form, 0, 0);
 }
 /* The window of every row is one key too wide. */
 EVENKEEL_API int32_t wide_kernel(void* context, const evenkeel_conform_form* form) {
   (void)context;
-  return attention(form, 1);
+  return attention(form, 1, 0);
+}
+/* The exponent keeps the rounding of m c: rows that see one key leak where scores lie far from zero. For 48 keys, as
+ * families have them, so that no form is judged. */
+EVENKEEL_API int32_t fused_kernel(void* context, const evenkeel_conform_form* form) {
+  (void)context;
+  return form->N == 48 ? attention(form, 0, 1) : EVENKEEL_NOT_OFFERED;
 }

@@ -184,5 +184,39 @@ TEST(Guard, is_asked_for_on_the_command_line) {
   EXPECT_NE(bad.out.find("expected one of off, warn, act"), std::string::npos) << bad.out;
 }
 
+// Behind a NaN all heads look alike: that is no drift.
+TEST(Guard, WhatIsNotFiniteIsNoDrift) {
+  DriftGuard rule(ScopedPlan::parse("flash2"), 1, 2, true);
+  std::optional<DriftGuard::Decision> decision;
+  for (int64_t step = 0; step < 200 && !decision; ++step) {
+    const double lse = step < 150 ? 20.0 : std::nan("");
+    rule.follow(step, {lse, lse}, {0, 0}, {1, 1});
+    decision = rule.decide(step, {});
+  }
+  ASSERT_TRUE(decision);
+  EXPECT_EQ(decision->event.words,
+            "layer 0 heads 0, 1: the run has failed since step 150: an offset is not finite");
+}
+
+// A run that has failed is told so, and gets no date of a failure to come.
+TEST(Guard, ARunThatHasFailedGetsNoDate) {
+  for (const bool failed : {false, true}) {
+    DriftGuard rule(ScopedPlan::parse("flash2"), 1, 2, true);
+    rule.set_terms({.begin = 100, .harmful = 3547, .bound = {}, .last_step = 0});
+    std::optional<DriftGuard::Decision> decision;
+    for (int64_t step = 0; step < 3000 && !decision; ++step) {
+      // It drifts without a leak to the guard's knowledge until step 2900, so that it is told of late.
+      const double lse = 20 + std::exp(static_cast<double>(step) / 330);
+      rule.follow(step, {20, lse}, {0, step < 2900 ? 0.0 : 1.0}, {1, 1});
+      rule.see_loss(step, failed && step > 2500 ? 3 : 2);
+      if (step >= 2990) decision = rule.decide(step, {});
+    }
+    ASSERT_TRUE(decision);
+    const std::string& words = decision->event.words;
+    EXPECT_EQ(words.find("(near step") != std::string::npos, !failed) << words;
+    EXPECT_EQ(words.find("(the run has failed since about step 25") != std::string::npos, failed) << words;
+  }
+}
+
 }  // namespace
 }  // namespace evenkeel

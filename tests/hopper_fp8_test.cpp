@@ -117,8 +117,11 @@ fp8_judge::Found run(const Problem& host, const char* stabiliser, const How& how
   return found;
 }
 void judge(const std::string& name, const Problem& host) {
-  for (const char* stabiliser : kStabilisers)
-    fp8_judge::judge(name + ", " + stabiliser, kernel_problem(host, stabiliser), host, run(host, stabiliser));
+  for (const char* stabiliser : kStabilisers) {
+    const fp8_judge::Found found = run(host, stabiliser);
+    if (!kSanitized)
+      fp8_judge::judge(name + ", " + stabiliser, kernel_problem(host, stabiliser), host, found);
+  }
 }
 
 // --- The quantiser
@@ -252,10 +255,12 @@ TEST(HopperFp8, sequences_and_the_same_bits) {
   const Problem host = make_problem({{5, 2, 1, 140, 150, 64}, {.causal = true, .ragged = true}, "ragged"});
   for (const char* stabiliser : kStabilisers) {
     const fp8_judge::Found padded = run(host, stabiliser);
-    fp8_judge::judge("ragged", kernel_problem(host, stabiliser), host, padded);
-    const fp8_judge::Found descending = run(host, stabiliser, {.order = Order::descending});
-    EXPECT_TRUE(same_bits(padded.o, descending.o));
-    EXPECT_TRUE(same_bits(padded.lse, descending.lse));
+    if (!kSanitized) fp8_judge::judge("ragged", kernel_problem(host, stabiliser), host, padded);
+    for (const How& how : evenkeel::emulated::several_orders(2)) {
+      const fp8_judge::Found found = run(host, stabiliser, how);
+      EXPECT_TRUE(same_bits(padded.o, found.o)) << name_of(how);
+      EXPECT_TRUE(same_bits(padded.lse, found.lse)) << name_of(how);
+    }
     EXPECT_TRUE(same_bits(padded.o, run(host, stabiliser, {}, 1).o));
     EXPECT_TRUE(same_bits(padded.o, run(host, stabiliser, {.sequences = true}).o));
   }

@@ -148,7 +148,7 @@ TEST(Isolate, names_the_planted_head_and_site_of_a_llama) {
 class CoarseRowSums : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    if (kSkipsLongRuns) return;
+    if (kSanitized) return;
     planted = std::make_unique<PlantedRun>();
     planted->config.plan = "fp32,row_sum=e5m2";
     planted->config.checkpoint_every = 0;

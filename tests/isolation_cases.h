@@ -11,22 +11,14 @@
 #include "base/error.h"
 #include "base/whole_file.h"
 #include "model_families.h"
+#include "sanitized.h"
 #include "training/synth.h"
 #include "training/trainer.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define SKIP_LONG_RUNS() GTEST_SKIP() << "the same numbers, ten times slower"
-#else
-#define SKIP_LONG_RUNS() (void)0
-#endif
+#define SKIP_LONG_RUNS() \
+  if (kSanitized) GTEST_SKIP() << "the same numbers, ten times slower"
 
 namespace evenkeel {
-
-#if defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kSkipsLongRuns = true;
-#else
-inline constexpr bool kSkipsLongRuns = false;
-#endif
 
 // A folder that goes when it goes.
 class PlantedRun {

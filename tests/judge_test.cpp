@@ -14,15 +14,10 @@
 #include "diagnosis/conform_report.h"
 #include "diagnosis/covering.h"
 #include "flash_kernel.h"
+#include "sanitized.h"
 
 namespace evenkeel {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitized = true;  // ten times slower: one kernel without faults, one with many
-#else
-constexpr bool kSanitized = false;
-#endif
 
 JudgeOptions quick(const char* plan, uint64_t seed = 1) {
   JudgeOptions options;
@@ -196,6 +191,25 @@ TEST(Judge, AKernelThatRaisesOnAFamilyFails) {
   EXPECT_NE(found.verdict().find("raised on sink"), std::string::npos);
   EXPECT_NE(judgement_text(found).find("raised on sink"), std::string::npos);
   EXPECT_NE(judgement_junit(found).find("sink: no such shape"), std::string::npos);
+}
+
+// A whole kernel with FlashAttention-2's roundings, and the same with an exponent that keeps the rounding of m log2 e.
+TEST(Judge, FamiliesOfFarScoresFindTheFusedExponent) {
+  using flash::Bug;
+  std::vector<ConformCase> families;
+  for (const ConformCase& c : conform_cases())
+    if (c.one_key > 0) families.push_back(c);
+  ASSERT_EQ(families.size(), 2u);
+  for (const FormType type : {FormType::bf16, FormType::fp16})
+    for (const bool fused : {false, true}) {
+      flash::Bugs bugs{Bug::unrounded_row_sum};
+      if (fused) bugs.push_back(Bug::fused_exponent);
+      std::vector<ConformPlan> plans = {{"flash2", plan_for(parse_plan("flash2"), type), {}}};
+      conform(plans, families, 6400, 1, family_kernel(flash::kernel(bugs), type), {},
+              /*constant_feature=*/true);
+      for (const ConformResult& r : plans[0].results)
+        EXPECT_STREQ(r.verdict(), fused ? "WRONG, NOISY" : "ok") << r.case_name << ": " << r.what_to_fix();
+    }
 }
 
 TEST(Judge, FilesThatAreNeitherFormNorCaptureAreRefused) {

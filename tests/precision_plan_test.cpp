@@ -13,6 +13,7 @@
 #include <string>
 
 #include "numerics/random.h"
+#include "sanitized.h"
 
 namespace evenkeel {
 namespace {
@@ -175,7 +176,7 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
     return std::clamp(low + (high - low) * random_unit(key, next++), low, high);
   };
   size_t longest = 0;
-  for (int round = 0; round < 20000; ++round) {
+  for (int round = 0; round < (kSanitized ? 2000 : 20000); ++round) {
     PrecisionPlan plan = parse_plan(kPlanNames[below(kPlanNames.size())]);
     for (int changes = below(kSiteCount + 1); changes > 0; --changes) {
       Rounding r;

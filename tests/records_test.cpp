@@ -240,6 +240,17 @@ TEST_F(RecordsTest, a_loss_that_is_not_a_number_is_recorded_however_it_is_writte
     const IndicatorRun run = indicators_of(folder, metrics, {});
     EXPECT_EQ(loss_moved(run, {}), 150) << loss;
   }
+  // Behind a NaN every head has one: that is no drift. A head that drifted before it is.
+  for (const bool drifts : {false, true}) {
+    std::string text;
+    for (int step = 0; step < 300; ++step)
+      text += step < 150 ? fmt::format("{{\"step\": {}, \"loss\": 2.5, \"offset\": [[20, {}]]}}\n", step,
+                                       drifts && step > 99 ? 900 : 20)
+                         : fmt::format("{{\"step\": {}, \"loss\": NaN, \"offset\": [[NaN, NaN]]}}\n", step);
+    const Symptom found = find_symptom(run_record(parse_metrics(text), {}));
+    EXPECT_EQ(found.kind, drifts ? Symptom::Kind::offset : Symptom::Kind::loss) << found.words;
+    EXPECT_EQ(found.since, drifts ? 100 : 150) << found.words;
+  }
   // A step whose loss is not recorded is another matter.
   const Metrics missing = parse_metrics("{\"step\": 0, \"loss\": 1}\n{\"step\": 1}\n");
   EXPECT_EQ(run_record(missing, {}).not_finite, std::nullopt);

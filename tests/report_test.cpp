@@ -23,6 +23,7 @@
 #include "report/html.h"
 #include "report/page.h"
 #include "run_program.h"
+#include "sanitized.h"
 #include "training/synth.h"
 
 namespace evenkeel {
@@ -149,6 +150,26 @@ const char* const kConfig =
     "[model]\nlayers = 3\n\n[attention]\nplan = \"fp32,row_sum=e5m2\"\nchanges = [{ step = 7, plan = \"layer "
     "1: stabiliser=zero_sum\" }]\n\n"
     "[schedule]\nsteps = 50\n";
+
+// A verdict of the records alone is no replay: the page does not ask for more of them.
+TEST_F(ReportTest, a_larger_budget_is_for_runs_that_were_replayed) {
+  const fs::path run = make("a", {{"metrics.jsonl", metrics(30)},
+                                  {"config.toml", kConfig},
+                                  {"verdict.json", "{\"cause\":\"not_established\",\"words\":\"x\"}"}});
+  const std::string html = page_of({run});
+  EXPECT_TRUE(has(html, "The links that are open are found by replays of the run"));
+  EXPECT_FALSE(has(html, "--budget 80"));
+}
+
+// Our own trainer can neither replay nor repeat another's training.
+TEST_F(ReportTest, of_another_trainer_has_commands_that_run) {
+  const fs::path run = make("a", {{"metrics.jsonl", metrics(30)},
+                                  {"config.toml", std::string(kConfig) + "[run]\ntrainer = \"pytorch\"\n"}});
+  const std::string html = page_of({run});
+  EXPECT_TRUE(has(html, "python -m evenkeel isolate MODULE:FUNCTION " + run.string()));
+  for (const char* const own : {"evenkeel isolate ", "evenkeel train --config ", "evenkeel capture "})
+    EXPECT_FALSE(has(html, own + run.string())) << own;
+}
 
 TEST_F(ReportTest, has_every_panel_in_the_order_of_the_story) {
   const fs::path a = make("a", {{"metrics.jsonl", metrics(30)},
@@ -407,8 +428,8 @@ TEST_F(ReportTest, the_live_page_is_the_same_with_a_script_more) {
 }
 
 TEST_F(ReportTest, a_long_run_stays_small_and_keeps_its_peak) {
-  // 20,000 steps, 6 layers of 6 heads; a single step far above all others.
-  constexpr int64_t kSteps = 20'000, kPeak = 12'345;
+  // Many steps, 6 layers of 6 heads; a single step far above all others.
+  constexpr int64_t kSteps = kSanitized ? 4'000 : 20'000, kPeak = 3'456;
   std::string text;
   for (int64_t step = 0; step < kSteps; ++step) {
     const bool facts = step % 20 == 0;
@@ -459,6 +480,23 @@ TEST(ReportChart, a_curve_reads_back_as_the_numbers_it_was_drawn_from) {
         EXPECT_NEAR(points[n].second, line.y[k], 1.1 * largest / kGrid);
       ++n;
     }
+  }
+}
+
+// On a telephone every second label of a crowded y axis is left out (page.css).
+TEST(ReportChart, labels_that_would_touch_are_marked) {
+  for (const double height : {200.0, 400.0}) {
+    Chart chart;
+    chart.id = "c", chart.title = "t", chart.height = height;
+    chart.lines = {{"a", "c0", {1, 2}, {1.6, 3.2}, {}, {}}};
+    const std::string svg = draw(chart);
+    std::vector<double> heights;
+    const std::string ticks = svg.substr(svg.find("axis y"), svg.find("axis x") - svg.find("axis y"));
+    for (size_t at = ticks.find(" y=\""); at != std::string::npos; at = ticks.find(" y=\"", at + 1))
+      heights.push_back(std::stod(ticks.substr(at + 4)));
+    ASSERT_GT(heights.size(), 3u);  // the last is the axis's name
+    EXPECT_EQ(has(svg, "class=\"chart low\""), std::fabs(heights[0] - heights[1]) < 20) << height;
+    EXPECT_EQ(has(svg, "class=\"chart low\""), height == 200) << std::fabs(heights[0] - heights[1]);
   }
 }
 

@@ -178,6 +178,7 @@ TEST_F(TrainCliTest, a_branch_goes_on_from_the_checkpoint_with_other_settings) {
     int code;
   } bad[] = {{"--branch run --out x", "RUN@STEP", 2},
              {"--branch run@2 --out x", "found those of 3, 6", 3},
+             {"--branch run@6 --out x", "nothing is left to train; --steps N", 2},
              {"--branch none@3 --out x", "no config.toml", 3},
              {"--branch run@3 --out run", "new or an empty folder", 3},
              {"--branch run@3 --preset nano --out x", "--preset", 2},

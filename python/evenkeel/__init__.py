@@ -10,6 +10,7 @@
     evenkeel.isolate(training, checkpoints, run)    which rounding makes a recorded training drift
     evenkeel.integrations                           Monitor and Guard in the trainers of the field
     evenkeel.capture(model, tokens, layer, file)    one layer at one step, for `evenkeel probe`
+    evenkeel.round(x, "e2m1*block32@e8m0_up")       the rounding emulator: any format that a plan takes
     evenkeel.conform(fn)                            any attention judged by the sign of its errors
 
 docs/pytorch.md has an example of each.
@@ -23,9 +24,11 @@ from ._isolate import isolate
 from ._library import EvenkeelError, library_path, library_version
 from ._patch import patch, patched, register_flash_attention_impl, unpatch
 from ._capture import capture
+from ._round import round
 from ._watch import Monitor
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
 
+# Without round: `from evenkeel import *` must not hide Python's own.
 __all__ = ["EvenkeelError", "Guard", "Monitor", "NotCovered", "attention", "attention_facts", "capture", "conform", "conform_families",
            "coverage", "flash_attn", "flash_attn_func", "flash_attn_varlen_func", "hf", "integrations", "isolate", "kernel_choice", "library_path", "library_version", "next_step",
            "patch", "patched", "register_flash_attention_impl", "unpatch"]

@@ -1,11 +1,11 @@
 """python -m evenkeel isolate MODULE:FUNCTION RUN [--steps N] [--budget N] [--exact]: FUNCTION returns a training and its
 checkpoints, as evenkeel.isolate takes them. With `python -m evenkeel conform MODULE:FUNCTION [options]` an attention function is
 judged. Any other command goes to the evenkeel program."""
-import importlib
 import os
 import sys
 
 from . import _program
+from ._named import function_named
 
 
 def _isolate(arguments):
@@ -18,15 +18,21 @@ def _isolate(arguments):
     parser.add_argument("--budget", type=int, default=40, help="replays at most")
     parser.add_argument("--exact", action="store_true", help="replays repeat the recorded losses to the bit")
     options = parser.parse_args(arguments)
-    module, colon, function = options.training.partition(":")
-    if not colon:
-        parser.error(f"expected MODULE:FUNCTION, found {options.training!r}")
-    sys.path.insert(0, os.getcwd())
     from ._isolate import isolate
+    from ._library import EvenkeelError
 
-    training, checkpoints = getattr(importlib.import_module(module), function)()
-    found = isolate(training, checkpoints, options.run, options.steps, options.budget, options.exact,
-                    tell=lambda words: print(f"  {words}", flush=True))
+    wanted = "a function of yours that returns (training, checkpoints) (docs/pytorch.md, \"Which rounding did it?\")"
+    made = function_named(parser, options.training, wanted)()
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        parser.error(f"expected MODULE:FUNCTION, {wanted}, found one that returns {type(made).__name__}")
+    try:
+        found = isolate(*made, options.run, options.steps, options.budget, options.exact,
+                        tell=lambda words: print(f"  {words}", flush=True))
+    except (EvenkeelError, ValueError, TypeError) as error:
+        if not str(error).startswith("evenkeel.isolate: "):
+            raise  # of the training itself: its author wants the whole trace
+        print(error, file=sys.stderr)
+        return 3 if isinstance(error, EvenkeelError) else 2  # as the program: bad data, bad arguments
     for link in found["evidence"]:
         print(f"- {link}")
     print(f"verdict: {found['cause']}\n{found['words']}\nhow sure: {found['certainty']}")

@@ -172,15 +172,15 @@ def compiling():
 
 
 @_coverage.at_compilation
-def draws(plan):
+def draws(plan, function="evenkeel.attention"):
     """Whether some kernel draws random numbers for this plan (of a table: for one of its plans)."""
-    return any(_asked_draws(text) for text in _ops.plans_of(plan))
+    return any(_asked_draws(text, function) for text in _ops.plans_of(plan))
 
 
 @functools.lru_cache(maxsize=1024)
-def _asked_draws(plan):
+def _asked_draws(plan, function):
     answer = ctypes.c_int32()
-    _library.check(_library.library().evenkeel_plan_draws(plan.encode(), ctypes.byref(answer)), "evenkeel.attention")
+    _library.check(_library.library().evenkeel_plan_draws(plan.encode(), ctypes.byref(answer)), function)
     return bool(answer.value)
 
 
@@ -221,7 +221,7 @@ def listed(door, q, k, v, forms, options):
         *before, _, layer = options
         kernel, why = _kernel_of(q.device, q.dtype, _ops._shape(q, k, v), forms,
                                  (_ops.plans_of(before[0])[0], *before[1:], 0, layer))
-    _coverage.note(door, _coverage.shape_text(q), dtype_name(q), kernel, options[0], why)
+    _coverage.note(door, _coverage.shape_text(q), dtype_name(q), kernel, _ops.plans_of(options[0])[0], why)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -294,7 +294,8 @@ def run(function, q, k, v, causal=False, visible=None, plan=None, stabiliser=Non
     if compiling():
         o, lse, _ = call()
     else:
-        o, lse, _ = (_watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible) if slopes is None
+        o, lse, _ = (_watch_calls.seen(call, q, k, v, options[2], options[3], options[1], visible,
+                                        plan=_ops.plans_of(plan)[0]) if slopes is None
                      else _watch_calls.not_recorded(call, "expected attention without slopes by distance (ALiBi), found some"))
         _watch_calls.tell_lse(lse)
     if beside:
@@ -340,7 +341,8 @@ def run_packed(function, q, k, v, starts_q, starts_k, longest_q, longest_k, caus
     if compiling():
         o, lse, _ = call()
     else:
-        o, lse, _ = (_watch_calls.seen_packed(call, q, k, v, starts_q, starts_k, options[2], options[3], options[1], options[4:6])
+        o, lse, _ = (_watch_calls.seen_packed(call, q, k, v, starts_q, starts_k, options[2], options[3], options[1], options[4:6],
+                                               plan=_ops.plans_of(plan)[0])
                      if slopes is None
                      else _watch_calls.not_recorded(call, "expected attention without slopes by distance (ALiBi), found some"))
         _watch_calls.tell_lse(lse.unsqueeze(0))

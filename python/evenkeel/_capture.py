@@ -1,5 +1,6 @@
 """Capture files and the library's probes of them: what src/diagnosis/capture.h describes, of one call of attention."""
 import ctypes
+import inspect
 import json
 import math
 import struct
@@ -70,6 +71,11 @@ def capture(model, run, layer, path, heads=None, plan="flash2", source="", step=
     name = "evenkeel.capture"
     if isinstance(run, torch.Tensor):
         tokens = run
+        try:
+            inspect.signature(model.forward).bind(tokens, labels=tokens, use_cache=False)
+        except TypeError:
+            raise TypeError(f"{name}: expected a model of transformers for tokens, found {type(model).__name__}, whose forward does not take labels; "
+                            "give a function that returns the loss: lambda: model(x, y)[1]") from None
         run = lambda: model(tokens, labels=tokens, use_cache=False).loss
     recording = Recording(model)
     gradients = [(p, p.grad) for p in model.parameters()]
@@ -78,6 +84,10 @@ def capture(model, run, layer, path, heads=None, plan="flash2", source="", step=
             p.grad = None
         with torch.enable_grad(), recording.running():
             loss = run()
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TypeError(f"{name}: expected a function that returns the loss, one number, found one that returns "
+                                f"{type(loss).__name__}{f' of shape {tuple(loss.shape)}' if isinstance(loss, torch.Tensor) else ''}; where a "
+                                "model returns (logits, loss): lambda: model(x, y)[1]")
             loss.backward()
     finally:
         for p, gradient in gradients:

@@ -1,8 +1,7 @@
 """python -m evenkeel conform MODULE:FUNCTION: judges an attention function of anyone's module."""
 import argparse
-import importlib
-import os
-import sys
+
+from ._named import function_named
 
 
 def main(arguments):
@@ -23,17 +22,11 @@ def main(arguments):
     parser.add_argument("--junit", metavar="FILE", help="for a test runner")
     parser.add_argument("--badge", metavar="FILE", help="an SVG")
     options = parser.parse_args(arguments)
-    module, colon, words = options.function.partition(":")
-    if not colon:
-        parser.error(f"expected MODULE:FUNCTION, found {options.function!r}")
-    sys.path.insert(0, os.getcwd())
     import torch
 
     from ._conform import conform
 
-    fn = importlib.import_module(module)
-    for word in words.split("."):
-        fn = getattr(fn, word)
+    fn = function_named(parser, options.function, "an attention function of yours (docs/check_my_kernel.md)")
     report = conform(fn, options.device, getattr(torch, options.dtype), options.rows, plan=options.plan, seed=options.seed,
                      quick=options.quick, dtypes=[getattr(torch, d) for d in options.dtypes or []] or None,
                      deterministic=not options.not_deterministic, aligned=options.aligned, case=options.case,

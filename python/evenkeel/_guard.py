@@ -4,6 +4,8 @@ import itertools
 import re
 import warnings
 
+import torch
+
 from . import _layers, _ops, flash_attn, hf
 from ._drift import DriftRule
 from ._patch import patch, unpatch
@@ -41,12 +43,20 @@ class Guard(Monitor):
         self.save_every, self.on_change = save_every, on_change
         self.checkpoints, self._remedied, self._back = [], set(), None
         self._name, self._base = f"@guard-{next(_numbers)}", plan
+        if hasattr(getattr(torch.nn.functional, "scaled_dot_product_attention", None), "evenkeel_original"):
+            warnings.warn(f"evenkeel.Guard: expected no evenkeel.patch() before it, found one; the guard's plan replaces it: {plan}", stacklevel=2)
         self._blocks, self._unfollow = _layers.follow(model)
         self._set_plan()
         patch(plan=self._name)
         flash_attn.configure(plan=self._name)
         if importlib.util.find_spec("transformers") is not None:
             hf.register("evenkeel", plan=self._name)
+
+    _deeper = 1
+
+    @property
+    def guard_mode(self):
+        return "act" if self.act else "warn"
 
     @property
     def plan_now(self):
@@ -100,8 +110,8 @@ class Guard(Monitor):
             layers = facts.shape[0]
             if layers != self._blocks:  # the layers of calls are not known: the heads of this number, in all layers
                 warnings.warn(f"evenkeel.Guard: expected a list of {layers} layers in the model, one for each attention call, "
-                              f"found {self._blocks}; the remedy goes to heads of the same number in all layers", stacklevel=4)
-                event["plan"] = re.sub(r"layer \d+ (head)", r"\\1", event["plan"])
+                              f"found {self._blocks}; the remedy goes to heads of the same number in all layers", stacklevel=6)
+                event["plan"] = re.sub(r"layer \d+ (head)", r"\1", event["plan"])
             self._remedied |= {(layer if layers == self._blocks else None, head) for layer, head in event["heads"]}
             self._set_plan()
             self._back = event.get("to")

@@ -1,9 +1,12 @@
 """Which layer of a model an attention call belongs to, for doors that do not say it: torch's and flash_attn's."""
+import re
+
 import torch
 
 
 class _Current:
     layer = 0
+    followed = 0  # models that say which layer runs
 
 
 current = _Current()  # not by thread: code that torch compiles reads it when it is compiled
@@ -35,4 +38,18 @@ def follow(model):
         return hook
 
     handles = [block.register_forward_pre_hook(say(layer)) for layer, block in enumerate(blocks)]
-    return len(blocks), lambda: [handle.remove() for handle in handles]
+    current.followed += 1
+
+    def undo():
+        current.followed -= 1
+        for handle in handles:
+            handle.remove()
+
+    return len(blocks), undo
+
+
+def require(plan, function):
+    """A plan with clauses for layers needs a model that says which layer runs: without, every call would be one of layer 0."""
+    if plan and re.search(r"\blayer\s*\d", plan) and not current.followed:
+        raise ValueError(f"{function}: expected a plan without clauses for layers, since the call does not say which layer it belongs to, found "
+                         f"{plan!r}; evenkeel.patch(plan, model=model) follows the model's layers")

@@ -89,6 +89,11 @@ class ConformResult(ctypes.Structure):
     ]
 
 
+class Rounding(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_uint64), ("format", ctypes.c_char_p), *[(size, ctypes.c_int64) for size in "BHTD"],
+                ("seed", ctypes.c_uint64)]
+
+
 class GuardEvent(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_uint64), ("kind", ctypes.c_int32), ("last_good", ctypes.c_int64),
                 ("to", ctypes.c_int64), ("clauses", ctypes.c_char_p), ("words", ctypes.c_char_p)]
@@ -125,6 +130,7 @@ def library():
             ("last_error", text, []),
             ("attention_defaults", None, [pointer, ctypes.c_size_t]),
             ("plan_draws", number, [text, ctypes.POINTER(number)]),
+            ("plan_of_head", number, [text, number, number, ctypes.POINTER(text)]),
             ("attention_sizes", number, [pointer, pointer]),
             ("attention_kernel", number, [pointer, ctypes.POINTER(text), ctypes.POINTER(text)]),
             ("attention_family", number, [number, pointer]),
@@ -134,13 +140,17 @@ def library():
             ("conform", number, [pointer, ConformKernel, pointer, pointer]),
             ("judge", number, [pointer] * 4),
             ("judge_write_form", number, [text]),
+            ("round", number, [pointer] * 3),
             ("probe_field", text, [number]),
             ("spectral_norm", number, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),
             ("guard_new", pointer, [text, ctypes.c_int64, ctypes.c_int64, number]),
             ("guard_free", None, [pointer]),
             ("guard_take", number, [pointer, ctypes.c_int64, *[pointer] * 4, ctypes.c_size_t, number, pointer]),
             ("probe", number, [pointer, ctypes.c_size_t, pointer, ctypes.c_size_t])):
-        call = getattr(c, "evenkeel_" + name)
+        call = getattr(c, "evenkeel_" + name, None)
+        if call is None:
+            raise EvenkeelError(f"evenkeel: expected a library as new as this package, found {path} without evenkeel_{name}; build it "
+                                "again (`./evenkeel info` in the source folder, or `pip install .`)")
         call.restype, call.argtypes = result, arguments
     return c
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from . import _coverage, _layers
-from ._attention import attention, run_packed, under_autocast, unsuited, unsuited_mask
+from ._attention import attention, draws, run_packed, under_autocast, unsuited, unsuited_mask, whole_plan
 
 NAME = "scaled_dot_product_attention"
 _undo = []  # of each patch still in force
@@ -89,14 +89,29 @@ def _routed(original, plan, stabiliser, strict):
     return scaled_dot_product_attention
 
 
-def patch(plan=None, stabiliser=None, strict=False):
+def patch(plan=None, stabiliser=None, strict=False, model=None):
     """From now on torch.nn.functional.scaled_dot_product_attention is evenkeel.attention with this plan, and so is
     torch.nn.attention.varlen.varlen_attn where this torch has it. What it does not take goes to PyTorch's own, with one
     warning for each reason; strict: evenkeel.NotCovered instead. Call it before a model is built (nanoGPT looks for the
-    function then) or compiled. On torch 1.x, which has no such function, it comes into being."""
+    function then) or compiled. On torch 1.x, which has no such function, it comes into being.
+    A plan with clauses for layers needs the model: its list of layers then says which one runs."""
+    undo = []
+    if model is not None:
+        blocks, unfollow = _layers.follow(model)
+        undo.append(unfollow)
+        if blocks == 0:
+            raise ValueError(f"evenkeel.patch: expected a model with a list of layers (torch.nn.ModuleList), found none in {type(model).__name__}")
+    try:
+        _layers.require(plan, "evenkeel.patch")
+        if plan is not None or stabiliser is not None:
+            draws(whole_plan(torch.bfloat16, plan, stabiliser), "evenkeel.patch")  # a misspelt word is said now, not in the first step
+    except BaseException:
+        for action in undo:
+            action()
+        raise
     before = getattr(F, NAME, None)
     original = before if before is None or not hasattr(before, "evenkeel_original") else before.evenkeel_original
-    undo = [_replace(F, NAME, _routed(original, plan, stabiliser, strict))]
+    undo.append(_replace(F, NAME, _routed(original, plan, stabiliser, strict)))
     varlen = sys.modules.get("torch.nn.attention.varlen")
     if varlen is None and hasattr(torch.nn, "attention"):
         with contextlib.suppress(ImportError):
@@ -142,9 +157,9 @@ def unpatch():
 
 
 @contextlib.contextmanager
-def patched(plan=None, stabiliser=None, strict=False):
+def patched(plan=None, stabiliser=None, strict=False, model=None):
     """patch() for a while."""
-    patch(plan, stabiliser, strict)
+    patch(plan, stabiliser, strict, model)
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
 """The evenkeel program: where pip put it, of the source tree's build, or on the PATH."""
+import contextlib
 import json
 import os
 import pathlib
@@ -29,5 +30,8 @@ def json_of(command, *arguments):
     """`evenkeel COMMAND ARGUMENTS --json`: its answer. Exit code 1 is a finding, not an error."""
     done = subprocess.run([program_path(), command, *map(str, arguments), "--json"], capture_output=True, text=True)
     if done.returncode not in (0, 1):
-        raise EvenkeelError(f"evenkeel {command}: {(done.stderr or done.stdout).strip()}")
+        words = (done.stderr or done.stdout).strip()
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # with --json, errors are JSON, too
+            words = json.loads(words)["error"]["message"]
+        raise EvenkeelError(f"evenkeel {command}: {words}")
     return json.loads(done.stdout)

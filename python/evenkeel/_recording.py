@@ -36,6 +36,7 @@ class Call:
         self.q, self.k, self.v = (kept(part(t)) for t in (q, k, v))
         self.scale, self.softcap, self.causal, self.dtype = float(scale), float(softcap), bool(causal), q.dtype
         self.d_o = self.x = self.weights = None
+        self.plan = None  # of our attention, with its clauses; None where it is another's
 
     def set_projections(self, x, weights):
         """x: the projections' input, as if it had one head."""

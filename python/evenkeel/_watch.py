@@ -1,6 +1,8 @@
 """evenkeel.Monitor: the records of a run, from anyone's training. What a head's probes are is defined by the library alone."""
 import collections
 import contextlib
+import ctypes
+import itertools
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import torch
 from . import _coverage, _ops, _program, _watch_calls
 from ._capture import probe, spectral_norm, write_capture
 from ._drift import DriftRule
-from ._library import library
+from ._library import check, library
 from ._recording import Recording, some_of
 
 METRICS_SCHEMA = 1
@@ -99,26 +101,40 @@ def schedule_of(folder):
         return 0.0, 0
 
 
-def plan_of(dtype, plan):
-    return plan or ("fp32" if dtype in (torch.float32, torch.float64) else "flash2")
+def plan_of(call, plan):
+    """The plan that was asked for; else that of our attention; else what most kernels of the dtype do."""
+    return plan or call.plan or ("fp32" if call.dtype in (torch.float32, torch.float64) else "flash2")
+
+
+def plan_of_head(plan, layer, head):
+    """A plan without clauses: what one head has of it."""
+    text = ctypes.c_char_p()
+    check(library().evenkeel_plan_of_head(plan.encode(), layer, head, ctypes.byref(text)), "evenkeel.Monitor")
+    return text.value.decode()
 
 
 class Facts:
     """What one recorded step says of every head: probes (name -> (L, H)), sequences, rows."""
 
     def __init__(self, calls, plan, by_head=None):
-        """plan: a text, or None for the dtype's own; by_head: a function of layer and number of heads, a plan for each."""
+        """plan: a text, or None for the call's or the dtype's own; by_head: a function of layer and number of heads, a plan for each."""
         for call in calls:
             call.on_host()
-        in_format = lambda call, plans: [_ops.in_format(text, call.dtype) for text in plans]
-        layers = [probe(call, layer, in_format(call, by_head(layer, call.q.shape[1]) if by_head else
-                                               [plan_of(call.dtype, plan)] * call.q.shape[1]))
-                  for layer, call in enumerate(calls)]
+
+        def plans(call, layer):
+            heads = range(call.q.shape[1])
+            if by_head:
+                return [_ops.in_format(text, call.dtype) for text in by_head(layer, len(heads))]
+            return [plan_of_head(_ops.in_format(plan_of(call, plan), call.dtype), layer, head) for head in heads]
+
+        self.plans = [plans(call, layer) for layer, call in enumerate(calls)]  # (L, H): of each head, without clauses
+        layers = [probe(call, layer, self.plans[layer]) for layer, call in enumerate(calls)]
         self.by_head = {name: [[_short(x) for x in fields[name]] for fields in layers] for name in layers[0]}
         self.sequences = calls[0].q.shape[0]
         self.rows = self.sequences * calls[0].q.shape[2]
         self.bf16 = calls[0].dtype == torch.bfloat16
-        self.plan = plan_of(calls[0].dtype, plan)
+        self.head_size = calls[0].q.shape[3]
+        self.plan = plan_of(calls[0], plan)
 
     @property
     def shape(self):
@@ -182,7 +198,7 @@ class Recorder:
         return {"mean_lse": torch.cat([t.mean((1, 3)) for t in parts]),
                 "largest_lse": torch.cat([t.abs().amax((1, 3)) for t in parts])}
 
-    def take(self):
+    def take(self, deeper=0):
         """The recorded calls that have a gradient, and the recording; None where nothing was recorded."""
         recording, self.recording = self.recording, None
         if recording is None:
@@ -191,8 +207,13 @@ class Recorder:
         heads = {call.q.shape[1] for call in calls}
         if len(heads) != 1:
             why = "; ".join(sorted(recording.skipped)) or f"{len(recording.calls)} calls, {len(calls)} with a gradient"
-            warnings.warn(f"evenkeel.Monitor: expected layers of attention with one number of heads, found {len(heads)} "
-                          f"such numbers: {why}", stacklevel=4)
+            if not recording.calls and not recording.skipped:
+                why = ("no call. Attention that a model computes by hand, as a product and a softmax, is not seen: call "
+                       "torch.nn.functional.scaled_dot_product_attention or evenkeel.attention there")
+            elif len(heads) > 1:
+                why = f"numbers {sorted(heads)}"
+            warnings.warn(f"evenkeel.Monitor: expected layers of attention with one number of heads, found {why}; this step is not "
+                          "probed", stacklevel=3 + deeper)
             return None
         return calls, recording
 
@@ -278,6 +299,24 @@ def _beside_training(tensors):
     return beside
 
 
+RECORDS = ("metrics.jsonl", "config.toml", "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
+
+
+def set_aside(folder, deeper=0):
+    """Moves an earlier training's record out of the way: its alarms and its verdict are not those of the training that begins."""
+    record = folder / "metrics.jsonl"
+    if not record.exists() or record.stat().st_size == 0:
+        return
+    number = next(n for n in itertools.count(1) if not (folder / f"before-{n}").exists())
+    aside = folder / f"before-{number}"
+    aside.mkdir()
+    for name in RECORDS:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    warnings.warn(f"evenkeel.Monitor: expected no record in {folder} for a training that begins at step 0, found one; it is in "
+                  f"{aside} now. A training that goes on says so with first_step=", stacklevel=3 + deeper)
+
+
 class Monitor:
     """Writes a run folder like `evenkeel train`'s from anyone's training loop, for `verdict`, `report`, `watch`, ...:
 
@@ -292,8 +331,10 @@ class Monitor:
     log-sum-exp, offset, ties, leak and largest scores. Every `norms_every` such steps the spectral norms of all weights join them
     (by default each time, and every tenth on a GPU, from which the weights must be copied). A head that drifts raises
     an alarm: a warning, a line of guard.jsonl, and the attention of that step in captures/ for `evenkeel probe`.
-    First step: where the training goes on. A folder that holds the record of the steps before is continued.
-    Plan: the arithmetic that ties and leaks are computed with; by default FlashAttention-2's for BF16, none for FP32.
+    First step: where the training goes on. A folder that holds the record of the steps before is continued. A training that
+    begins at step 0 has its own record: what an earlier one left in the folder moves to a folder within it.
+    Plan: the arithmetic that ties and leaks are computed with. By default the plan of evenkeel's attention where that runs, and of
+    others FlashAttention-2's for BF16, none for FP32.
     Loggers: TensorBoard's SummaryWriter, wandb, MLflow, or functions of (step, numbers).
     Background: a thread beside the training computes the probes; by default on a GPU. A line is written when it is whole,
     so lines wait for the probe before them. The method step() does not wait for the GPU. It returns the numbers of the latest
@@ -322,6 +363,8 @@ class Monitor:
         self._file = None
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if first_step == 0:
+                set_aside(self.folder, self._deeper)
             self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
         self._next, self._goes_on, self._first, self._probed = first_step, first_step > 0, True, 0
         self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
@@ -335,7 +378,9 @@ class Monitor:
         self._lines, self._arrived = collections.deque(), {}  # steps that are not written yet; numbers of the latest that came
         self._began = time.perf_counter()
 
+    _deeper = 0  # calls between the training and step(), for the line that a warning names
     plans_by_head = None  # of the guard, whose heads may have plans of their own
+    guard_mode = "off"  # in config.toml: off, warn or act, as of `evenkeel train`
 
     def step(self, loss, lr=None, gradient_norm=None, tokens=None):
         """Takes the step's numbers; returns those of the latest step that has arrived as a flat dict, for any logger: on a CPU
@@ -356,12 +401,12 @@ class Monitor:
         line.update(self._recorder.lse_by_head())
         one = _Line(line)
         self._lines.append(one)
-        taken = self._recorder.take()
+        taken = self._recorder.take(self._deeper)
         if taken is not None:
             self._probe(one, *taken)
         late = self._add_late()
         if self._forecast is not None:
-            one.numbers.update(self._forecast.numbers())
+            one.numbers.update(self._forecast.numbers(deeper=self._deeper))
         self._write_ready()
         self._next += 1
         self._recorder.armed = self._next % self.every == 0
@@ -452,9 +497,9 @@ class Monitor:
     def _write_config(self, facts):
         """config.toml, by which the commands know the run."""
         layers, heads = facts.shape
-        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", "", "[schedule]", f"lr = {self._largest_lr!r}", f"warmup = {int(self._warmup)}", "",
+        lines = ["[model]", f"layers = {layers}", f"heads = {heads}", f"head_size = {facts.head_size}", "", "[schedule]", f"lr = {self._largest_lr!r}", f"warmup = {int(self._warmup)}", "",
                  "[attention]", f"plan = {json.dumps(facts.plan)}", "", "[run]", 'trainer = "pytorch"',
-                 f"probe_every = {self.every}", ""]
+                 f"probe_every = {self.every}", f'guard = "{self.guard_mode}"', ""]
         text = "\n".join(lines)
         if text != self._config:
             self._config = text
@@ -468,7 +513,7 @@ class Monitor:
             self._rule = DriftRule(facts.plan, *facts.shape, facts.bf16)
         event = self._rule.take(step, facts.flat("largest_lse"), facts.flat("leak_rms"), facts.flat("delta_rms"), act=False)
         if event is not None and event["plan"]:
-            event["next_command"] = (f'go on from a checkpoint of before with evenkeel.patch(plan="{facts.plan}; {event["plan"]}"), '
+            event["next_command"] = (f'go on from a checkpoint of before with evenkeel.patch(plan="{facts.plan}; {event["plan"]}", model=model), '
                                      "or train with evenkeel.Guard")
         return event
 
@@ -480,13 +525,16 @@ class Monitor:
         folder.mkdir(exist_ok=True)
         for layer in sorted({layer for layer, _ in event["heads"]} & set(range(len(calls)))):
             with open(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:
-                write_capture(file, calls[layer], layer, plan=facts.plan, source=str(self.folder),
+                write_capture(file, calls[layer], layer, plan=facts.plans[layer], source=str(self.folder),
                               model=type(self.model).__name__, step=event["step"], loss=loss)
-        warnings.warn(f"evenkeel.Monitor: step {event['step']}: {event['words']}", stacklevel=4)
+        following = f"; next: {event['next_command']}" if event.get("next_command") else ""
+        warnings.warn(f"evenkeel.{type(self).__name__}: step {event['step']}: {event['words']}{following}", stacklevel=5 + self._deeper)
 
-    def forecast(self):
-        """What `evenkeel forecast` says of this run so far: a dict."""
-        return _only(_program.json_of("forecast", self.folder))
+    def forecast(self, history=()):
+        """What `evenkeel forecast` says of this run so far: a dict. history: folders of earlier runs of the same training (same plan and
+        settings, any seed), or folders of such; the dict then has "history", which knows more than a run's own first half."""
+        earlier = [history] if isinstance(history, (str, os.PathLike)) else list(history)
+        return _only(_program.json_of("forecast", self.folder, *(["--history", *earlier] if earlier else [])))
 
     def verdict(self):
         """What `evenkeel verdict` says of this run so far: a dict."""
@@ -521,7 +569,7 @@ class _Forecast:
     """`evenkeel forecast` of the run's folder in a process beside the training, one at a time."""
 
     def __init__(self, folder):
-        self._folder, self._thread, self._answer, self._told = folder, None, None, False
+        self._folder, self._thread, self._answer, self._told = folder, None, None, set()
         self._probes, self._due = 0, FORECAST_FIRST
 
     def see_probe(self):
@@ -539,18 +587,22 @@ class _Forecast:
                                   stderr=subprocess.DEVNULL, text=True)
             self._answer = _only(json.loads(done.stdout)) if done.returncode in (0, 1) else None
 
-    def numbers(self, wait=False):
-        """Of a forecast that is ready: whether the run fails, and at which step it is expected to, with the interval."""
+    def numbers(self, wait=False, deeper=0):
+        """Of a forecast that is ready: whether the run fails, and at which step it is expected to, with the interval; or since
+        which step it has failed."""
         if self._thread is None or (not wait and self._thread.is_alive()):
             return {}
         self._thread.join()
         found, self._thread = self._answer, None
         if found is None:
             return {}
-        if found["fails"] and not self._told:
-            self._told = True
-            warnings.warn(f"evenkeel.Monitor: {found['words']}", stacklevel=4)
+        failed = (found.get("failed") or {}).get("lasts", False)
+        if found["fails"] and failed not in self._told:  # once that it will fail, and once that it has
+            self._told.add(failed)
+            warnings.warn(f"evenkeel.Monitor: {found['words']}", stacklevel=3 + deeper)
         numbers = {"evenkeel/forecast_fails": int(bool(found["fails"]))}
+        if failed:
+            numbers["evenkeel/failed_since"] = found["failed"]["since"]
         expected = [head for head in found["heads"] if head["failure"] is not None]
         if found["fails"] and expected:
             soonest = min(expected, key=lambda head: head["failure"])

@@ -37,30 +37,35 @@ def tell_lse(lse):
         _lse_listener(lse)
 
 
-def _observed(call, add):
+def _observed(call, add, plan=None):
     """call()'s result; its first tensor, the output, is watched for its gradient. An attention inside another one (SDPA that
-    is routed here) is the same one, and seen once."""
+    is routed here) is the same one, and seen once. plan: of our attention, where it is ours."""
     recording = _recording
-    if recording is None or getattr(_inside, "call", False):
+    if recording is None:
         return call()
-    _inside.call = True
+    if getattr(_inside, "call", False):
+        _inside.plan = plan or _inside.plan
+        return call()
+    _inside.call, _inside.plan = True, plan
     try:
         result = call()
     finally:
         _inside.call = False
     noted = add(recording)
+    if noted is not None:
+        noted.plan = _inside.plan
     o = result[0] if isinstance(result, tuple) else result
     if noted is not None and o.requires_grad:
         o.register_hook(noted.set_gradient)
     return result
 
 
-def seen(call, q, k, v, scale, softcap, causal, visible=None, heads_axis=1, window=(-1, -1)):
+def seen(call, q, k, v, scale, softcap, causal, visible=None, heads_axis=1, window=(-1, -1), plan=None):
     """q (B, H, T, D), k, v (B, G, N, D). The output has its heads on that axis, 1 or 2, or that function brings it to
     (B, T, H, D). Visible: bool or uint8, broadcast to (B, H, T, N), or None."""
-    return _observed(call, lambda recording: recording.add(q, k, v, scale, softcap, causal, visible, heads_axis, window))
+    return _observed(call, lambda recording: recording.add(q, k, v, scale, softcap, causal, visible, heads_axis, window), plan)
 
 
-def seen_packed(call, q, k, v, starts_q, starts_k, scale, softcap, causal, window=(-1, -1)):
+def seen_packed(call, q, k, v, starts_q, starts_k, scale, softcap, causal, window=(-1, -1), plan=None):
     """q (R, H, D), k, v (S, G, D), the output as q."""
-    return _observed(call, lambda recording: recording.add_packed(q, k, v, starts_q, starts_k, scale, softcap, causal, window))
+    return _observed(call, lambda recording: recording.add_packed(q, k, v, starts_q, starts_k, scale, softcap, causal, window), plan)

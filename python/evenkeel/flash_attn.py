@@ -22,7 +22,9 @@ _settings = {"plan": None, "stabiliser": None, "strict": False}
 
 
 def configure(plan=None, stabiliser=None, strict=False):
-    """The plan of these functions; strict: what our kernels do not take raises evenkeel.NotCovered."""
+    """The plan of these functions; strict: what our kernels do not take raises evenkeel.NotCovered. For clauses for layers,
+    evenkeel.patch(model=model) comes first."""
+    _layers.require(plan, "evenkeel.flash_attn.configure")
     _settings.update(plan=plan, stabiliser=stabiliser, strict=strict)
 
 

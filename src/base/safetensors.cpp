@@ -220,8 +220,11 @@ void Safetensors::parse(Bytes bytes) {
                file_, bytes.size(), kLengthBytes);
   uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, bytes.data(), kLengthBytes);
-  require_data(header_bytes <= kLongestHeader, "{}: expected a header of at most {} bytes, found one of {}",
-               file_, kLongestHeader, header_bytes);
+  require_data(
+      header_bytes <= kLongestHeader,
+      "{}: expected a safetensors file, with a header of at most {} bytes, found one of {}: another kind of "
+      "file?",
+      file_, kLongestHeader, header_bytes);
   const Bytes rest = bytes.subspan(kLengthBytes);
   require_data(header_bytes <= rest.size(), "{}: expected a header of {} bytes, found the end after {}",
                file_, header_bytes, rest.size());

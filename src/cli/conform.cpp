@@ -131,6 +131,7 @@ Json to_json(const std::vector<ConformPlan>& plans) {
                        {"lse", {{"error_over_bound", r.over_lse}}},
                        {"nonfinite", r.nonfinite},
                        {"unwritten", r.unwritten},
+                       {"one_key_rows", r.one_key_rows},
                        {"what_to_fix", r.what_to_fix()}});
     out["plans"].push_back({{"plan", plan.name}, {"passes", plan.passes()}, {"cases", cases}});
   }

@@ -7,7 +7,9 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "cli/options.h"
+#include "diagnosis/history.h"
 
 namespace evenkeel::cli {
 namespace {
@@ -15,6 +17,42 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+Json to_json(const HistoryForecast& found) {
+  Json alike = Json::array();
+  for (const EarlierRun& one : found.alike)
+    alike.push_back({{"run", one.folder.string()},
+                     {"steps", one.steps},
+                     {"failed", one.failed ? Json(*one.failed) : Json(nullptr)}});
+  return {{"words", in_words(found)},
+          {"failure", number(found.failure.value_or(HistoryForecast::kNone))},
+          {"earliest", number(found.earliest())},
+          {"latest", number(found.latest())},
+          {"alike", alike},
+          {"unlike", found.unlike}};
+}
+
+// The runs of --history: a run's folder, or a folder of runs. One that is named twice, or by a link, counts once.
+std::vector<RunRecords> read_history(const std::vector<std::string>& folders) {
+  std::vector<RunRecords> found;
+  for (const std::string& word : folders) {
+    require_data(std::filesystem::is_directory(word),
+                 "--history {}: expected a run's folder or a folder of runs, found {}", word,
+                 std::filesystem::exists(word) ? "something else" : "nothing there");
+    std::vector<std::filesystem::path> runs = {word};
+    if (!is_run_folder(word)) runs = runs_in(word);
+    require_data(!runs.empty(), "--history {}: expected a run's folder or a folder of runs, found none in it",
+                 word);
+    for (const auto& run : runs) {
+      std::error_code none;
+      if (std::none_of(found.begin(), found.end(), [&](const RunRecords& one) {
+            return std::filesystem::equivalent(one.folder, run, none);
+          }))
+        found.push_back(read_run(run));
+    }
+  }
+  return found;
+}
 
 Json to_json(const std::string& folder, const RunForecast& found, const std::vector<std::string>& notes) {
   Json heads = Json::array();
@@ -32,10 +70,18 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
   }
   Json at_risk = Json::array();
   for (const int64_t h : found.at_risk) at_risk.push_back({h / found.heads, h % found.heads});
+  Json failed = nullptr;
+  if (const auto& failure = found.failure)
+    failed = {{"since", failure->since},
+              {"kind", name(failure->kind)},
+              {"lasts", failure->lasts},
+              {"excess", number(failure->excess)},
+              {"words", failure->words}};
   return {{"schema", 1},
           {"run", folder},
           {"steps", found.steps},
           {"fails", found.fails()},
+          {"failed", failed},
           {"words", in_words(found)},
           {"harmful_offset", found.terms.harmful},
           {"bound", found.terms.bound},
@@ -47,47 +93,67 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
           {"notes", notes}};
 }
 
-void print(const std::string& folder, const RunForecast& found, const std::vector<std::string>& notes,
-           bool all) {
+void print(const std::string& folder, const RunRecords& run, const RunForecast& found,
+           const HistoryForecast* history, bool all) {
   fmt::print("{}: {}\n", folder, in_words(found));
   for (size_t h = 0; h < found.of_heads.size(); ++h)
     if (all || (found.of_heads[h].outlook >= Outlook::drift && found.at_risk.size() > 1))
       fmt::print("  layer {} head {}: {}\n", static_cast<int64_t>(h) / found.heads,
                  static_cast<int64_t>(h) % found.heads, in_words(found.of_heads[h]));
-  for (const std::string& note : notes) fmt::print("  {}\n", note);
+  if (history) {
+    fmt::print("  history: {}\n", in_words(*history));
+    for (const std::string& unlike : history->unlike)
+      if (all || history->alike.empty()) fmt::print("    not compared with {}\n", unlike);
+  }
+  for (const std::string& note : run.notes) fmt::print("  {}\n", note);
+  if (found.fails() && run.config)  // verdict needs it
+    fmt::print("  next: evenkeel verdict {}\n", shell_word(folder));
+  else if (history && history->failure)
+    for (const EarlierRun& one : history->alike)
+      if (one.failed && static_cast<double>(*one.failed) == *history->failure)
+        return fmt::print("  next: evenkeel verdict {}\n", shell_word(one.folder.string()));
 }
 
 }  // namespace
 
 int run_forecast(int argc, char** argv) {
-  std::vector<std::string> words;
+  std::vector<std::string> words, earlier;
   bool all = false, json = false;
   Options options(
       "forecast RUN... [options]",
       "When a run is expected to fail, from its recorded offsets. For every head that drifts: its growth, "
-      "the "
-      "step of\nfailure with an interval that holds in four of five cases, and what bounds it. Where no head "
-      "drifts: \"no failure\nin sight\". It works while a run trains. Exit code 1: a failure is expected.",
-      "forecast runs/a");
+      "the step of\nfailure with an interval that holds in four of five cases, and what bounds it. Where no "
+      "head drifts: \"no failure\nin sight\". A run whose records show that it has failed gets no date: "
+      "\"has "
+      "failed since\". It works while a run\ntrains. With --history, earlier runs with the same plan and "
+      "settings and any seed are asked, too: they know more\nthan a run's own first half. Exit code 1: a "
+      "failure is expected, or has happened and lasts.",
+      "forecast runs/b --history runs");
   options.words("RUN", words, 1, 256);
+  options.lists("--history", "FOLDER...", "earlier runs: their folders, or a folder of them", earlier);
   options.flag("--all", "every head, not those at risk alone", all);
   options.flag("--json", "everything as JSON, an array of runs", json);
   if (!options.parse(argc, argv)) return 0;
   bool fails = false;
+  const std::vector<RunRecords> history = read_history(earlier);
   Json answer = Json::array();
   for (const std::string& word : words) {
     require_data(std::filesystem::is_directory(word), "{}: expected a run's folder, found {}", word,
                  std::filesystem::exists(word) ? "something else" : "nothing there");
     const RunRecords run = read_run(word);
-    const RunForecast found = forecast(run);
-    require_data(!found.of_heads.empty(),
+    const RunForecast found = forecast(run, twin_of(run, history));
+    std::optional<HistoryForecast> of_others;
+    if (!earlier.empty() && !found.has_failed()) of_others = forecast_by_history(run, history);
+    require_data(!found.of_heads.empty() || found.failure || (of_others && !of_others->alike.empty()),
                  "{}: expected recorded offsets (train --facts-every N, or the package's Monitor), found {}",
                  word, run.has_steps() ? "none in its metrics.jsonl" : "no recorded step");
-    fails = fails || found.fails();
-    if (json)
+    fails = fails || found.fails() || (of_others && of_others->failure);
+    if (json) {
       answer.push_back(to_json(word, found, run.notes));
-    else
-      print(word, found, run.notes, all);
+      answer.back()["history"] = of_others ? to_json(*of_others) : Json(nullptr);
+    } else {
+      print(word, run, found, of_others ? &*of_others : nullptr, all);
+    }
   }
   if (json) fmt::print("{}\n", answer.dump(2));
   return fails ? 1 : 0;

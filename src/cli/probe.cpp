@@ -66,7 +66,7 @@ void read_target(const ProbeCommand& command, const std::string& target, Probed&
 std::string command_after(const std::vector<std::string>& targets) {
   for (const std::string& target : targets)
     if (const auto at = parse_run_step(target); at && !fs::is_regular_file(target))
-      return isolate_command(at->run);
+      return isolate_command(at->run, config_of_run(at->run).trainer);
   return "";
 }
 

@@ -10,30 +10,22 @@
 #include "base/error.h"
 #include "base/whole_file.h"
 #include "cli/options.h"
-#include "records/schema.h"
+#include "records/run_records.h"
 
 namespace evenkeel::cli {
 namespace {
 
 namespace fs = std::filesystem;
 
-bool is_run(const fs::path& folder) {
-  std::error_code error;
-  return fs::exists(record_path(folder, RecordFile::config), error) ||
-         fs::exists(record_path(folder, RecordFile::metrics), error);
-}
-
 // DataError where there is nothing to report, with the runs that lie in the folder, if some do.
 void check_run(const fs::path& folder) {
   std::error_code error;
   require_data(fs::is_directory(folder, error), "{}: expected a run's folder, found {}", folder.string(),
                fs::exists(folder, error) ? "a file" : "nothing");
-  if (is_run(folder)) return;
+  if (is_run_folder(folder)) return;
   constexpr size_t kNamed = 3;
   std::vector<std::string> inside;
-  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
-    if (is_run(at->path())) inside.push_back(at->path().string());
-  std::sort(inside.begin(), inside.end());
+  for (const fs::path& run : runs_in(folder)) inside.push_back(run.string());
   const std::string more = inside.size() > kNamed ? fmt::format(" and {} more", inside.size() - kNamed) : "";
   inside.resize(std::min(inside.size(), kNamed));
   throw DataError(fmt::format(

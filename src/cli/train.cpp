@@ -160,6 +160,11 @@ std::unique_ptr<Trainer> start_run(const TrainCommand& command, const std::share
   require(from.has_value(), "--branch '{}': expected RUN@STEP, as in runs/a@3000", command.branch);
   config = config_of_run(from->run);
   apply_settings(command, config);
+  require(from->step < config.schedule.steps,
+          "--branch {}: expected a step before the run's end, {}, found one at it: nothing is left to train; "
+          "--steps N "
+          "makes the new run longer",
+          command.branch, config.schedule.steps);
   branch_run(from->run, from->step, command.out, config);
   return Trainer::resume(command.out);
 }

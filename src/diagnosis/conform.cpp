@@ -30,18 +30,21 @@ struct Chunks {
   }
 };
 
-void compare(const Tensor<float>& found, const Tensor<double>& exact, ErrorStats& stats, double& max_error,
-             int64_t& nonfinite) {
+// terms: how large the terms of the output's sums are, for outputs that are nothing but zeros; or null.
+void compare(const Tensor<float>& found, const Tensor<double>& exact, const Tensor<double>* terms,
+             ErrorStats& stats, double& max_error, int64_t& nonfinite) {
   const int64_t width = found.shape()[3], rows = static_cast<int64_t>(found.values().size()) / width;
   double squares = 0;
   for (double truth : exact.values()) squares += truth * truth;
   const double rms = std::sqrt(squares / static_cast<double>(exact.values().size()));
+  const double usual = terms ? *std::ranges::max_element(terms->values()) : 0;
   for (int64_t row = 0; row < rows; ++row) {
     const float* values = found.values().data() + row * width;
     const double* truths = exact.values().data() + row * width;
     // Of the row's largest value, or of a usual one of the tensor where the row has next to nothing.
     double largest = rms;
     for (int64_t d = 0; d < width; ++d) largest = std::max(largest, std::fabs(truths[d]));
+    if (largest == 0 && terms) largest = usual;
     const double units = 1 / double{ulp(kBf16, static_cast<float>(largest))};  // a power of two: exact
     RowError error;
     for (int64_t d = 0; d < width; ++d) {
@@ -81,9 +84,37 @@ double arithmetic_noise(double lse) { return 0x1p-24 * (16 + std::fabs(lse)); }
 // 2^-24.
 constexpr double kArithmeticBias = 4 * 0x1p-24;
 
+// Heads of a family whose rows see one key: what the plan leaves there. None where its scores may be so far off that other
+// keys come into sight, and in other families.
+using OneKeyHeads = std::vector<std::optional<OneKeyBound>>;
+
+OneKeyHeads one_key_heads(const AttentionProblem& config, const ConformInputs& inputs,
+                          const AttentionTruth& exact) {
+  const AttentionProblem shape = problem_of(config, inputs.inputs());
+  OneKeyHeads heads(static_cast<size_t>(shape.H));
+  if (inputs.which->one_key == 0) return heads;
+  parallel_for(shape.H, [&](int64_t h, int) {
+    // Of both scores, the largest and the next.
+    const double apart = inputs.which->one_key - 2 * output_bounds(shape, exact.scales, h).score;
+    if (apart > 2 * kNear)
+      heads[static_cast<size_t>(h)] =
+          one_key_bound(shape, {inputs.v.view().at(0, h, 0), static_cast<size_t>(shape.N * shape.D)});
+  });
+  return heads;
+}
+
+// sum_d |dO| |O| of a row. Where a row sees one key, O is its V.
+double output_size(const ConformInputs& inputs, const AttentionTruth& exact, int64_t head, int64_t row) {
+  const float* const d_o = inputs.d_o.view().at(0, head, row);
+  const double* const o = exact.o.view().at(0, head, row);
+  double sum = 0;
+  for (int64_t d = 0; d < exact.o.shape()[3]; ++d) sum += std::fabs(double{d_o[d]} * o[d]);
+  return sum;
+}
+
 // Every row's residual, delta and what arithmetic leaves, into the totals.
 void add_residuals(const ConformInputs& inputs, const AttentionTruth& exact, const AttentionBuffers& found,
-                   Totals& totals, ConformResult& result) {
+                   const OneKeyHeads& one_key, Totals& totals, ConformResult& result) {
   const auto [B, H, T, D] = inputs.q.shape();
   const int64_t N = inputs.k.shape()[2];
   for (int64_t h = 0; h < H; ++h) {
@@ -92,11 +123,14 @@ void add_residuals(const ConformInputs& inputs, const AttentionTruth& exact, con
     for (int64_t i = 0; i < T; ++i) {
       const double lse = *exact.lse.view().at(0, h, i), delta = *exact.delta.view().at(0, h, i);
       if (!std::isfinite(lse)) continue;  // sees no key
+      const std::optional<OneKeyBound>& one = one_key[static_cast<size_t>(h)];
       const double residual = *found.residual.view().at(0, h, i),
-                   forced = *found.residual_floor.view().at(0, h, i);
+                   forced = one ? one->leak * output_size(inputs, exact, h, i)
+                                : *found.residual_floor.view().at(0, h, i);
       const double size = norm(inputs.d_o.view().at(0, h, i), D) * v_norm,
-                   arithmetic = arithmetic_noise(lse) * size;
+                   arithmetic = arithmetic_noise(one ? 0 : lse) * size;
       ++result.rows;
+      result.one_key_rows += one.has_value();
       if (!std::isfinite(residual)) {
         ++result.nonfinite;
         continue;
@@ -117,16 +151,18 @@ void add_errors(const AttentionTruth& exact, const AttentionBuffers& found, Conf
     const Tensor<double>& exact;
     ErrorStats& stats;
     double& max_error;
+    const Tensor<double>* terms = nullptr;
     int64_t nonfinite = 0;
   };
+  const OutputScales& scales = exact.scales;
   std::array comparisons{Comparison{found.o, exact.o, result.o, result.max_o},
                          Comparison{found.delta, exact.delta, result.delta, result.max_delta},
-                         Comparison{found.dq, exact.dq, result.dq, result.max_dq},
-                         Comparison{found.dk, exact.dk, result.dk, result.max_dk},
+                         Comparison{found.dq, exact.dq, result.dq, result.max_dq, &scales.dq[1]},
+                         Comparison{found.dk, exact.dk, result.dk, result.max_dk, &scales.dk[1]},
                          Comparison{found.dv, exact.dv, result.dv, result.max_dv}};
   parallel_for(static_cast<int64_t>(comparisons.size()), [&](int64_t n, int) {
     Comparison& c = comparisons[static_cast<size_t>(n)];
-    compare(c.found, c.exact, c.stats, c.max_error, c.nonfinite);
+    compare(c.found, c.exact, c.terms, c.stats, c.max_error, c.nonfinite);
   });
   for (const Comparison& c : comparisons) result.nonfinite += c.nonfinite;
 }
@@ -203,9 +239,43 @@ double largest_over_of_lse(const Tensor<float>& found, const Tensor<double>& exa
   return over;
 }
 
+// Rows that see one key: O is V, and dS, which is 0, is at most what is left of dP - delta. Twice that, since P of the
+// backward pass may be off by what rounding L leaves. Errors over their bounds of O, dQ and dK.
+std::array<double, 3> over_one_key(const AttentionProblem& shape, const ConformInputs& inputs,
+                                   const AttentionTruth& exact, const AttentionBuffers& found,
+                                   const OutputBounds& bounds, const OneKeyBound& one, int64_t head) {
+  std::array<double, 3> over = {};
+  const auto raise = [](double& to, double error, double allowed) {
+    if (std::fabs(error) > 0) to = std::max(to, std::fabs(error) / allowed);
+  };
+  std::vector<double> of_keys(static_cast<size_t>(shape.D)), of_rows = of_keys;
+  for (int64_t j = 0; j < shape.N; ++j)
+    for (int64_t d = 0; d < shape.D; ++d) {
+      double& largest = of_keys[static_cast<size_t>(d)];
+      largest = std::max(largest, std::fabs(double{*inputs.k.view().at(0, head, j, d)}));
+    }
+  for (int64_t i = 0; i < shape.T; ++i) {
+    const double ds = 2 * std::fabs(double{shape.scale}) * (one.leak + one.arithmetic) *
+                      output_size(inputs, exact, head, i);
+    for (int64_t d = 0; d < shape.D; ++d) {
+      const double v = *exact.o.view().at(0, head, i, d);
+      raise(over[0], *found.o.view().at(0, head, i, d) - v,
+            (one.output + one.arithmetic) * std::fabs(v) + bounds.o.absolute);
+      raise(over[1], *found.dq.view().at(0, head, i, d),
+            ds * of_keys[static_cast<size_t>(d)] + bounds.dq.absolute);
+      of_rows[static_cast<size_t>(d)] += ds * std::fabs(double{*inputs.q.view().at(0, head, i, d)});
+    }
+  }
+  for (int64_t j = 0; j < shape.N; ++j)
+    for (int64_t d = 0; d < shape.D; ++d)
+      raise(over[2], *found.dk.view().at(0, head, j, d),
+            of_rows[static_cast<size_t>(d)] + bounds.dk.absolute);
+  return over;
+}
+
 // Are the outputs wholly written, and within the worst case of the plan's roundings?
 void check_outputs(const AttentionProblem& config, const ConformInputs& inputs, const AttentionTruth& exact,
-                   const AttentionBuffers& found, ConformResult& result) {
+                   const AttentionBuffers& found, const OneKeyHeads& one_key, ConformResult& result) {
   const OutputScales& scales = exact.scales;
   for (const Tensor<float>* tensor : {&found.o, &found.dq, &found.dk, &found.dv})
     result.unwritten += std::count_if(tensor->values().begin(), tensor->values().end(), is_unwritten);
@@ -226,9 +296,13 @@ void check_outputs(const AttentionProblem& config, const ConformInputs& inputs, 
                       largest_outside(found.o, exact, scales, bounds.hull, h));
     over.dv = largest_over(found.dv, exact.dv, scales.dv, bounds.dv, h);
     if (has_lse) over.lse = largest_over_of_lse(found.lse, exact.lse, bounds.lse, h);
+    std::array<double, 3> alone = {};
+    if (const auto& one = one_key[static_cast<size_t>(h)])
+      alone = over_one_key(shape, inputs, exact, found, bounds, *one, h);
+    over.o = std::max(over.o, alone[0]);
     if (has_keel) return;
-    over.dq = largest_over(found.dq, exact.dq, scales.dq, bounds.dq, h);
-    over.dk = largest_over(found.dk, exact.dk, scales.dk, bounds.dk, h);
+    over.dq = std::max(alone[1], largest_over(found.dq, exact.dq, scales.dq, bounds.dq, h));
+    over.dk = std::max(alone[2], largest_over(found.dk, exact.dk, scales.dk, bounds.dk, h));
   });
   const auto raise = [](double& to, double over) { to = std::max(to, over); };
   for (const Over& over : of_heads) {
@@ -279,6 +353,13 @@ std::string ConformResult::what_to_fix() const {
     const std::pair<double, const char*> outputs[] = {
         {over_o, "O"}, {over_lse, "L"}, {over_dq, "dQ"}, {over_dk, "dK"}, {over_dv, "dV"}};
     const auto [over, output] = *std::max_element(std::begin(outputs), std::end(outputs));
+    if (one_key_rows > 0)
+      return fmt::format(
+          "{} is {:.3g} times as far from FP64 as the plan's roundings allow in rows that see one key, where "
+          "P is 1, O "
+          "is V and dS is 0: if nearer scores pass, P of the largest score is not 1. An exponent such as "
+          "fma(S, c, -m c) keeps the rounding of m c: subtract before the product, or add what was lost",
+          output, over);
     return fmt::format(
         "{} is {:.3g} times as far from FP64 as the plan's roundings allow: look for a wrong scale, mask or "
         "index, or name the plan that the kernel really has",
@@ -366,9 +447,10 @@ struct Chunk {
       run_kernel(kernel, config, inputs, found);
     }
     if (constant_feature) read_off();
-    add_residuals(inputs, exact, found, totals, result);
+    const OneKeyHeads one_key = one_key_heads(config, inputs, exact);
+    add_residuals(inputs, exact, found, one_key, totals, result);
     add_errors(exact, found, result);
-    check_outputs(config, inputs, exact, found, result);
+    check_outputs(config, inputs, exact, found, one_key, result);
   }
 
   // The leak, off dQ at the keys' constant feature; what rounding dS must leave of it; and delta as they imply it.

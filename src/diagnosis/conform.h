@@ -25,6 +25,11 @@ struct ConformCase {
   bool masked_rows = false;  // a quarter of the rows see no key
   int64_t rows_divisor = 1;  // structural cases run on fewer rows, and are not judged for bias
   bool feedback = false;  // dO is the gradient of a loss that saw the kernel's own O, rounding errors and all
+  // Every row sees one key: the others are hidden (HUGE_VAL), or their scores lie at least so far below. Whatever the scores
+  // are, P is 1, O is V and dS is 0. 0: rows see several.
+  double one_key = 0;
+  bool one_visible = false;  // a mask leaves one key of each head
+  bool masked() const { return masked_rows || one_visible; }
 };
 const std::vector<ConformCase>& conform_cases();
 
@@ -43,7 +48,7 @@ struct ConformInputs {
 
   const ConformCase* which;
   Tensor<float> q, k, v, d_o;  // (1, heads, T or N, D)
-  Tensor<uint8_t> visible;     // (1, heads, T, 1) or empty
+  Tensor<uint8_t> visible;     // (1, heads, T, 1), (1, heads, 1, N) or empty
 };
 
 inline constexpr float kKeyConstant = 0.5f;
@@ -71,6 +76,7 @@ struct ConformResult {
   int64_t unwritten = 0;  // values of O, L, dQ, dK, dV that are as they were before the call
   // Largest error over its bound (OutputBounds), by output; 0: not judged.
   double over_o = 0, over_lse = 0, over_dq = 0, over_dk = 0, over_dv = 0;
+  int64_t one_key_rows = 0;  // rows that were judged as those that see one key (OneKeyBound)
 
   double noise_bound() const;  // on residual.rms()
   bool biased() const;         // |z| >= kBiasZ on at least kBiasRows rows, and above FP32's own arithmetic

@@ -119,6 +119,7 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const double row_sum = u(Site::row_sum) * (tiles + 1) + arithmetic + far +
                          (plan.stabiliser == Stabiliser::consistent ? u(Site::probs) : 0);
   OutputBounds bounds;
+  bounds.score = score;
   bounds.lse = {0x1p-22, 2 * score + row_sum};
   // Probabilities: every score of a row is off by at most `score`, and so is the logarithm of their sum.
   const double forward = both(std::expm1(2 * score), row_sum);
@@ -152,6 +153,52 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const double of_mean_query = centred_queries ? 2 * a * D * d_o * v * (u(Site::q, q) + arithmetic) : 0.0;
   bounds.dk = gradient(u(Site::q, q), Site::dk, T * (lost_weight + of_mean_query) * q);
   return bounds;
+}
+
+OneKeyBound one_key_bound(const AttentionProblem& shape, std::span<const float> v) {
+  PrecisionPlan plan = shape.plans[0];
+  const StabiliserRules& rules = rules_of(plan.stabiliser);
+  const bool wide = rules.output == OutputRule::wide, sums_rounded = rules.sum == SumRule::rounded_probs;
+  // As the rules change the sites (stabiliser.h).
+  if (wide && plan.at(Site::output_for_delta) == plan.at(Site::output)) plan.at(Site::output_for_delta) = {};
+  if (sums_rounded) plan.at(Site::dprobs) = {};
+  const auto u = [&](Site site) { return relative_error(plan.at(site)); };
+  const auto has = [&](Site site, std::span<const float> values) {
+    const Rounding& r = plan.at(site);
+    const auto is_kept = [&](float x) { return round_to(r, x) == x; };
+    return is_identity(r) || (r.shared == SharedScale{} && std::ranges::all_of(values, is_kept));
+  };
+  // Numbers that were rounded are any numbers to the site that reads them next.
+  bool exact = true;
+  const auto next = [&](Site site, std::span<const float> values) {
+    exact = exact && has(site, values);
+    return exact ? 0.0 : u(site);
+  };
+  const double tiles = shape.tile_keys > 0
+                           ? std::ceil(static_cast<double>(shape.N) / static_cast<double>(shape.tile_keys))
+                           : 1;
+  constexpr float kOne[] = {1};
+  OneKeyBound bound;
+  bound.arithmetic = 0x1p-23 * static_cast<double>(2 * std::max(shape.D, shape.Dv) + 2 * shape.N + 64);
+
+  // P over l: 1, or any number under the shifts that are not the largest score.
+  exact = rules.shift != ShiftRule::dither && rules.shift != ShiftRule::power_of_two;
+  const double probs = next(Site::probs, kOne), row_sum = next(Site::row_sum, kOne) * (tiles + 1);
+  const double of_p = sums_rounded ? 0 : probs;
+  const double of_v = next(Site::v, v), pv = next(Site::pv, v) * (tiles + 1);
+  const bool before = exact;
+  bound.output = of_p + row_sum + of_v + pv + 2 * next(Site::output, v);  // stochastically: an ulp
+
+  if (rules.delta == DeltaRule::probs) {  // sum P dP / sum P, of the dP that dS has
+    bound.leak = u(Site::delta);
+    return bound;
+  }
+  exact = before;
+  const double read = 2 * next(Site::output_for_delta, v);
+  exact = true;
+  const double read_again = next(Site::v_bwd, v);
+  bound.leak = of_p + (wide ? 0 : row_sum + pv) + of_v + read + read_again + u(Site::delta) + u(Site::dprobs);
+  return bound;
 }
 
 }  // namespace evenkeel

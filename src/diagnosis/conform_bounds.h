@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 #include <vector>
 
 #include "attention/attention.h"
@@ -37,10 +38,22 @@ struct OutputBounds {
   };
   Bound o, dv;
   GradientBound dq, dk;
-  Bound lse;        // relative: of |L|
-  double hull = 0;  // how far O may lie outside of V's rows, however wrong the scores are
+  Bound lse;         // relative: of |L|
+  double hull = 0;   // how far O may lie outside of V's rows, however wrong the scores are
+  double score = 0;  // how far a score may be off
 };
 // REQUIRES: sizes and scale are set (problem_of).
 OutputBounds output_bounds(const AttentionProblem& problem, const OutputScales& scales, int64_t head);
+
+// A row that sees one key has P = 1, O = V and dS = 0, wherever its score lies. So errors of scores and of L, which make the
+// bounds above wide where scores are large, have no part in O and dP - delta. A rounding of numbers that its format has is
+// none: `v` are the head's values, and 1 is P where the plan shifts by the largest score.
+struct OneKeyBound {
+  double output = 0,
+         leak = 0;        // by the plan's roundings: of O relative to |v|, of dP - delta to sum_d |dO| |v|
+  double arithmetic = 0;  // FP32's own worst case, which is not in these two
+};
+// REQUIRES: as output_bounds.
+OneKeyBound one_key_bound(const AttentionProblem& problem, std::span<const float> v);
 
 }  // namespace evenkeel

@@ -81,6 +81,29 @@ void set_ties(HeadInputs h, int64_t row, InputStream& draw, int64_t ties, bool t
   });
 }
 
+// Scores far from zero, and one key a row. The first 15 of the offset's features are as large as a key, so that queries of
+// these rows stay within FP16's range. Scores that matter are whole numbers: FP32 has them exactly, in any order of sums.
+void fill_far(const ConformCase& which, HeadInputs h, InputStream& draw) {
+  constexpr double kOffsets[] = {2'000, 20'000, 80'000};
+  constexpr int64_t kFar = kOffsetFeatures - 1;  // the last feature stays kKeyConstant
+  fill_one_signed(h, draw);
+  fill_one_hot_keys(h);
+  for (int64_t j = 0; j < h.N; ++j) std::fill_n(h.k + j * h.D + kKeys, kFar, h.k[j * h.D + j]);
+  for (int64_t row = 0; row < h.T; ++row) {
+    const double size = kOffsets[draw.below(std::size(kOffsets))] * draw.between(0.8, 1.25),
+                 offset = (draw.below(2) == 0 ? size : -size) / kFar;
+    const int64_t top = draw.below(which.causal ? row + 1 : h.N);
+    set_scores(
+        h, row,
+        [&](int64_t j) {
+          if (which.one_visible) return draw.normal();
+          return j == top ? 0 : -draw.between(which.one_key * 1.01, 8000);
+        },
+        offset);
+    h.q[(row + 1) * h.D - 1] = 0;
+  }
+}
+
 void fill_head(const ConformCase& which, HeadInputs h, InputStream draw) {
   const std::string_view name = which.name;
   const int64_t of_rows = h.T * h.D, of_keys = h.N * h.D;
@@ -138,6 +161,8 @@ void fill_head(const ConformCase& which, HeadInputs h, InputStream draw) {
   } else if (name == "subnormal_v") {
     for (int64_t n = 0; n < h.N * h.D; ++n) h.v[n] = bf16(static_cast<double>(h.v[n]) * 0x1p-127);
     for (int64_t n = 0; n < h.T * h.D; ++n) h.d_o[n] *= 1024;  // so that dP is normal
+  } else if (which.one_key > 0) {
+    fill_far(which, h, draw);
   }
 }
 
@@ -175,6 +200,10 @@ const std::vector<ConformCase>& conform_cases() {
       {"masked_rows", "a quarter of the rows see no key", T, 64, D, false, 64, true, 8},
       {"one_row", "T = 1", 1, 16, D, false, 64, false, 8},
       {"odd_rows", "T = 65, causal, tiles of 16 keys", 65, 65, D, true, 16, false, 8},
+      {"far_one_key", "scores near +-2,000, 20,000, 80,000; one key far above the others; causal", N, N, D,
+       true, 64, false, 32, false, 3000},
+      {"far_padding", "scores as far away; a mask leaves one key", T, N, D, false, 64, false, 32, false,
+       HUGE_VAL, true},
   };
   return cases;
 }
@@ -186,6 +215,7 @@ ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed,
       v(k.shape()),
       d_o(q.shape()) {
   if (c.masked_rows) visible = Tensor<uint8_t>({1, heads, c.rows_per_head, 1});
+  if (c.one_visible) visible = Tensor<uint8_t>({1, heads, 1, c.keys});
   // A head's numbers depend on its own stream alone.
   parallel_for(heads, [&](int64_t h, int) {
     const HeadInputs head{q.view().at(0, h, 0), k.view().at(0, h, 0),
@@ -197,6 +227,7 @@ ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed,
       *k.view().at(0, h, j, c.head_size - 1) = kKeyConstant;
     if (c.masked_rows)
       for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
+    if (c.one_visible) *visible.view().at(0, h, 0, h % c.keys) = 1;
   });
 }
 
@@ -205,10 +236,11 @@ View<const float> ConformInputs::grad_output() const { return d_o.view(); }
 AttentionMask ConformInputs::mask() const {
   AttentionMask mask;
   mask.causal = which->causal;
-  if (which->masked_rows) {
+  if (which->masked()) {
+    const size_t repeated = which->masked_rows ? 3 : 2;
     mask.visible = visible.view();
-    mask.visible.shape[3] = which->keys;
-    mask.visible.stride[3] = 0;
+    mask.visible.shape = {1, q.shape()[1], which->rows_per_head, which->keys};
+    mask.visible.stride[repeated] = 0;
   }
   return mask;
 }

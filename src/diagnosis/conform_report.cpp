@@ -60,7 +60,7 @@ bool offers(const FormKernel& kernel, const ConformCase& family, FormType type) 
   ConformForm form;
   form.T = family.rows_per_head, form.N = family.keys, form.D = form.Dv = family.head_size;
   form.causal = family.causal, form.type = type;
-  if (family.masked_rows) form.mask = FormMask::rows;
+  if (family.masked()) form.mask = FormMask::rows;
   const FormInputs in(form);
   std::vector<float> o(in.d_o.size()), lse(static_cast<size_t>(form.H * form.T)), dq(in.q.size()),
       dk(in.k.size()), dv(in.v.size());

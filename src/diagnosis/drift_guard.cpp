@@ -26,6 +26,7 @@ void DriftGuard::follow(int64_t step, const std::vector<double>& lse, const std:
   const bool known = !leak.empty() && !delta.empty();
   for (size_t n = 0; n < heads_.size(); ++n)
     drift_[n].take(step, lse[n], known ? leak[n] : kUnknown, known ? delta[n] : kUnknown);
+  failure_.see_offsets(step, lse);
   limit_ = mend_limit(drift_);
   for (size_t n = 0; n < heads_.size(); ++n)
     if (drift_[n].size() <= limit_) heads_[n].last_good = step;
@@ -70,7 +71,9 @@ DriftGuard::Alarms DriftGuard::find_alarms() {
 
 std::string DriftGuard::figures(const std::vector<int64_t>& heads, size_t worst, const Means& means) const {
   const HeadForecast expected = drift_[worst].expected(terms_);
-  const std::string when = std::isnan(expected.failure)
+  const std::optional<RunFailure> failure = failure_.failure();
+  const std::string when = failure ? fmt::format(" ({})", in_words(*failure))
+                           : std::isnan(expected.failure)
                                ? ""
                                : fmt::format(" (near step {:.0f}, {:.0f} to {:.0f})", expected.failure,
                                              expected.earliest, expected.latest);
@@ -99,6 +102,10 @@ std::optional<DriftGuard::Decision> DriftGuard::decide(int64_t step, const Means
         return drift_[static_cast<size_t>(a)].log_lse() < drift_[static_cast<size_t>(b)].log_lse();
       }));
   event.words = figures(event.heads, worst, means);
+  if (const auto failure = failure_.failure(); !decision.leaking && failure && failure->not_finite_since) {
+    event.words = fmt::format("{}: {}", heads_in_words(event.heads, H_), in_words(*failure));
+    return decision;  // every head looks so behind a NaN: that is no drift
+  }
   if (!decision.leaking) {
     event.words +=
         drift_[worst].knows_leak()

@@ -29,6 +29,8 @@ class DriftGuard {
   // known. Steps ascend.
   void follow(int64_t step, const std::vector<double>& lse, const std::vector<double>& leak,
               const std::vector<double>& delta);
+  // The loss of the same step, behind its figures: a run that has failed gets no date of failure.
+  void see_loss(int64_t step, double loss) { failure_.see_loss(step, loss); }
   // Remedies of before are no reason to go back: so a run goes back once a head at most, and not round and round.
   void forget_remedies();
 
@@ -69,6 +71,7 @@ class DriftGuard {
   std::vector<Head> heads_;       // (L H)
   std::vector<HeadDrift> drift_;  // (L H)
   double limit_ = 0;              // mend_limit of them
+  FailureWatch failure_;
   ForecastTerms terms_{.begin = std::numeric_limits<int64_t>::max(),
                        .harmful = std::numeric_limits<double>::infinity(),
                        .bound = {},

@@ -194,8 +194,7 @@ HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
                       trend.end > median(before) + std::log(kForecastRise) &&
                       grows_steadily(x, y, trend.slope);
   if (!settled && !has_drifted) return found;  // too short
-  // By the line, which may be beyond what was recorded.
-  found.offset = std::exp(trend.end < std::log(terms.harmful) ? trend.end : last_.log_offset);
+  found.offset = std::exp(last_.log_offset);
   found.outlook = Outlook::no_drift;
   if (!drifts && !has_drifted) return found;
   found.outlook = Outlook::drift;
@@ -205,16 +204,118 @@ HeadForecast OffsetCourse::forecast(const ForecastTerms& terms) const {
   return found;
 }
 
-RunForecast forecast(const RunRecords& run) {
+void FailureWatch::see_offsets(int64_t step, std::span<const double> of_heads) {
+  double largest = 0;
+  for (const double offset : of_heads) {
+    const double size = std::fabs(offset);
+    largest = std::max(largest, std::isfinite(size) ? size : std::numeric_limits<double>::infinity());
+  }
+  if (std::isfinite(largest))
+    offset_not_finite_.reset();
+  else if (!offset_not_finite_)
+    offset_not_finite_ = step;
+  drifted_ = largest > limit_from_run({of_heads.begin(), of_heads.end()}).limit;
+}
+
+void FailureWatch::see_loss(int64_t step, double loss, double twins) {
+  if (!std::isfinite(loss)) {
+    if (!loss_not_finite_) loss_not_finite_ = step;
+    return;
+  }
+  loss_not_finite_.reset();
+  if (window_.size() < kFailureWindow)
+    window_.push_back({loss, twins});
+  else
+    window_[losses_ % kFailureWindow] = {loss, twins};
+  if (++losses_ < kFailureWindow) return;
+  // Summed anew each time: one loss of 1e30 would spoil a running sum for good.
+  mean_ = 0;
+  double beside = 0;
+  for (const Losses& one : window_) {
+    mean_ += one.ours / static_cast<double>(kFailureWindow);
+    beside += one.twins / static_cast<double>(kFailureWindow);
+  }
+  twin_ended_ = !std::isfinite(beside);
+  if (!twin_ended_) twins_mean_ = beside;
+  if (mean_ < best_) {
+    best_ = mean_;
+    if (beside_best()) rose_.reset();  // as good as ever
+  }
+  if (!rose_ && drifted_ && excess() > kFailureExcess) rose_ = step;
+}
+
+bool FailureWatch::beside_best() const {
+  return std::isnan(twins_mean_) || (twin_ended_ && best_ < twins_mean_);
+}
+
+double FailureWatch::excess() const {
+  const double reference = beside_best() ? best_ : twins_mean_;
+  // Anyone's objective may be below zero; at zero no share of it is known.
+  return reference == 0 ? 0 : (mean_ - reference) / std::fabs(reference);
+}
+
+std::optional<RunFailure> FailureWatch::failure() const {
+  using Kind = RunFailure::Kind;
+  const bool above = rose_ && excess() > kFailureExcess;
+  const auto not_finite = loss_not_finite_ && offset_not_finite_
+                              ? std::min(loss_not_finite_, offset_not_finite_)
+                              : std::max(loss_not_finite_, offset_not_finite_);  // the one there is, or none
+  if (loss_not_finite_ && !above)
+    return RunFailure{Kind::loss_not_finite,    *loss_not_finite_, true, 0,
+                      "its loss is not finite", not_finite};
+  if (offset_not_finite_ && !above)
+    return RunFailure{Kind::offset_not_finite,   *offset_not_finite_, true, 0,
+                      "an offset is not finite", not_finite};
+  if (!rose_) return {};
+  return RunFailure{
+      Kind::loss_rose,
+      *rose_,
+      above,
+      excess(),
+      fmt::format("the mean of the last {} losses is {:.3g} % above {}", kFailureWindow, 100 * excess(),
+                  beside_best() ? "its best" : "that of the same run with a remedy") +
+          (loss_not_finite_ ? fmt::format(", and no loss is finite since step {}", *loss_not_finite_) : ""),
+      not_finite};
+}
+
+std::optional<RunFailure> find_failure(const RunRecords& run, const RunRecords* twin) {
+  FailureWatch watch;
+  const Series none;
+  const Series& theirs = twin ? twin->metrics.loss : none;
+  size_t beside = 0;
+  const Series *offsets = run.metrics.by_head(name(HeadFact::offset)),
+               *lse = run.metrics.by_head(name(HeadFact::largest_lse));
+  const Series* const heads = offsets ? offsets : lse;
+  size_t next = 0;
+  for (size_t n = 0; n < run.metrics.loss.steps.size(); ++n) {
+    const int64_t step = run.metrics.loss.steps[n];
+    for (; heads && next < heads->steps.size() && heads->steps[next] <= step; ++next)
+      watch.see_offsets(heads->steps[next], heads->row(next));
+    while (beside < theirs.steps.size() && theirs.steps[beside] < step) ++beside;
+    const bool has_twin = beside < theirs.steps.size() && theirs.steps[beside] == step;
+    watch.see_loss(step, run.metrics.loss.values[n],
+                   has_twin ? theirs.values[beside] : std::numeric_limits<double>::quiet_NaN());
+  }
+  for (; heads && next < heads->steps.size(); ++next) watch.see_offsets(heads->steps[next], heads->row(next));
+  std::optional<RunFailure> found = watch.failure();
+  if (run.finding && !(found && found->lasts))
+    return RunFailure{RunFailure::Kind::ended, run.finding->step, true, 0, run.finding->words};
+  return found;
+}
+
+RunForecast forecast(const RunRecords& run, const RunRecords* twin) {
   RunForecast found;
   found.terms = forecast_terms(run);
   found.steps = run.step_count();
   found.layers = run.metrics.layers, found.heads = run.metrics.heads;
   found.leak_share = median_leak_share(run, found.terms);
+  found.failure = find_failure(run, twin);
   const Series* const offsets = run.metrics.by_head(name(HeadFact::offset));
   if (!offsets) return found;
+  // Behind a NaN every head has one: which of them drifted is judged by the records before.
+  const int64_t end = found.failure ? found.failure->not_finite_since.value_or(INT64_MAX) : INT64_MAX;
   std::vector<OffsetCourse> courses(offsets->width);
-  for (size_t n = 0; n < offsets->steps.size(); ++n)
+  for (size_t n = 0; n < offsets->steps.size() && offsets->steps[n] < end; ++n)
     for (size_t h = 0; h < offsets->width; ++h) courses[h].take(offsets->steps[n], offsets->row(n)[h]);
   for (const OffsetCourse& course : courses) found.of_heads.push_back(course.forecast(found.terms));
   for (size_t h = 0; h < courses.size(); ++h)
@@ -223,6 +324,10 @@ RunForecast forecast(const RunRecords& run) {
     const HeadForecast& head = found.of_heads[static_cast<size_t>(h)];
     return std::pair(head.failure, -head.offset);
   });
+  // What has happened is not dated again.
+  if (found.failure)
+    for (HeadForecast& head : found.of_heads)
+      head.failure = head.earliest = head.latest = HeadForecast::kNone;
   return found;
 }
 
@@ -242,29 +347,42 @@ std::string in_words(const HeadForecast& head) {
       return "no failure in sight: " + offset;
     case Outlook::harmful:
     case Outlook::drift:
-      return offset + fmt::format("{}: failure near step {:.0f} ({:.0f} to {:.0f})",
-                                  head.outlook == Outlook::harmful ? ", beyond the harmful offset" : "",
-                                  head.failure, head.earliest, head.latest);
+      return offset + (head.outlook == Outlook::harmful ? ", beyond the harmful offset" : "") +
+             (std::isnan(head.failure) ? ""
+                                       : fmt::format(": failure near step {:.0f} ({:.0f} to {:.0f})",
+                                                     head.failure, head.earliest, head.latest));
   }
   return "";
 }
 
+std::string in_words(const RunFailure& failure) {
+  const char* const about = failure.kind == RunFailure::Kind::loss_rose ? "about " : "";
+  return failure.lasts
+             ? fmt::format("the run has failed since {}step {}: {}", about, failure.since, failure.words)
+             : fmt::format("the run failed at {}step {}, and its loss has come back since: {}", about,
+                           failure.since, failure.words);
+}
+
 std::string in_words(const RunForecast& f) {
-  if (f.of_heads.empty()) return "no forecast: no offsets are recorded";
+  if (f.of_heads.empty()) return f.failure ? in_words(*f.failure) : "no forecast: no offsets are recorded";
   const auto named = [&](int64_t h) { return fmt::format("layer {} head {}", h / f.heads, h % f.heads); };
-  if (f.fails()) {
+  const std::string failed = f.failure ? in_words(*f.failure) + "; " : "";
+  if (!f.at_risk.empty()) {
     const int64_t first = f.at_risk[0];
-    const std::string others =
-        f.at_risk.size() > 1 ? fmt::format("; {} heads are at risk", f.at_risk.size()) : "";
-    return fmt::format("{}, {}; {}{}", named(first), in_words(f.of_heads[static_cast<size_t>(first)]),
-                       f.terms.bound, others);
+    const std::string others = f.at_risk.size() > 1 ? fmt::format("; {} heads {}", f.at_risk.size(),
+                                                                  f.failure ? "have drifted" : "are at risk")
+                                                    : "";
+    return fmt::format("{}{}, {}; {}{}", failed, named(first),
+                       in_words(f.of_heads[static_cast<size_t>(first)]), f.terms.bound, others);
   }
+  if (f.has_failed())
+    return failed + (f.failure->not_finite_since ? "no head drifted before" : "no head drifts now");
   int64_t largest = -1;
   for (size_t h = 0; h < f.of_heads.size(); ++h)
     if (f.of_heads[h].outlook == Outlook::no_drift &&
         (largest < 0 || f.of_heads[h].offset > f.of_heads[static_cast<size_t>(largest)].offset))
       largest = static_cast<int64_t>(h);
-  if (largest < 0) return fmt::format("no forecast: too few records behind step {}", f.terms.begin);
+  if (largest < 0) return fmt::format("{}no forecast: too few records behind step {}", failed, f.terms.begin);
   const std::string risk =
       std::isnan(f.leak_share)
           ? ""
@@ -273,7 +391,7 @@ std::string in_words(const RunForecast& f) {
                 "had more than {})",
                 f.leaks() ? "drift may come" : "no risk is seen", f.leak_share, kRiskyLeakShare);
   const std::string head = in_words(f.of_heads[static_cast<size_t>(largest)]);
-  return fmt::format("no failure in sight at step {}: the largest of {} heads is {}, {}{}", f.steps,
+  return fmt::format("{}no failure in sight at step {}: the largest of {} heads is {}, {}{}", failed, f.steps,
                      f.of_heads.size(), named(largest), head.substr(head.find(": ") + 2), risk);
 }
 

@@ -13,10 +13,23 @@
 // and lies within (kEarliest, kLatest) t in four of five cases. Beyond the harmful offset it is kHarmfulLeft t, and
 // (0, kHarmfulLatest) t in nine of ten cases. All numbers are fitted to the failing runs of
 // docs/curves; `scripts/study --forecast` judges them run by run, each by numbers fitted to the others.
+//
+// A run that *has failed* gets no date. The definition of failure compares with a healthy twin, which a run's records do not
+// have. They show a failure in three ways:
+//   A head is beyond the limit of drift (health.h), and the mean of kFailureWindow losses is more than kFailureExcess above the
+//   best such mean before.
+//   The loss, or an offset, is not finite to the end of the record.
+//   A finding ended the run.
+// A healthy loss falls, so this comes later than beside a twin, and a loss that only stops falling shows nothing. Where there is
+// a twin (the same seed, batches and settings, with a remedy; --history finds it), the mean is compared with its mean. Behind the
+// twin's end it is compared with the lower of the twin's last mean and the run's own best. On the runs of docs/curves three of
+// four failures show, at the step that the twin gives in the median, and no healthy run has one (drift_test).
 #pragma once
 
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -45,6 +58,9 @@ inline constexpr int64_t kForecastSettled = 3;
 inline constexpr double kRiskyLeakShare = 0.1;
 
 inline constexpr double kUsualHeadSize = 64;  // where it is not known
+
+inline constexpr size_t kFailureWindow = 200;   // losses: the study's unit, where every step has one
+inline constexpr double kFailureExcess = 0.05;  // of the loss
 
 // Rounding to m stored bits errs by 2^-m / sqrt(24) of a value, root mean square. Let `size` features make the score c.
 // Errors of q_d and k_d then add up to sqrt(2) times that of c / sqrt(size). At the harmful offset they move c by one.
@@ -76,7 +92,7 @@ constexpr std::string_view name(Outlook outlook) { return kOutlookNames[static_c
 struct HeadForecast {
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
   Outlook outlook = Outlook::too_short;
-  double offset = kNone;                                     // now, by the line
+  double offset = kNone;                                     // now: the last recorded
   double growth = kNone, growth_error = kNone;               // e-foldings a step
   double failure = kNone, earliest = kNone, latest = kNone;  // steps; of drift and harmful
 };
@@ -99,19 +115,64 @@ class OffsetCourse {
   int64_t every_ = 1, taken_ = 0;  // every so-many-th is kept
 };
 
+struct RunFailure {
+  enum class Kind { loss_rose, loss_not_finite, offset_not_finite, ended };
+  Kind kind = Kind::loss_rose;
+  int64_t since = 0;  // the step at which the records first show it
+  bool lasts = true;  // false: the mean loss has come back to within kFailureExcess of its best
+  double excess = 0;  // loss_rose: of the mean loss above its best now, as a share
+  std::string words;  // what shows it
+  std::optional<int64_t> not_finite_since = {};  // to the end of the record no loss is, or some offset is not
+};
+inline constexpr std::string_view kFailureNames[] = {"loss_rose", "loss_not_finite", "offset_not_finite",
+                                                     "ended"};
+constexpr std::string_view name(RunFailure::Kind kind) { return kFailureNames[static_cast<size_t>(kind)]; }
+
+// Whether a run has failed, by the records so far. Steps ascend; of one step the offsets come first.
+class FailureWatch {
+ public:
+  // (L H) offsets, or log-sum-exps where these alone are known.
+  void see_offsets(int64_t step, std::span<const double> of_heads);
+  // twins: the loss of the healthy twin at that step, NaN where there is none.
+  void see_loss(int64_t step, double loss, double twins = std::numeric_limits<double>::quiet_NaN());
+  std::optional<RunFailure> failure() const;
+
+ private:
+  struct Losses {
+    double ours, twins;
+  };
+  bool beside_best() const;  // is the mean loss compared with its own best, not with the twin's?
+  double excess() const;     // of the mean loss above what it is compared with, as a share of that
+
+  std::vector<Losses> window_;  // of the last kFailureWindow steps with a finite loss, a ring
+  size_t losses_ = 0;           // finite ones
+  double mean_ = 0, best_ = std::numeric_limits<double>::infinity();
+  double twins_mean_ = std::numeric_limits<double>::quiet_NaN();  // the last there was; NaN: no twin
+  bool twin_ended_ = false;  // it has no loss for some step of the window
+  bool drifted_ = false;     // at the latest recorded offsets
+  std::optional<int64_t> rose_, loss_not_finite_, offset_not_finite_;  // since
+};
+// By the records of a run, and of its twin where there is one; nothing where they show no failure.
+std::optional<RunFailure> find_failure(const RunRecords& run, const RunRecords* twin = nullptr);
+
 struct RunForecast {
   ForecastTerms terms;
   int64_t steps = 0, layers = 0, heads = 0;  // recorded steps; L, H
   std::vector<HeadForecast> of_heads;        // (L H); empty: no offsets are recorded
   std::vector<int64_t> at_risk;              // heads that drift or are beyond, the soonest first
   double leak_share = HeadForecast::kNone;   // of the median head; NaN: not probed
-  bool fails() const { return !at_risk.empty(); }
+  std::optional<RunFailure> failure;         // has happened: then no head has a date
+  bool has_failed() const { return failure && failure->lasts; }
+  bool fails() const { return !at_risk.empty() || has_failed(); }
   bool leaks() const { return leak_share > kRiskyLeakShare; }
 };
-RunForecast forecast(const RunRecords& run);
-// A sentence or two without a full stop: what is expected of the run, of the head that comes first.
+// twin: the same run with a remedy, where there is one (history.h finds it).
+RunForecast forecast(const RunRecords& run, const RunRecords* twin = nullptr);
+// A sentence or two without a full stop: that the run has failed, or what is expected of the head that comes first.
 std::string in_words(const RunForecast& forecast);
 // "layer 1 head 3: offset 310, 2.3 (1.9 to 2.7) e-foldings in 1,000 steps, failure near step 4,300 (3,400 to 8,500)"
 std::string in_words(const HeadForecast& head);
+// "the run has failed since about step 4,300: the mean of the last 200 losses is 12 % above its best"
+std::string in_words(const RunFailure& failure);
 
 }  // namespace evenkeel

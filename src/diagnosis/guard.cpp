@@ -47,6 +47,8 @@ Guard::Guard(const RunConfig& config, const fs::path& folder, int64_t next_step,
       // A run that had no guard has no leaks, and log-sum-exps only now and then.
       if (!lse.empty())
         rule_.follow(before.steps[line], lse, of(HeadFact::leak_rms, line), of(HeadFact::delta_rms, line));
+      if (const auto loss = before.loss.of_line(line); !loss.empty())
+        rule_.see_loss(before.steps[line], loss[0]);
     }
   }
   rule_.forget_remedies();
@@ -66,6 +68,7 @@ void Guard::see(int64_t step, double loss, Model& model, Json& line) {
                /*every_digit=*/true);
   rule_.follow(step, values_of(model.facts(), HeadFact::largest_lse),
                values_of(model.facts(), HeadFact::leak_rms), values_of(model.facts(), HeadFact::delta_rms));
+  rule_.see_loss(step, loss);
   decide(step, model);
   if (event_) line["guard"] = to_json(*event_, config_.model.heads);
 }

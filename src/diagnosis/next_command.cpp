@@ -19,7 +19,8 @@ std::string train_command(const std::filesystem::path& run, const RunConfig& con
                           const std::string& clauses, const std::string& suffix, const std::string& more) {
   if (!config.trainer.empty()) {  // its own program starts it
     std::string words = from > 0 ? fmt::format("go on from the checkpoint of step {}", from) : "start again";
-    if (!clauses.empty()) words += fmt::format(" with evenkeel.patch(plan=\"{}; {}\")", config.plan, clauses);
+    if (!clauses.empty())
+      words += fmt::format(" with evenkeel.patch(plan=\"{}; {}\", model=model)", config.plan, clauses);
     return more.empty() ? words : fmt::format("{} with{}", words, more);
   }
   std::string command = "evenkeel train ";
@@ -38,8 +39,12 @@ std::string train_with_checkpoints_command(const std::filesystem::path& run, con
   return train_command(run, config, from, "", "again", fmt::format(" --set run.keep_every={}", every));
 }
 
-std::string isolate_command(const std::filesystem::path& run, const std::string& options) {
-  return "evenkeel isolate " + shell_word(run.string()) + options;
+std::string isolate_command(const std::filesystem::path& run, const std::string& trainer,
+                            const std::string& options) {
+  // Another's training can be replayed by its own code alone, which evenkeel.isolate calls.
+  const char* const command =
+      trainer.empty() ? "evenkeel isolate " : "python -m evenkeel isolate MODULE:FUNCTION ";
+  return command + shell_word(run.string()) + options;
 }
 
 }  // namespace evenkeel

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "diagnosis/next_command.h"
 #include "records/record_json.h"
 #include "training/head_facts.h"
 
@@ -237,8 +238,8 @@ std::vector<int64_t> Replays::checkpoints() const {
 Health Replays::run_here(const TrialSetup& setup, const Window& window) {
   require_data(config_.trainer.empty(),
                "{}: expected a run of evenkeel's own trainer, found one of {}, which alone can replay it: "
-               "python -m evenkeel isolate MODULE:FUNCTION {}",
-               run_.string(), config_.trainer, run_.string());
+               "{}",
+               run_.string(), config_.trainer, isolate_command(run_, config_.trainer));
   Replay replay(run_, window.begin, options_.backend, [&](RunConfig& config) {
     add_clauses(config, setup.clauses, window.begin);
     config.schedule.peak *= setup.lr_factor;

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "diagnosis/isolate.h"
 #include "diagnosis/next_command.h"
 #include "records/metrics.h"
 
@@ -51,6 +52,8 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding) {
   record.layers = metrics.layers, record.heads = metrics.heads;
   for (size_t n = 0; n < metrics.loss.steps.size() && !record.not_finite; ++n)
     if (!std::isfinite(metrics.loss.values[n])) record.not_finite = metrics.loss.steps[n];
+  for (size_t n = metrics.loss.steps.size(); n > 0 && !std::isfinite(metrics.loss.values[n - 1]); --n)
+    record.never_finite = metrics.loss.steps[n - 1];
   for (const HeadFact fact : {HeadFact::offset, HeadFact::largest_lse}) {
     const Series& series = metrics.of(fact);
     if (series.empty()) continue;
@@ -88,9 +91,17 @@ namespace {
 
 // An offset beyond the limit of drift at the end of the record. Drift spreads, so the head that has gone furthest need not
 // be the first. Of those that have gone at least half as far (in logarithms), this is the first to leave for good.
+// Behind a NaN every head has one, which is no drift: heads are judged by the records before.
 std::optional<Symptom> find_offset(const RunRecord& record) {
-  if (record.offset.empty()) return {};
-  const std::vector<double>& last = record.offset.back();
+  size_t rows = record.offset.size();
+  const auto none_finite = [](const std::vector<double>& of_heads) {
+    return std::none_of(of_heads.begin(), of_heads.end(), [](double x) { return std::isfinite(x); });
+  };
+  while (rows > 0 && record.never_finite &&
+         (record.fact_steps[rows - 1] >= *record.never_finite || none_finite(record.offset[rows - 1])))
+    --rows;
+  if (rows == 0) return {};
+  const std::vector<double>& last = record.offset[rows - 1];
   double worst = 0;
   for (const double value : last) worst = std::max(worst, std::isnan(value) ? HUGE_VAL : value);
   Symptom symptom;
@@ -98,10 +109,10 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   const double limit = symptom.limit.limit;
   if (!(worst > limit)) return {};
   const double far = std::isinf(worst) ? worst : std::sqrt(worst * limit);
-  size_t head = 0, since = record.offset.size();
+  size_t head = 0, since = rows;
   for (size_t n = 0; n < last.size(); ++n) {
     if (last[n] < far) continue;
-    size_t first = record.offset.size() - 1;
+    size_t first = rows - 1;
     while (first > 0 && !(record.offset[first - 1][n] <= limit)) --first;
     if (first < since) since = first, head = n;
   }
@@ -113,7 +124,7 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   symptom.words =
       fmt::format("layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} ({})", symptom.layer,
                   symptom.head, record.offset_is == "largest_lse" ? "log-sum-exp" : "offset", limit,
-                  symptom.since, last[head], record.fact_steps.back(), in_words(symptom.limit));
+                  symptom.since, last[head], record.fact_steps[rows - 1], in_words(symptom.limit));
   return symptom;
 }
 
@@ -331,11 +342,19 @@ void add_trials(const Evidence& e, const std::string& site, std::vector<std::str
 
 bool heals(const Evidence& e, const Trial* trial) { return trial && e.heals(*trial); }
 
+// More replays of the same stretch: those that were made count.
+std::string go_on_command(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
+  const int64_t steps = e.window.end - e.window.begin;
+  return isolate_command(
+      run, config.trainer,
+      (steps > 0 && steps != kReplaySteps ? fmt::format(" --steps {}", steps) : "") + " --budget 80");
+}
+
 // With the smallest change that was seen to heal; on no evidence of one, with more replays.
 std::string mending_command(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   for (const Trial* const remedy : {e.zero_sum, e.zero_sum_all, e.consistent, e.wide_output, e.cured})
     if (heals(e, remedy)) return train_command(run, config, e.window.begin, remedy->setup.clauses, "cured");
-  return isolate_command(run, " --budget 80");
+  return go_on_command(e, run, config);
 }
 
 // The heads, and what their rows of dS leak.
@@ -525,7 +544,7 @@ Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const Ru
           : "Not established: all-FP32 attention does no better, so rounding in attention is not shown to "
             "be the cause; nor is anything else.";
   v.certainty = "not sure";
-  v.next_command = !e.control ? isolate_command(run, " --budget 80")
+  v.next_command = !e.control ? go_on_command(e, run, config)
                    : e.chaotic
                        ? train_with_checkpoints_command(
                              run, config, 0, std::max<int64_t>(1, (e.window.end - e.window.begin) / 2))
@@ -544,9 +563,10 @@ Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConf
     return v;
   }
   if (!e.recorded) {
-    v.words = "Something is wrong; the cause was not established: no replay was made.";
+    v.words = fmt::format("Something is wrong: {}. The cause was not established: no replay was made.",
+                          e.symptom.words);
     v.certainty = "not sure";
-    v.next_command = isolate_command(run);
+    v.next_command = isolate_command(run, config.trainer);
   } else if (e.not_repeated) {
     v = judge_corruption(e, run, config);
   } else if (e.data && from_data(*e.data)) {

@@ -26,6 +26,7 @@ struct RunRecord {
   std::string offset_is;                    // offset, or largest_lse where only that is recorded
   std::vector<std::vector<double>> leak;    // (steps with leaks, L H): leak over delta, root mean squares
   std::optional<int64_t> not_finite;        // the first step whose recorded loss is not
+  std::optional<int64_t> never_finite;      // from this step on no recorded loss is, to the end
   std::optional<Finding> finding;           // what ended it
 };
 RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding);

@@ -114,7 +114,10 @@ void read_changes(RunRecords& run) {
 
 std::string read_config_text(const fs::path& folder) {
   const std::optional<std::string> text = read_record(folder, RecordFile::config);
-  require_data(text.has_value(), "{}: expected a run's folder, found no config.toml in it", folder.string());
+  std::error_code error;
+  require_data(text.has_value(),
+               "{}: expected a run's folder, as `evenkeel train` or evenkeel.Monitor writes it, found {}",
+               folder.string(), fs::is_regular_file(folder, error) ? "a file" : "no config.toml in it");
   return *text;
 }
 
@@ -204,6 +207,21 @@ RunRecords read_run(const fs::path& folder) {
   std::stable_sort(run.events.begin(), run.events.end(),
                    [](const RunEvent& a, const RunEvent& b) { return a.step < b.step; });
   return run;
+}
+
+bool is_run_folder(const std::filesystem::path& folder) {
+  std::error_code error;
+  return std::filesystem::exists(record_path(folder, RecordFile::config), error) ||
+         std::filesystem::exists(record_path(folder, RecordFile::metrics), error);
+}
+
+std::vector<std::filesystem::path> runs_in(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> found;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end; at.increment(error))
+    if (is_run_folder(at->path())) found.push_back(at->path());
+  std::sort(found.begin(), found.end());
+  return found;
 }
 
 std::string RunRecords::setting(std::string_view table_name, std::string_view key) const {

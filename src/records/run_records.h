@@ -57,6 +57,11 @@ struct RunRecords {
   RecordObject verdict_record() const;
 };
 
+// Has it a config.toml or a metrics.jsonl?
+bool is_run_folder(const std::filesystem::path& folder);
+// The runs that lie in a folder, by name. None where it cannot be read.
+std::vector<std::filesystem::path> runs_in(const std::filesystem::path& folder);
+
 // Of a folder that need not be there.
 RunRecords read_run(const std::filesystem::path& folder);
 

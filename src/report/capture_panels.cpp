@@ -26,9 +26,12 @@ std::string no_capture(const PageData& data) {
       "No capture of this run is at hand. One shows where an error pushes, dO against the output's error, "
       "V's "
       "sign and the sum that goes wrong; it is made by",
-      fmt::format("evenkeel capture {} --layer {} --heads {} -o {}",
-                  shell_word(fmt::format("{}@{}", run.folder.string(), step)), layer, head,
-                  shell_word((run.folder / fmt::format("layer{}.safetensors", layer)).string())));
+      !run.setting("run", "trainer").empty()
+          ? fmt::format("evenkeel.capture(model, tokens, {}, \"{}\")  # in Python, of a checkpoint", layer,
+                        (run.folder / fmt::format("layer{}.safetensors", layer)).string())
+          : fmt::format("evenkeel capture {} --layer {} --heads {} -o {}",
+                        shell_word(fmt::format("{}@{}", run.folder.string(), step)), layer, head,
+                        shell_word((run.folder / fmt::format("layer{}.safetensors", layer)).string())));
 }
 
 // A number a feature as stems from zero: where signs agree the eye sees it.

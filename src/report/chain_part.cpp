@@ -6,6 +6,7 @@
 #include <cmath>
 #include <set>
 
+#include "diagnosis/next_command.h"
 #include "report/html.h"
 #include "report/panels.h"
 
@@ -212,11 +213,13 @@ std::string chain_part(const PageData& data) {
   text += "</ol>\n" + evidence_of(run.verdict_record());
   const bool open =
       std::any_of(links.begin(), links.end(), [](const ChainLink& link) { return link.value.empty(); });
+  // `evenkeel verdict` alone writes a verdict, too.
+  const bool replayed = !run.verdict_record().objects("parts").empty();
   if (open && symptom.kind != Symptom::Kind::none)
-    text += missing(run.verdict ? "Some links are not established; a larger budget of replays may find them:"
-                                : "The links that are open are found by replays of the run:",
-                    fmt::format("evenkeel isolate {}{}", shell_word(run.folder.string()),
-                                run.verdict ? " --budget 80" : ""));
+    text +=
+        missing(replayed ? "Some links are not established; a larger budget of replays may find them:"
+                         : "The links that are open are found by replays of the run:",
+                isolate_command(run.folder, run.setting("run", "trainer"), replayed ? " --budget 80" : ""));
   return section(
       "chain", "From symptom to proof",
       fmt::format(
@@ -232,7 +235,8 @@ std::string remedies_part(const PageData& data) {
   if (!run.verdict_record().objects("parts").empty())
     table += trials_of(run);
   else if (data.symptoms[data.subject].kind != Symptom::Kind::none)
-    table += missing("No replay compares remedies on this run yet:", "evenkeel isolate " + folder);
+    table += missing("No replay compares remedies on this run yet:",
+                     isolate_command(run.folder, run.setting("run", "trainer")));
   if (data.runs.size() == 1)
     table += missing("To compare runs, name several:",
                      fmt::format("evenkeel report {} OTHER_RUN... -o report.html", folder));

@@ -337,8 +337,12 @@ std::optional<std::pair<double, double>> common_range(std::span<const Chart> cha
   return std::pair(range.low, range.high);
 }
 
-// Below this height a telephone has no room for every label of the y axis (page.css).
-constexpr double kLow = 180;
+// Labels of the y axis that are nearer to each other than this touch on a telephone, where their font is larger (page.css).
+constexpr double kLeastGap = 20;
+static bool is_low(const Layout& layout) {
+  const size_t gaps = std::max<size_t>(layout.y_ticks.size(), 2) - 1;
+  return layout.plot.height < kLeastGap * static_cast<double>(gaps);
+}
 
 std::string draw(const Chart& chart) {
   const std::optional<Layout> layout = layout_of(chart);
@@ -349,9 +353,9 @@ std::string draw(const Chart& chart) {
               fmt::format("class=\"chart{}\" id=\"{}\" data-x=\"{} {}\" data-y=\"{} {}\" data-log=\"{}\" "
                           "data-box=\"{:.1f} {:.1f} "
                           "{:.1f} {:.1f}\" data-xname=\"{}\" data-yname=\"{}\"",
-                          chart.small           ? " small"
-                          : chart.height < kLow ? " low"
-                                                : "",
+                          chart.small       ? " small"
+                          : is_low(*layout) ? " low"
+                                            : "",
                           chart.id, plain(plot.x.low), plain(plot.x.high), fmt::format("{:.9g}", plot.y.low),
                           fmt::format("{:.9g}", plot.y.high), chart.log_y ? 1 : 0, plot.left, plot.top,
                           plot.width, plot.height, escape(chart.x_label), escape(chart.y_label)));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "diagnosis/next_command.h"
 #include "report/html.h"
 #include "report/panels.h"
 
@@ -79,16 +80,15 @@ std::string repeat_part(const PageData& data) {
   for (const RunRecords& run : data.runs) {
     const std::string folder = shell_word(run.folder.string());
     all_runs += " " + folder;
-    if (run.config)
+    if (run.config && run.setting("run", "trainer").empty())  // another's training starts by its own program
       commands += fmt::format("evenkeel train --config {} --out {}\n",
                               shell_word(record_path(run.folder, RecordFile::config).string()),
                               shell_word(run.folder.string() + "-again"));
   }
   const RunRecords& run = data.runs[data.subject];
-  const std::string folder = shell_word(run.folder.string());
   if (data.symptoms[data.subject].kind != Symptom::Kind::none || run.verdict)
-    commands += fmt::format("evenkeel isolate {}\n", folder);
-  if (data.view)
+    commands += isolate_command(run.folder, run.setting("run", "trainer")) + "\n";
+  if (data.view && run.setting("run", "trainer").empty())
     commands += fmt::format("evenkeel capture {} --layer {} --heads {} -o {}\n",
                             shell_word(fmt::format("{}@{}", run.folder.string(), data.view->step)),
                             data.view->layer, data.view->head, shell_word(data.view->file));

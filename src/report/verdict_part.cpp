@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "diagnosis/forecast.h"
+#include "diagnosis/next_command.h"
 #include "report/html.h"
 #include "report/panels.h"
 
@@ -134,12 +135,12 @@ std::string verdict_part(const PageData& data) {
   if (!statement.sure.empty())
     text += fmt::format("<p class=\"sure\">How sure? {}.</p>\n", escape(capital(statement.sure)));
   text += guard_words(data);
-  if (const RunForecast expected = forecast(run); !expected.of_heads.empty())
+  if (const RunForecast expected = forecast(run); !expected.of_heads.empty() || expected.failure)
     text += fmt::format("<p class=\"more\" id=\"forecast\">Forecast: {}.</p>\n", escape(in_words(expected)));
   if (const std::string next = run.verdict_record().text("next_command"); !next.empty())
     text += missing("Next:", next);
   else if (!run.verdict && symptom.kind != Symptom::Kind::none)
-    text += missing("Next:", fmt::format("evenkeel isolate {}", shell_word(run.folder.string())));
+    text += missing("Next:", isolate_command(run.folder, run.setting("run", "trainer")));
   if (run.has_steps()) text += tiles(data);
   return text + "</header>\n" + notes_of(data);
 }

@@ -118,8 +118,7 @@ void walk(Walker& w, RunConfig& c) {
         {"steps between checkpoints; 0: only at the end", "--checkpoint-every", "N", 0});
   w.key("checkpoints_kept", c.checkpoints_kept, {.help = "the newest so many", .least = 1});
   w.key("keep_every", c.keep_every,
-        {.help = "checkpoints of every so many steps stay for good; a multiple of checkpoint_every; 0: none",
-         .least = 0});
+        {.help = "checkpoints of every so many steps stay for good; 0: none", .least = 0});
   w.key("validate_every", c.validate_every,
         {"steps between validations; 0: never", "--validate-every", "N", 0});
   w.key("validation_batches", c.validation_batches, {.help = "batches of a validation", .least = 1});

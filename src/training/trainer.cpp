@@ -460,8 +460,10 @@ StepReport Trainer::step(bool stop_asked) {
   ++next_step_;
   finding_ = watch_.see(report.step, report.loss);
   if (!finding_ && !norms.applied)
-    finding_ = Finding{report.step, "not_finite",
-                       fmt::format("the gradient's norm at step {} is {}", report.step, norms.gradient)};
+    finding_ =
+        Finding{report.step, "not_finite",
+                // A NaN may have a sign, which says nothing.
+                fmt::format("the gradient's norm at step {} is {}", report.step, std::fabs(norms.gradient))};
   if (config_.validate_every > 0 && next_step_ % config_.validate_every == 0)
     report.validation_loss = validation_loss();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();

@@ -3,18 +3,25 @@
 // those of the device. All threads of a block run, each as a fiber with a stack of its own, one at a time, in one order:
 // the same bits every time.
 //
+// Two orders are fixed: a warp runs until it has to wait, and who waits asks again when nobody else can go on. So warps are
+// never far apart. In the third one they are: which warp goes on is drawn at every point where one can be switched, some
+// warps are held back for a while, and copies take longer than they must. The same seed gives the same order.
+//
 // It finds threads that wait at different places (as an error). It finds reads of shared memory that was not written or has
 // not arrived (as NaN: memory starts as 0xff, and a copy's target is 0xff until the thread waits for it). It finds warps
-// that rely on being first (run with both orders, and compare), accesses outside shared memory, and matrices read with bank
+// that rely on being first or on being quick (run with several orders, and compare), accesses outside shared memory, and matrices read with bank
 // conflicts (counted). It does not find races between the accesses of one warp's lanes, or the weak order of a GPU's memory.
 #pragma once
 
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -32,13 +39,14 @@
 namespace evenkeel::cuda_emulator {
 
 // Which warp goes on where several can, and which of its lanes first.
-enum class Order { ascending, descending };
+enum class Order { ascending, descending, random };
 
 struct Launch {
   int blocks = 1, threads = 32;
   size_t shared_bytes = 0;
   Order order = Order::ascending;
   int blocks_at_once = 1;  // that can wait for each other
+  uint32_t seed = 0;       // of Order::random
 };
 
 struct Index {
@@ -145,6 +153,9 @@ class Machine {
     launch_ = launch;
     kernel_ = &kernel;
     fault_.clear();
+    random_ = launch.seed;
+    hold_for_ = 0;
+    copies_are_late_ = false;
     grid = {static_cast<unsigned>(launch.blocks), 1, 1};
     blocks_.resize(static_cast<size_t>(std::min(launch.blocks_at_once, launch.blocks)));
     next_block_ = 0;
@@ -186,6 +197,7 @@ class Machine {
       warp.arrived = 0;
       all(reinterpret_cast<Operand**>(warp.operand));
       warp.ready = ~0u;
+      if (is_random()) idle_ = 0;
       return;
     }
     stop();
@@ -208,6 +220,13 @@ class Machine {
     current_->warp->paused |= 1u << current_->lane;
     stop();
   }
+  // Where a GPU may switch to another warp, though this one could go on. Instructions by which warps and blocks wait for each
+  // other, and copies, call it.
+  void may_switch() {
+    if (is_random() && draw(4) == 0) let_others_run();
+  }
+  // Does a copy that somebody waits for need longer? All lanes of a warp that is switched to get the same answer.
+  bool copy_is_late() const { return copies_are_late_; }
 
   template <class T, class From>
   T shuffle(uint32_t lanes, T value, From from) {
@@ -255,6 +274,53 @@ class Machine {
     copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(done));
   }
 
+  // A store of the copy engine. read(bytes) takes them from shared memory when the thread waits for that. write(bytes) puts
+  // them where they belong when it waits for that, or when the thread ends.
+  struct Store {
+    std::function<std::vector<uint8_t>()> read;
+    std::function<void(const std::vector<uint8_t>&)> write;
+    int group = 0;
+    bool is_read = false;
+    std::vector<uint8_t> bytes = {};
+  };
+  void store_later(Store store) {
+    store.group = current_->store_group;
+    current_->stores.push_back(std::move(store));
+  }
+  void commit_stores() { ++current_->store_group; }
+  void wait_for_stores(int pending, bool until_written) {
+    std::vector<Store>& stores = current_->stores;
+    size_t done = 0;
+    for (; done < stores.size() && stores[done].group < current_->store_group - pending; ++done) {
+      Store& store = stores[done];
+      if (!store.is_read) store.bytes = store.read();
+      store.is_read = true;
+      if (until_written) store.write(store.bytes);
+    }
+    if (until_written) stores.erase(stores.begin(), stores.begin() + static_cast<std::ptrdiff_t>(done));
+  }
+
+  // A barrier of the block, by its number.
+  struct NamedBarrier {
+    int arrived = 0, generation = 0;
+  };
+  NamedBarrier& named_barrier(int id) { return current_->block->named[static_cast<size_t>(id)]; }
+
+  // What instructions keep of the thread that runs: new in every block.
+  template <class T>
+  T& of_thread() {
+    struct Kept {
+      int64_t block = -1;
+      T value;
+    };
+    static std::deque<Kept> all;  // references stay good when it grows
+    constexpr size_t kMostThreads = 1024;
+    const size_t n = static_cast<size_t>(current_->block - blocks_.data()) * kMostThreads + current_->index;
+    if (all.size() <= n) all.resize(n + 1);
+    if (all[n].block != current_->block->serial) all[n] = {current_->block->serial, T{}};
+    return all[n].value;
+  }
+
   // Leaves the thread where it is for good: nothing on its stack is destroyed, so nothing there may own memory.
   [[noreturn]] void fail(const char* what, const char* more = "") {
     describe_fault(what, more);
@@ -272,6 +338,7 @@ class Machine {
   struct Block;
   struct Warp {
     uint32_t ready = 0, paused = 0;  // lanes that can go on; that will when nobody else can
+    bool held = false;               // Order::random: others go first, for now
     int arrived = 0;                 // of `meet`
     const char* what = "";
     void* operand[kWarp];
@@ -283,11 +350,14 @@ class Machine {
     int lane = 0;
     unsigned index = 0;
     std::vector<Copy> copies;
-    int group = 0;
+    std::vector<Store> stores;
+    int group = 0, store_group = 0;
   };
   struct Block {
     unsigned index = 0;
+    int64_t serial = 0;  // of all launches
     int alive = 0, arrived = 0;
+    std::array<NamedBarrier, 16> named;
     std::vector<Warp> warps;
     std::vector<std::unique_ptr<Thread>> threads;
     std::unique_ptr<uint8_t[]> memory;
@@ -297,9 +367,10 @@ class Machine {
   void start_block(Block& block) {
     if (next_block_ == launch_.blocks) return;
     block.index = static_cast<unsigned>(next_block_++);
-    ++blocks_started;
+    block.serial = ++blocks_started;
     block.alive = launch_.threads;
     block.arrived = 0;
+    block.named.fill({});
     idle_ = 0;
     constexpr size_t kAlignment = 1024;
     block.memory = std::make_unique<uint8_t[]>(launch_.shared_bytes + 2 * kGuardBytes + kAlignment);
@@ -322,7 +393,8 @@ class Machine {
       thread.lane = static_cast<int>(n % kWarp);
       thread.index = static_cast<unsigned>(n);
       thread.copies.clear();
-      thread.group = 0;
+      thread.stores.clear();
+      thread.group = thread.store_group = 0;
       thread.fiber.start(enter);
     }
     for (Warp& warp : block.warps) warp.ready = ~0u;
@@ -339,6 +411,9 @@ class Machine {
   void finish_thread() {
     Block& block = *current_->block;
     current_->warp->ready &= ~(1u << current_->lane);
+    for (Store& store : current_->stores)
+      if (store.is_read) store.write(store.bytes);
+    current_->stores.clear();
     if (--block.alive == 0) {
       check_guards(block);
       release_guards(block);
@@ -365,11 +440,13 @@ class Machine {
       }
   }
 
-  // This thread cannot go on: another one, of the same warp if there is one.
+  // This thread cannot go on: another one, of the same warp if there is one (Order::random: usually).
   void stop() {
     Thread& self = *current_;
     self.warp->ready &= ~(1u << self.lane);
-    Thread* next = ready_in(*self.block, static_cast<size_t>(self.warp - self.block->warps.data()));
+    Thread* next = nullptr;
+    if (!is_random() || draw(kWarp) != 0)
+      next = ready_in(*self.block, static_cast<size_t>(self.warp - self.block->warps.data()));
     if (!next) next = find_ready();
     if (next == &self) return;
     if (next) {
@@ -384,8 +461,11 @@ class Machine {
   Thread* ready_in(Block& block, size_t warp) {
     const uint32_t ready = block.warps[warp].ready;
     if (ready == 0) return nullptr;
-    const int lane =
-        launch_.order == Order::ascending ? __builtin_ctz(ready) : kWarp - 1 - __builtin_clz(ready);
+    int lane = launch_.order == Order::ascending ? __builtin_ctz(ready) : kWarp - 1 - __builtin_clz(ready);
+    if (is_random()) {
+      const int first = static_cast<int>(draw(kWarp));
+      lane = (first + __builtin_ctz(std::rotr(ready, first))) % kWarp;
+    }
     return block.threads[warp * kWarp + static_cast<size_t>(lane)].get();
   }
   Thread* find_ready() {
@@ -394,6 +474,7 @@ class Machine {
       finished_ = nullptr;
       start_block(block);
     }
+    if (is_random()) return draw_ready();
     if (Thread* const thread = first_ready()) return thread;
     if (++idle_ > kMostIdle) return nullptr;
     for (Block& block : blocks_)
@@ -414,6 +495,45 @@ class Machine {
     return nullptr;
   }
 
+  bool is_random() const { return launch_.order == Order::random; }
+  uint32_t draw(uint32_t below) {  // SplitMix64
+    uint64_t x = random_ += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return static_cast<uint32_t>((x ^ x >> 31) % below);
+  }
+  // A warp of those that can go on or look again; one that is held back only where there is no other. Some warps, few or many, are
+  // held back for so many draws or until the others only wait, then some others: a GPU's warps can be far apart, and a draw
+  // alone leaves them close.
+  Thread* draw_ready() {
+    if (++idle_ > kMostIdle * 4) return nullptr;
+    if (hold_for_-- <= 0 || idle_ % kWaitsInHold == 0) {
+      constexpr uint32_t kLongestHold = 14, kFewest = 5;  // as powers of two
+      hold_for_ = 1 << draw(kLongestHold);
+      const uint32_t one_in = 1u << draw(kFewest);
+      for (Block& block : blocks_)
+        for (Warp& warp : block.warps) warp.held = one_in > 1 && draw(one_in) == 0;
+    }
+    Thread* drawn = nullptr;
+    uint32_t met = 0;
+    bool drawn_held = true;
+    for (Block& block : blocks_) {
+      if (block.alive == 0) continue;
+      for (size_t n = 0; n < block.warps.size(); ++n) {
+        const Warp& warp = block.warps[n];
+        if ((warp.ready | warp.paused) == 0 || (warp.held && !drawn_held)) continue;
+        if (drawn_held && !warp.held) met = 0, drawn_held = false;
+        if (draw(++met) == 0) drawn = block.threads[n * kWarp].get();
+      }
+    }
+    if (!drawn) return nullptr;
+    copies_are_late_ = draw(4) == 0;
+    Warp& warp = *drawn->warp;
+    warp.ready |= warp.paused;
+    warp.paused = 0;
+    return ready_in(*drawn->block, static_cast<size_t>(drawn->warp - drawn->block->warps.data()));
+  }
+
   void set_place() {
     thread_index = {current_->index, 0, 0};
     block_index = {current_->block->index, 0, 0};
@@ -423,8 +543,12 @@ class Machine {
   const std::function<void()>* kernel_ = nullptr;
   std::vector<Block> blocks_;
   int next_block_ = 0;
-  static constexpr int kMostIdle = 1 << 16;
-  int idle_ = 0;  // how often only pausing threads were left since a block began
+  static constexpr int kMostIdle = 1 << 16, kWaitsInHold = 512;
+  // How often only pausing threads were left since a block began. Order::random: how many draws since a warp's lanes met.
+  int idle_ = 0;
+  uint64_t random_ = 0;
+  int hold_for_ = 0;
+  bool copies_are_late_ = false;
   Block* finished_ = nullptr;
   Thread* current_ = nullptr;
   Fiber main_;

@@ -424,7 +424,7 @@ TEST(ScoreFacts, as_fp64_has_them) {
                          {{3, 12, 12, 700, 700, 64}, {}, "full_many"},
                          {{1, 2, 2, 64, 48, 64}, {.fill = Fill::offset}, "offset"}};
   for (const Case& c : shapes)
-    for (const char* stabiliser : {"wide_output", "consistent", "paper_capped"}) {
+    for (const char* stabiliser : {"none", "wide_output", "consistent", "paper_capped"}) {
       const Problem p = make_problem(c);
       const AttentionProblem config = problem_of(tiled(p.with(plan_of(stabiliser))), p.in);
       std::vector<float> found;

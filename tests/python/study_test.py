@@ -20,7 +20,7 @@ import page_marks
 import study_designs
 import study_docs
 import study_forecast
-from study_curves import Study
+from study_curves import Study, rank_correlation
 
 
 def script(name):
@@ -91,6 +91,33 @@ class Definitions(unittest.TestCase):
         study = self.study(run=curve([1.0] * 4, losses, steps=[149, 299, 449, 599]))
         for found, expected in zip(study["run"].loss_means(), [(150 * 1 + 50 * 2) / 200, (100 * 2 + 100 * 3) / 200, (50 * 3 + 150 * 4) / 200]):
             self.assertAlmostEqual(found, expected)
+
+    def test_speed_is_that_of_the_root_of_the_offset(self):
+        roots = [math.sqrt(10.0), 10.0, 50.0, 150.0, 160.0, 170.0, 180.0, 190.0]
+        study, run = self.pair([root * root for root in roots], self.HEALTHY)
+        speed, window, layer = max(study.speeds(run))
+        self.assertEqual((round(speed, 9), window, layer), (0.5, 3, 1))  # from 50 to 150 in 200 steps
+        self.assertAlmostEqual(study.speed_bound(run), 64**0.25 * 3e-3 * 384)
+        study, run = self.pair([1.0] * 8, self.HEALTHY, options=["--lr", "6e-3"])
+        self.assertAlmostEqual(study.speed_bound(run), 64**0.25 * 6e-3 * 384)
+
+    def test_crossing_reads_the_group_of_steps_that_the_record_is_in(self):
+        losses = [3.0, 2.9, 2.8, 2.7, 2.6 * 1.5, 2.5, 2.4 * 9, 2.3]
+        study, run = self.pair([10.0, 10.0, 100.0, 2500.0, 10000.0, 12000.0, 12000.0, 12000.0], losses, gradient_norm=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        found = study.crossing(run, 5000, ahead=200)
+        self.assertEqual((found["step"], found["norm"]), (800, 5.0))  # steps 800 to 999
+        self.assertAlmostEqual(found["speed"], (100 - 50) / 200)
+        self.assertAlmostEqual(found["now"], 0.5)
+        self.assertAlmostEqual(found["excess"], 0.5)  # the ninefold loss comes later
+        self.assertAlmostEqual(study.crossing(run, 5000, ahead=400)["excess"], 8)
+        self.assertIsNone(study.crossing(run, 20_000))
+        self.assertEqual(study.largest_norm(run), 8.0)
+
+    def test_rank_correlation(self):
+        self.assertAlmostEqual(rank_correlation([1, 2, 3, 4], [10, 20, 300, 4000]), 1)
+        self.assertAlmostEqual(rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]), -1)
+        self.assertAlmostEqual(rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]), 4.5 / math.sqrt(4.5 * 5))  # ties share their places
+        self.assertAlmostEqual(rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]), 0.8)
 
     def test_a_name_in_two_files_is_refused(self):
         with tempfile.TemporaryDirectory() as folder:

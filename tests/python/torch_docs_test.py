@@ -1,9 +1,11 @@
 """Every python block of README.md and docs, run in order, a page at a time (docs_test.py has the marks and the rest of the rules).
 
 The names that snippets take from their reader are made here: a model of two layers, 16 tokens of text, 3 steps, an optimiser, q, k, v,
-an attention to judge. A judgement has 500 rows."""
+an attention to judge. A judgement has 500 rows. What a block prints is compared with its lines that begin with "#> ", where it has
+some."""
 import contextlib
 import functools
+import io
 import os
 import unittest
 import warnings
@@ -18,6 +20,9 @@ def attention(q, k, v, is_causal=False):
     """In FP32 within: Debian's PyTorch has BF16 products that not every CPU can run."""
     visible = lower(q.shape[2], k.shape[2]) if is_causal else None
     return exact(q.float(), k.float(), v.float(), visible).to(q.dtype)
+
+
+SHOWN = "#> "
 
 
 class Snippets(TorchCase):
@@ -44,7 +49,11 @@ class Snippets(TorchCase):
                 count += 1
                 with self.subTest(page=page, line=block.line), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    exec(compile(block.text, f"{page}:{block.line}", "exec"), names)
+                    with contextlib.redirect_stdout(io.StringIO()) as printed:
+                        exec(compile(block.text, f"{page}:{block.line}", "exec"), names)
+                    shown = [line[len(SHOWN):] for line in block.text.splitlines() if line.startswith(SHOWN)]
+                    if shown:
+                        self.assertEqual(shown, printed.getvalue().splitlines())
                 with contextlib.suppress(RuntimeError):  # not patched
                     evenkeel.unpatch()
         self.assertGreater(count, 5)

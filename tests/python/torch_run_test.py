@@ -267,7 +267,7 @@ class Runs(TorchCase):
         self.assertTrue(monitor.alarms)
         event = monitor.alarms[0]
         self.assertEqual((event["kind"], event["heads"][0]), ("warning", [1, 0]))
-        self.assertIn(f'evenkeel.patch(plan="flash2; {event["plan"]}")', event["next_command"])
+        self.assertIn(f'evenkeel.patch(plan="flash2; {event["plan"]}", model=model)', event["next_command"])
         said = [str(one.message) for one in caught]  # a forecast of the failure may come first
         self.assertTrue(any(f"step {event['step']}: {event['words']}" in words for words in said), said)
         self.assertIn("log-sum-exp", event["words"])
@@ -477,7 +477,7 @@ class Integrations(TorchCase):
 
 
 class Training:
-    """A training that drifts within 260 steps: its row sums have one fraction bit. As evenkeel.isolate takes one."""
+    """A training that drifts within 260 steps (on three of four courses, see run_test.sh): its row sums have one fraction bit. As evenkeel.isolate takes one."""
 
     STEPS = 260
 
@@ -620,7 +620,9 @@ class GuardAndIsolate(TorchCase):
         again = evenkeel.isolate(training, CHECKPOINTS, folder / "run", steps=50, budget=40, exact=True, tell=None)
         self.assertEqual(again["replays"], found["replays"])  # kept: none was made twice
         forecast = _watch._only(evenkeel._program.json_of("forecast", folder / "run"))
-        self.assertIn("drift may come", forecast["words"])  # its offset has come to rest
+        # Whether its offset still grows at the end is chance; that the plan leaks is not.
+        self.assertTrue(forecast["leaks"], forecast["words"])
+        self.assertTrue(forecast["fails"] or "drift may come" in forecast["words"], forecast["words"])
         # The same by the command, from the replays that are kept.
         (folder / "mine.py").write_text("import pathlib, torch_run_test\n"
                                         "def make(): return torch_run_test.Training(pathlib.Path('.').resolve()), torch_run_test.CHECKPOINTS\n")

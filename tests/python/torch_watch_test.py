@@ -195,20 +195,21 @@ class Monitoring(TorchCase):
         self.assert_says(TypeError, lambda: evenkeel.Monitor(3, folder), "Monitor: expected a torch.nn.Module", "int")
 
     def test_the_example_derails_and_with_the_remedy_does_not(self):
-        # Three texts: so short a run drifts with some, by chance. run_test.sh makes it the same chance on every machine.
-        folder, steps, coarse = self.folder(), 251, "fp32,row_sum=e5m1"
+        # Two texts: so short a run drifts with some, by chance. Row sums that are always too small make it likely: on four
+        # courses (run_test.sh) the largest offset was 13 to 165 times that with the remedy; rounded to nearest, 2 to 27 times.
+        folder, steps, coarse = self.folder(), 251, "fp32,row_sum=e5m1/toward_zero"
         if not PROGRAM:
             self.skipTest("expected EVENKEEL_PROGRAM, which makes the text")
         small = dict(layers=2, heads=1, width=32, context=32, sequences=4, peak=2e-2, warmup=20)
         offsets = {None: [], "zero_sum": []}
-        for seed in ("4", "7", "9"):
+        for seed in ("4", "7"):
             file = folder / f"text-{seed}"
             subprocess.run([PROGRAM, "data", "synth", "--out", file, "--bytes", "12000", "--seed", seed], check=True)
             for stabiliser, found in offsets.items():
                 found.append(train(coarse, stabiliser, steps, folder / f"{stabiliser}-{seed}", every=50, text=file.read_bytes(), say=None,
                                    **small)[1][steps - 1])
         derailed, kept = map(max, offsets.values())
-        print(f"  largest offset of three runs: {derailed:.1f}, with the remedy {kept:.1f}")
+        print(f"  largest offset of two runs: {derailed:.1f}, with the remedy {kept:.1f}")
         self.assertGreater(derailed, 5 * kept)
         self.assertLess(kept, 100)
 

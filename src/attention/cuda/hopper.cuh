@@ -81,6 +81,17 @@ std::vector<HeadGroup> head_groups(const AttentionProblem& problem, Alike alike)
   return groups;
 }
 
+// f.operator()<head size, that of values>() with the tiles that hold the problem's, where one of them is above 128 or they differ.
+template <class F>
+void with_large_sizes(const AttentionProblem& problem, F f) {
+  if (problem.D <= 192 && problem.Dv <= 128)
+    f.template operator()<192, 128>();
+  else if (problem.D <= 192 && problem.Dv <= 192)
+    f.template operator()<192, 192>();
+  else
+    f.template operator()<256, 256>();
+}
+
 // Heads (of all sequences) whose keys and values fit the part of the second-level cache that is theirs.
 inline int heads_in_cache(const AttentionProblem& problem, int heads) {
   constexpr int64_t kCacheBytes = 32 << 20;

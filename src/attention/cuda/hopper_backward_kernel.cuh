@@ -13,17 +13,19 @@
 
 namespace evenkeel::hopper::backward {
 
-// Loads everything: one thread.
+// The thread that loads everything, and its steps.
 template <int D, Consistent kConsistent>
-EK_DEVICE void produce(SharedMemory<D>& sm, const Backward& p, const CUtensorMap& q_map,
-                       const CUtensorMap& k_map, const CUtensorMap& v_map,
-                       const CUtensorMap& grad_output_map) {
-  constexpr int kRows = kTileRows<D>, kBoxes = D / kBoxFeatures;
-  constexpr bool kHasInverse = kConsistent != Consistent::no_head;
-  const int group = p.H / p.G;
-  Ring<kStages> rows, queue;
+struct Loader {
+  static constexpr int kRows = kTileRows<D>, kBoxes = D / kBoxFeatures;
+  static constexpr bool kHasInverse = kConsistent != Consistent::no_head;
+  SharedMemory<D>& sm;
+  const Backward& p;
+  const CUtensorMap &q_map, &k_map, &v_map, &grad_output_map;
+  Ring<kStages> rows = {}, queue = {};
   uint32_t parity = 0;  // of k and v
-  while (true) {
+
+  // The next item, for all threads.
+  EK_DEVICE Item take_item() {
     // Not before the consumers are at their last tile: who takes an item early and starts it late makes others wait.
     barrier_wait(&sm.q_empty[rows.stage], rows.parity ^ 1);
     const Item item = Item::at(p, atomicAdd(p.next_item, 1), kRows);
@@ -31,44 +33,82 @@ EK_DEVICE void produce(SharedMemory<D>& sm, const Backward& p, const CUtensorMap
     sm.item[queue.stage] = item;
     barrier_arrive(&sm.item_full[queue.stage]);
     queue.next();
-    if (item.key_tile < 0) return;
-    if (item.steps == 0) continue;
-
-    const auto load_keys = [&](typename SharedMemory<D>::KeyTile& tile, const CUtensorMap& map,
-                               uint64_t* full, uint64_t* empty) {
-      barrier_wait(empty, parity ^ 1);
-      barrier_expect_bytes(full, sizeof(tile));
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box)
-        load_box(tile[box], map, full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys, item.g,
-                 item.key_batch);
-    };
-    load_keys(sm.k, k_map, &sm.k_full, &sm.k_empty);
-    load_keys(sm.v, v_map, &sm.v_full, &sm.v_empty);
-    parity ^= 1;
-
-    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
-      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, rows.next()) {
-        const int row = item.first_row + tile * kRows, stage = rows.stage;
-        const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
-        constexpr uint32_t kFactBytes = kRows * sizeof(float);
-        barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
-        if (kConsistent == Consistent::by_head) sm.consistent[stage] = p.rules_of(h).consistent;
-        barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kHasInverse ? 2 : 1));
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
-        load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
-        if (kHasInverse) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
-        barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
-        barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage],
-                   box * kBoxFeatures, row, h, item.query_batch);
-        load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
-      }
+    return item;
   }
+  EK_DEVICE void load_keys(const Item& item, typename SharedMemory<D>::KeyTile& tile, const CUtensorMap& map,
+                           uint64_t* full, uint64_t* empty) {
+    barrier_wait(empty, parity ^ 1);
+    barrier_expect_bytes(full, sizeof(tile));
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(tile[box], map, full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys, item.g,
+               item.key_batch);
+  }
+  EK_DEVICE void load_rows(const Item& item, int h, int tile) {
+    const int row = item.first_row + tile * kRows, stage = rows.stage;
+    const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
+    constexpr uint32_t kFactBytes = kRows * sizeof(float);
+    barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
+    if (kConsistent == Consistent::by_head) sm.consistent[stage] = p.rules_of(h).consistent;
+    barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kHasInverse ? 2 : 1));
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
+    load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
+    if (kHasInverse) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
+    barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
+    barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage], box * kBoxFeatures,
+               row, h, item.query_batch);
+    load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
+  }
+
+  // Head size 64: keys, then rows.
+  EK_DEVICE void run() {
+    const int group = p.H / p.G;
+    while (true) {
+      const Item item = take_item();
+      if (item.key_tile < 0) return;
+      if (item.steps == 0) continue;
+      load_keys(item, sm.k, k_map, &sm.k_full, &sm.k_empty);
+      load_keys(item, sm.v, v_map, &sm.v_full, &sm.v_empty);
+      parity ^= 1;
+      for (int h = item.g * group; h < (item.g + 1) * group; ++h)
+        for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, rows.next())
+          load_rows(item, h, tile);
+    }
+  }
+  // Head size 128: an item's first rows, and V, need not wait until the item before is done with K.
+  EK_DEVICE void run_wide() {
+    const int group = p.H / p.G;
+    while (true) {
+      const Item item = take_item();
+      if (item.key_tile < 0) return;
+      if (item.steps == 0) continue;
+      int h = item.g * group, tile = item.first_row_tile;
+      for (int step = 0; step < item.steps; ++step, rows.next()) {
+        load_rows(item, h, tile);
+        if (step == 0) {
+          load_keys(item, sm.v, v_map, &sm.v_full, &sm.v_empty);
+          load_keys(item, sm.k, k_map, &sm.k_full, &sm.k_empty);
+          parity ^= 1;
+        }
+        if (++tile == item.row_tiles) tile = item.first_row_tile, ++h;
+      }
+    }
+  }
+};
+
+// The next item, as the threads that add up dQ take it: they keep a copy.
+template <int D>
+EK_DEVICE Item await_item(SharedMemory<D>& sm, Ring<kStages>& queue) {
+  barrier_wait(&sm.item_full[queue.stage], queue.parity);
+  const Item item = sm.item[queue.stage];
+  barrier_arrive(&sm.item_empty[queue.stage]);
+  queue.next();
+  return item;
 }
 
 // Adds one warpgroup's parts of dQ to device memory, each in its turn: one thread. A row tile's first key tile comes last and
@@ -79,10 +119,7 @@ EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
   const int group = p.H / p.G;
   Ring<kStages> queue, parts;
   while (true) {
-    barrier_wait(&sm.item_full[queue.stage], queue.parity);
-    const Item item = sm.item[queue.stage];
-    barrier_arrive(&sm.item_empty[queue.stage]);
-    queue.next();
+    const Item item = await_item(sm, queue);
     if (item.key_tile < 0) break;
     if (kForm == Form::plain && item.key_tile == 0) continue;
     for (int h = item.g * group; h < (item.g + 1) * group; ++h)
@@ -110,67 +147,6 @@ EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------ head size 128
-// Loads everything: one thread. An item's first rows, and V, need not wait until the item before is done with K.
-template <Consistent kConsistent>
-EK_DEVICE void produce_wide(SharedMemory<128>& sm, const Backward& p, const CUtensorMap& q_map,
-                            const CUtensorMap& k_map, const CUtensorMap& v_map,
-                            const CUtensorMap& grad_output_map) {
-  constexpr int kRows = kTileRows<128>;
-  constexpr bool kHasInverse = kConsistent != Consistent::no_head;
-  const int group = p.H / p.G;
-  Ring<kStages> rows, queue;
-  uint32_t parity = 0;  // of k and v
-  while (true) {
-    // Not before the consumers are at their last tile: who takes an item early and starts it late makes others wait.
-    barrier_wait(&sm.q_empty[rows.stage], rows.parity ^ 1);
-    const Item item = Item::at(p, atomicAdd(p.next_item, 1), kRows);
-    barrier_wait(&sm.item_empty[queue.stage], queue.parity ^ 1);
-    sm.item[queue.stage] = item;
-    barrier_arrive(&sm.item_full[queue.stage]);
-    queue.next();
-    if (item.key_tile < 0) return;
-    if (item.steps == 0) continue;
-
-    const auto load_keys = [&](SharedMemory<128>::KeyTile& tile, const CUtensorMap& map, uint64_t* full,
-                               uint64_t* empty) {
-      barrier_wait(empty, parity ^ 1);
-      barrier_expect_bytes(full, sizeof(tile));
-#pragma unroll
-      for (int box = 0; box < 2; ++box)
-        load_box(tile[box], map, full, box * kBoxFeatures, item.first_key + item.key_tile * kTileKeys, item.g,
-                 item.key_batch);
-    };
-    int h = item.g * group, tile = item.first_row_tile;
-    for (int step = 0; step < item.steps; ++step, rows.next()) {
-      const int row = item.first_row + tile * kRows, stage = rows.stage;
-      const int64_t fact = static_cast<int64_t>(item.b * p.H + h) * p.padded_rows + tile * kRows;
-      constexpr uint32_t kFactBytes = kRows * sizeof(float);
-      barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
-      if (kConsistent == Consistent::by_head) sm.consistent[stage] = p.rules_of(h).consistent;
-      barrier_expect_bytes(&sm.q_full[stage], sizeof(sm.q[0]) + kFactBytes * (kHasInverse ? 2 : 1));
-#pragma unroll
-      for (int box = 0; box < 2; ++box)
-        load_box(sm.q[stage][box], q_map, &sm.q_full[stage], box * kBoxFeatures, row, h, item.query_batch);
-      load_bytes(sm.shift[stage], p.facts.shift + fact, kFactBytes, &sm.q_full[stage]);
-      if (kHasInverse) load_bytes(sm.inverse[stage], p.facts.inverse + fact, kFactBytes, &sm.q_full[stage]);
-      barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
-      barrier_expect_bytes(&sm.grad_output_full[stage], sizeof(sm.grad_output[0]) + kFactBytes);
-#pragma unroll
-      for (int box = 0; box < 2; ++box)
-        load_box(sm.grad_output[stage][box], grad_output_map, &sm.grad_output_full[stage], box * kBoxFeatures,
-                 row, h, item.query_batch);
-      load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
-      if (step == 0) {
-        load_keys(sm.v, v_map, &sm.v_full, &sm.v_empty);
-        load_keys(sm.k, k_map, &sm.k_full, &sm.k_empty);
-        parity ^= 1;
-      }
-      if (++tile == item.row_tiles) tile = item.first_row_tile, ++h;
-    }
-  }
-}
-
 // Adds the parts of dQ of every second step to device memory, each in its turn: one thread. A row tile's first key tile comes
 // last and is not added here: for that one the sum of all others is brought to shared memory, where the consumers add their
 // parts and write dQ.
@@ -180,10 +156,7 @@ EK_DEVICE void add_up_wide_dq(SharedMemory<128>& sm, const Backward& p, int mine
   const int group = p.H / p.G;
   Ring<kStages> queue, parts;
   while (true) {
-    barrier_wait(&sm.item_full[queue.stage], queue.parity);
-    const Item item = sm.item[queue.stage];
-    barrier_arrive(&sm.item_empty[queue.stage]);
-    queue.next();
+    const Item item = await_item(sm, queue);
     if (item.key_tile < 0) break;
     for (int h = item.g * group; h < (item.g + 1) * group; ++h)
       for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, parts.next()) {
@@ -240,11 +213,7 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
     barrier_init(&sm.k_empty, kConsumerWarps);
     barrier_init(&sm.v_empty, kConsumerWarps);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&sm.q_full[i], 1);
-      barrier_init(&sm.grad_output_full[i], 1);
-      barrier_init(&sm.item_full[i], 1);
-      barrier_init(&sm.q_empty[i], kConsumerWarps);
-      barrier_init(&sm.grad_output_empty[i], kConsumerWarps);
+      init_row_barriers(sm, i);
       barrier_init(&sm.item_empty[i], kConsumerWarps + kConsumers);
     }
     for (int i = 0; i < kStages; ++i)
@@ -264,22 +233,22 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
     give_registers<24>();
     if constexpr (D == 64) {
       if (threadIdx.x == 0)
-        produce<D, kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
+        Loader<D, kConsistent>{sm, p, q_map, k_map, v_map, grad_output_map}.run();
       else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
         add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
     } else {
       if (threadIdx.x == 0)
-        produce_wide<kConsistent>(sm, p, q_map, k_map, v_map, grad_output_map);
+        Loader<D, kConsistent>{sm, p, q_map, k_map, v_map, grad_output_map}.run_wide();
       else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kStages)
         add_up_wide_dq<kForm>(sm, p, threadIdx.x / 32 - 1);
     }
   } else {
     take_registers<240>();
-    const int consumer = threadIdx.x / kWarpgroup - 1;
+    const int consumer = static_cast<int>(warp_uniform(threadIdx.x / kWarpgroup - 1));
     if constexpr (D == 64)
       Consumer<Pairs, kConsistent, kForm>(sm, p, consumer).run();
     else
-      WideConsumer<Pairs, kConsistent, kForm>(sm, p, static_cast<int>(warp_uniform(consumer))).run();
+      WideConsumer<Pairs, kConsistent, kForm>(sm, p, consumer).run();
   }
 }
 

@@ -13,7 +13,7 @@
 
 #include "attention/cuda/ampere_passes.h"
 #include "attention/cuda/hopper.cuh"
-#include "attention/cuda/hopper_backward_consumer.cuh"
+#include "attention/cuda/hopper_backward_scores.cuh"
 
 namespace evenkeel::hopper::backward::large {
 
@@ -458,13 +458,8 @@ struct Consumer {
   EK_DEVICE void finish_dq(const Item& item, int head, int tile, int box, const float* sum, float (&dq)[32]) {
     if (item.last_key_tile(tile) > 0) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float4 four = __ldcg(reinterpret_cast<const float4*>(sum) + i * kWarpgroup);
-        dq[4 * i] += four.x;
-        dq[4 * i + 1] += four.y;
-        dq[4 * i + 2] += four.z;
-        dq[4 * i + 3] += four.w;
-      }
+      for (int i = 0; i < 8; ++i)
+        add_four(dq, i, __ldcg(reinterpret_cast<const float4*>(sum) + i * kWarpgroup));
     }
     const int row = tile * kRows, feature = box * kBoxFeatures;
     const int exist = min(kRows, item.band.s.rows - row);
@@ -502,11 +497,7 @@ struct Block {
       barrier_init(&sm.probs_full, kWarps);
       barrier_init(&sm.probs_empty, kWarps);
       for (int i = 0; i < kStages; ++i) {
-        barrier_init(&sm.q_full[i], 1);
-        barrier_init(&sm.grad_output_full[i], 1);
-        barrier_init(&sm.item_full[i], 1);
-        barrier_init(&sm.q_empty[i], kConsumerWarps);
-        barrier_init(&sm.grad_output_empty[i], kConsumerWarps);
+        init_row_barriers(sm, i);
         barrier_init(&sm.dscores_full[i], kWarps);
         barrier_init(&sm.dscores_empty[i], kConsumerWarps);
         barrier_init(&sm.item_empty[i], kConsumerWarps + 1);
@@ -536,18 +527,13 @@ struct Block {
 // f.operator()<Block>() with the one for the problem's head sizes.
 template <class Pairs, class F>
 void with_block_of(const AttentionProblem& problem, F f) {
-  const auto with_tiles = [&]<class T>() {
+  with_large_sizes(problem, [&]<int kHeadSize, int kValueSize>() {
+    using T = Tiles<kHeadSize, kValueSize>;
     if (any_head(problem, [](const HeadRules& rules) { return rules.consistent; }))
       f.template operator()<Block<Pairs, T, true>>();
     else
       f.template operator()<Block<Pairs, T, false>>();
-  };
-  if (problem.D <= 192 && problem.Dv <= 128)
-    with_tiles.template operator()<Tiles<192, 128>>();
-  else if (problem.D <= 192 && problem.Dv <= 192)
-    with_tiles.template operator()<Tiles<192, 192>>();
-  else
-    with_tiles.template operator()<Tiles<256, 256>>();
+  });
 }
 
 }  // namespace evenkeel::hopper::backward::large

@@ -134,4 +134,14 @@ struct alignas(1024) SharedMemory<128> {
   bool consistent[kStages];
 };
 
+// Barriers of a stage that the kernels of all head sizes have: loads arrive at full ones, the consumers' warps at empty ones.
+template <class Shared>
+EK_DEVICE void init_row_barriers(Shared& sm, int stage) {
+  barrier_init(&sm.q_full[stage], 1);
+  barrier_init(&sm.grad_output_full[stage], 1);
+  barrier_init(&sm.item_full[stage], 1);
+  barrier_init(&sm.q_empty[stage], kConsumerWarps);
+  barrier_init(&sm.grad_output_empty[stage], kConsumerWarps);
+}
+
 }  // namespace evenkeel::hopper::backward

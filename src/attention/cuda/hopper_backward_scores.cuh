@@ -38,6 +38,14 @@ EK_DEVICE void write_rows(const float (&d)[n], float scale, uint16_t* to, int64_
   }
 }
 
+// Adds the i-th four numbers of a sum that lies as the threads hold it.
+EK_DEVICE void add_four(float (&dq)[32], int i, float4 four) {
+  dq[4 * i] += four.x;
+  dq[4 * i + 1] += four.y;
+  dq[4 * i + 2] += four.z;
+  dq[4 * i + 3] += four.w;
+}
+
 // The first and last key tile that a row tile sees. dQ is finished in the first.
 template <int D, Form kForm>
 EK_DEVICE int first_key_tile(const Backward& p, int offset, int row_tile) {

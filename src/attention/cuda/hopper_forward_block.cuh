@@ -56,27 +56,23 @@ struct Block {
 // f.operator()<Block>() with the one for the problem's head sizes and the heads' shift.
 template <class Pairs, bool kLarge, bool kForms, bool kFacts, class F>
 void with_block_of(const AttentionProblem& problem, const HeadRules& rules, F f) {
-  const auto with_tiles = [&]<class T>() {
+  const auto with_tiles = [&]<int kHeadSize, int kValueSize>() {
+    using T = Tiles<kHeadSize, kValueSize>;
     if (rules.consistent)
       f.template operator()<Block<Pairs, T, Shift::consistent, kForms, kFacts>>();
     else if (rules.paper_capped)
       f.template operator()<Block<Pairs, T, Shift::paper_capped, kForms, kFacts>>();
+    else if (rules.slack == 0 && !rules.dither)
+      f.template operator()<Block<Pairs, T, Shift::largest, kForms, kFacts>>();
     else
       f.template operator()<Block<Pairs, T, Shift::plain, kForms, kFacts>>();
   };
-  if constexpr (kLarge) {
-    if (problem.D <= 192 && problem.Dv <= 128)
-      with_tiles.template operator()<Tiles<192, 128>>();
-    else if (problem.D <= 192 && problem.Dv <= 192)
-      with_tiles.template operator()<Tiles<192, 192>>();
-    else
-      with_tiles.template operator()<Tiles<256, 256>>();
-  } else {
-    if (problem.D <= 64)
-      with_tiles.template operator()<Tiles<64, 64>>();
-    else
-      with_tiles.template operator()<Tiles<128, 128>>();
-  }
+  if constexpr (kLarge)
+    with_large_sizes(problem, with_tiles);
+  else if (problem.D <= 64)
+    with_tiles.template operator()<64, 64>();
+  else
+    with_tiles.template operator()<128, 128>();
 }
 
 // What a launch hands to its blocks.

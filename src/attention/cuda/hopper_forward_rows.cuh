@@ -10,7 +10,7 @@ template <Shift kShift>
 struct Rows {
   float shift[2];  // in force, in powers of two; -inf: no key yet
   float sum[2];    // l: this thread's part of it
-  float unit[2];   // dither: added to the shift; paper_capped: the row's own random number
+  float unit[2];   // dither: added to the shift; paper_capped: the row's random number; largest: its residue
   float max[2];    // paper_capped: the largest score so far, scaled
   int ties[2];     // paper_capped
 
@@ -29,10 +29,27 @@ struct Rows {
     }
   }
 
+  // What rounding took from a far shift: the largest score less the shift, exactly. Where the shift is the largest score,
+  // that score's probability is one, and BF16 must not round it. A fused multiply-add alone leaves 2^residue, and BF16 rounds
+  // that while the sum l does not: O of a row that sees one key is then not that key's V, and its row of dS does not add up
+  // to zero. Nearer than kFar the residue is below 2^-14, and is left out: it would cost an addition for each score.
+  static constexpr float kFar = 1024;
+  static constexpr bool kHasResidue = kShift == Shift::largest;
+  EK_DEVICE float residue(int r) const { return kHasResidue ? unit[r] : 0.0f; }
+  // After a tile, `before` and `used` being the shifts. Returns how far the residue fell.
+  EK_DEVICE float move_residue(const ForwardArguments& a, int r, float tile_max, float before, float used) {
+    if (before == used) return 0;
+    const float was = unit[r];
+    unit[r] = fabsf(used) < kFar ? 0.0f : fmaf(tile_max, a.score_log2, -used);
+    return was - unit[r];
+  }
+
   // The shift with a tile whose largest score (unscaled; -inf: none) is tile_max, of which `tile_ties` tie.
   EK_DEVICE float moved(const ForwardArguments& a, int r, float tile_max, int tile_ties) {
     if constexpr (kShift == Shift::plain) {
       return fmaf(tile_max, a.score_log2, unit[r]);
+    } else if constexpr (kShift == Shift::largest) {
+      return tile_max * a.score_log2;
     } else if constexpr (kShift == Shift::consistent) {
       return ceilf(tile_max * a.score_log2);
     } else {

@@ -11,9 +11,10 @@ inline constexpr float kMinusInfinity = -kInfinity;
 
 // How a row's shift follows its scores.
 enum class Shift {
-  plain,         // the largest score (and dither's part of log 2)
+  plain,         // the largest score, which it may lag behind (and dither's part of log 2)
   consistent,    // rounded up to a whole number of log 2; the sum is of the rounded probabilities
   paper_capped,  // row_shift.h: ties are counted
+  largest,       // the largest score, exactly: its probability is one
 };
 
 struct ForwardArguments : ScoreForms {

@@ -37,8 +37,9 @@ struct Worker : WarpgroupThread {
   uint32_t p[kPairs];  // probabilities
   float o[kOutputs];
   Rows<kShift> state;
-  float total[2],
-      largest[2];  // kFacts: of the two rows, this thread's part of the sum of their scores; the largest
+  bool far = false;  // a row of this warp has a residue
+  // kFacts, of the two rows: this thread's part of the sum of their scores, in powers of two; their largest, as it comes.
+  float total[2], largest[2];
 
   EK_DEVICE Worker(Shared& shared_, const ForwardArguments& a_, const CUtensorMap& o_map_, int group_)
       : WarpgroupThread(group_), shared(shared_), a(a_), o_map(o_map_) {}
@@ -51,9 +52,11 @@ struct Worker : WarpgroupThread {
   }
 
   // Which 64 rows of a query tile: in turn from both ends, so that with a causal mask all do the same work in
-  // the end.
+  // the end. Within a window all do the same work anyhow. Taking the same rows of each tile, a warpgroup then leaves out as
+  // many key tiles between one and the next as any other, and few enough to follow at once.
   EK_DEVICE int block_of(int item) const {
-    return T::kStages > 3 && item % 2 ? T::kWarpgroups - 1 - group : group;
+    const bool alternates = T::kStages > 3 && !(kForms && a.left < a.sequences.N);
+    return alternates && item % 2 ? T::kWarpgroups - 1 - group : group;
   }
   EK_DEVICE const Item& item() const { return shared.items[count % T::kItems]; }
   // The query tile `count`: its key tiles (< 0: no more work), how many of them this warpgroup sees, and how many come
@@ -73,11 +76,13 @@ struct Worker : WarpgroupThread {
     j = end - 1;
     return item.tiles;
   }
+  // Lanes leave a wait one by one: a tile is passed on when the last one has, or that one waits for a later load for ever.
   EK_DEVICE void skip_keys(int tiles) {
     for (; tiles > 0; --tiles) {
       wait_turn();
       pass_turn();
       barrier_wait(&shared.k_full[k.stage], k.parity);
+      __syncwarp();
       release(&shared.k_empty[k.stage]);
       k.next();
     }
@@ -85,6 +90,7 @@ struct Worker : WarpgroupThread {
   EK_DEVICE void skip_values(int tiles) {
     for (; tiles > 0; --tiles) {
       barrier_wait(&shared.v_full[v.stage], v.parity);
+      __syncwarp();
       release_values();
     }
   }
@@ -98,6 +104,7 @@ struct Worker : WarpgroupThread {
       if (look(own, ahead) < 0) return false;
       skip_tiles(ahead);
       if (own > 0) return true;
+      __syncwarp();
       release_query(count);
       write_empty_rows(item());
       ++count;
@@ -180,20 +187,31 @@ struct Worker : WarpgroupThread {
       if (a.slopes) slope();
       if (a.visible) hide();
     }
-    if (j >= clear || (kForms && j < clear_from)) mask();
+    // One edge of the band at a time: a tile that holds both is rare.
+    if (j >= clear) mask_behind();
+    if (kForms && j < clear_from) mask_before();
   }
-  EK_DEVICE void mask() {
-    int limit[2], from[2];
+  EK_DEVICE void mask_behind() {
+    int limit[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = row + lane_row + 8 * r, here = j * T::kKeys + lane_column;
       limit[r] = key_limit(a.right, own, item().rows, item().keys) - here;
-      from[r] = kForms ? first_key(a.left, own, item().rows, item().keys) - here : INT_MIN;
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i)
-      if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2] || (kForms && i / 4 * 8 + i % 2 < from[i / 2 % 2]))
-        s[i] = kMinusInfinity;
+      if (i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = kMinusInfinity;
+  }
+  EK_DEVICE void mask_before() {
+    int from[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = row + lane_row + 8 * r, here = j * T::kKeys + lane_column;
+      from[r] = first_key(a.left, own, item().rows, item().keys) - here;
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+      if (i / 4 * 8 + i % 2 < from[i / 2 % 2]) s[i] = kMinusInfinity;
   }
   EK_DEVICE void slope() {
     const float slope = slope_of(a, item().h);
@@ -210,12 +228,12 @@ struct Worker : WarpgroupThread {
     });
   }
 
-  // Adds up what the rows see of this tile.
-  EK_DEVICE void note_scores(int clear) {
+  // Adds up what the rows see of this tile, unless they see all of it.
+  EK_DEVICE void note_masked(int clear) {
     if (j >= clear)
-      each_score([&](int i, int r) { total[r] += s[i] == kMinusInfinity ? 0.0f : s[i]; });
-    else
-      each_score([&](int i, int r) { total[r] += s[i]; });
+      each_score([&](int i, int r) {
+        total[r] = fmaf(s[i] == kMinusInfinity ? 0.0f : s[i], a.score_log2, total[r]);
+      });
   }
   // The facts of the warp's rows of a query tile that is done.
   EK_DEVICE void write_score_facts(const Item& done, int done_row) {
@@ -226,7 +244,9 @@ struct Worker : WarpgroupThread {
       const int i = done_row + lane_row + 8 * r, keys = key_limit(a.right, i, done.rows, done.keys);
       if (i >= done.rows || keys <= 0) continue;
       score = fmaxf(score, largest[r] * a.scale);
-      mean = fmaxf(mean, fabsf(sum * a.scale / static_cast<float>(keys)));
+      // A score of +infinity makes the sum NaN (it is its own shift), which a maximum leaves out.
+      mean = fmaxf(mean, largest[r] == -kMinusInfinity ? -kMinusInfinity
+                                                       : fabsf(sum * kLn2 / static_cast<float>(keys)));
     }
     score = warp_max(score);
     mean = warp_max(mean);
@@ -237,7 +257,7 @@ struct Worker : WarpgroupThread {
 
   // s: scores to p: probabilities; moves the rows' shifts, and O with them (after the product in flight).
   template <bool kInFlight>
-  EK_DEVICE void softmax() {
+  EK_DEVICE void softmax(int clear) {
     float most[2];
     find_largest(most);
     if constexpr (kFacts) largest[0] = fmaxf(largest[0], most[0]), largest[1] = fmaxf(largest[1], most[1]);
@@ -249,9 +269,17 @@ struct Worker : WarpgroupThread {
       hold(fabsf(used[0]) + fabsf(used[1]), a.below_all);
       products_wait<0>();
       settle(o);
-      if (__any_sync(~0u, moves)) rescale(before, used);
+      if (__any_sync(~0u, moves)) rescale(most, before, used);
+    } else if constexpr (Rows<kShift>::kHasResidue) {
+      float unused[2];
+      move_residues(most, before, used, unused);
     }
-    exponentiate(used);
+    float exponents[2] = {0, 0};
+    exponentiate(used, exponents);
+    if (kFacts && j < clear) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) total[r] += fmaf(static_cast<float>(kScores / 2), used[r], exponents[r]);
+    }
   }
   EK_DEVICE void find_largest(float (&most)[2]) {
     // Two chains a row: a maximum takes its unit two cycles, but four until it can be used.
@@ -288,20 +316,39 @@ struct Worker : WarpgroupThread {
     }
     return moves;
   }
+  EK_DEVICE void move_residues(const float (&most)[2], const float (&before)[2], const float (&used)[2],
+                               float (&fallen)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) fallen[r] = state.move_residue(a, r, most[r], before[r], used[r]);
+    far = __any_sync(~0u, state.unit[0] != 0 || state.unit[1] != 0);
+  }
   // O and l under the new shift.
-  EK_DEVICE void rescale(float (&before)[2], const float (&used)[2]) {
+  EK_DEVICE void rescale(const float (&most)[2], float (&before)[2], const float (&used)[2]) {
+    float fallen[2];
+    if constexpr (Rows<kShift>::kHasResidue) move_residues(most, before, used, fallen);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      before[r] = exp2_approx(before[r] - used[r]);
+      before[r] -= used[r];
+      if constexpr (Rows<kShift>::kHasResidue) before[r] += fallen[r];
+      before[r] = exp2_approx(before[r]);
       state.sum[r] *= before[r];
     }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] *= before[i / 2 % 2];
   }
-  // s to p, and l.
-  EK_DEVICE void exponentiate(const float (&used)[2]) {
+  // s to p, and l. kFacts: adds the exponents up, too. Here the units for exponentials are waited for, and it costs little.
+  EK_DEVICE void exponentiate(const float (&used)[2], float (&exponents)[2]) {
+    if (Rows<kShift>::kHasResidue && far)
+      exponentiate<true>(used, exponents);
+    else
+      exponentiate<false>(used, exponents);
+  }
+  template <bool kFar>
+  EK_DEVICE void exponentiate(const float (&used)[2], float (&exponents)[2]) {
     each_score([&](int i, int r) {
-      s[i] = exp2_approx(fmaf(s[i], a.score_log2, -used[r]));
+      const float exponent = fmaf(s[i], a.score_log2, -used[r]);
+      if constexpr (kFacts) exponents[r] += exponent;
+      s[i] = exp2_approx(kFar ? exponent - state.unit[r] : exponent);
       if (kShift != Shift::consistent) state.sum[r] += s[i];
       if (i % 2 == 0) return;
       p[i / 2] = Pairs::pack(s[i - 1], s[i]);
@@ -324,7 +371,7 @@ struct Worker : WarpgroupThread {
     for (int r = 0; r < 2; ++r) {
       sum[r] = of_keys[r] = kOnes ? o[kOutputs - 4 + 2 * r] : quad_sum(state.sum[r]);
       // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
-      if (kForms && sum[r] != 0) sum[r] += exp2_approx(sink - state.shift[r]);
+      if (kForms && sum[r] != 0) sum[r] += exp2_approx(sink - state.shift[r] - state.residue(r));
       factor[r] = sum[r] == 0 ? 0.0f : __fdividef(1.0f, sum[r]);  // no key in sight: O = 0
     }
 #pragma unroll
@@ -395,8 +442,15 @@ struct Worker : WarpgroupThread {
       if (lane_column != 0 || i >= a.sequences.T) continue;
       const bool exists = i < done.rows;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
-      const float lse =
-          kForms ? log_sum(state.shift[r], of_keys[r], sink) : fmaf(state.shift[r], kLn2, __logf(sum[r]));
+      const float residue = state.residue(r);
+      float keys = of_keys[r], log_of_sum = kForms ? 0.0f : __logf(sum[r]);
+      // A residue is at most half an ulp of its shift. Beyond 64, where 2^residue would soon leave FP32, what is cut off is
+      // less than that of L.
+      if (residue != 0) {
+        keys *= exp2_approx(fminf(fmaxf(residue, -64.0f), 64.0f));
+        log_of_sum = fmaf(residue, kLn2, log_of_sum);
+      }
+      const float lse = kForms ? log_sum(state.shift[r], keys, sink) : fmaf(state.shift[r], kLn2, log_of_sum);
       a.lse[at] = exists ? lse : kMinusInfinity;
       if (kShift == Shift::consistent) {
         a.saved.row_max[at] = exists ? state.shift[r] : kMinusInfinity;
@@ -486,8 +540,8 @@ struct Worker : WarpgroupThread {
     products_wait<1>();
     release_keys();
     shape_scores(clear, clear_from);
-    if constexpr (kFacts) note_scores(clear);
-    softmax<true>();
+    if constexpr (kFacts) note_masked(clear);
+    softmax<true>(clear);
     release_values();
   }
 
@@ -514,9 +568,9 @@ struct Worker : WarpgroupThread {
         if constexpr (kFacts) {
           total[0] = total[1] = 0;
           largest[0] = largest[1] = kMinusInfinity;
-          note_scores(clear);
+          note_masked(clear);
         }
-        softmax<false>();
+        softmax<false>(clear);
         clear_values();
         while (j > first) step(clear, clear_from);
         if (!T::kLarge) release_query(count);

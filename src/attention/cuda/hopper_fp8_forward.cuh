@@ -224,6 +224,7 @@ struct Forward {
       pass_turn();
       release_keys();
       wait_values();
+      __syncwarp();  // lanes leave a wait one by one: the last one would wait for a later load for ever
       release_values();
     }
     EK_DEVICE void wait_keys() { barrier_wait(&shared.k_full[k.stage], k.parity); }

@@ -1,8 +1,6 @@
-// Barriers in shared memory and named barriers of a block on the CPU: src/gpu/cuda/barriers.cuh by its definitions. One block
-// at a time.
+// Barriers in shared memory and named barriers of a block on the CPU: src/gpu/cuda/barriers.cuh by its definitions.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <vector>
 
@@ -51,14 +49,8 @@ inline void arrive_copies(uint64_t* barrier) {
   barrier_at(barrier).advance();
 }
 
-struct NamedBarrier {
-  int64_t block = -1;  // that it is of
-  int arrived = 0, generation = 0;
-};
-inline NamedBarrier& arrive_named(int id, int threads) {
-  static std::array<NamedBarrier, 16> barriers;
-  NamedBarrier& barrier = barriers[static_cast<size_t>(id)];
-  if (barrier.block != machine().blocks_started) barrier = {machine().blocks_started};
+inline cuda_emulator::Machine::NamedBarrier& arrive_named(int id, int threads) {
+  auto& barrier = machine().named_barrier(id);
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     ++barrier.generation;
@@ -78,6 +70,7 @@ inline void barrier_arrive(uint64_t* barrier, uint32_t arrivals = 1) {
   if (b.missing < arrivals) machine().fail("more arrivals at a barrier than it counts");
   b.missing = static_cast<uint8_t>(b.missing - arrivals);
   b.advance();
+  machine().may_switch();
 }
 inline void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {
   emulated::barrier_at(barrier).bytes += static_cast<int32_t>(bytes);
@@ -85,17 +78,23 @@ inline void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {
 }
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   while (true) {
-    if (emulated::barrier_at(barrier).parity == parity) emulated::arrive_copies(barrier);
-    if (emulated::barrier_at(barrier).parity != parity) return;
+    if (emulated::barrier_at(barrier).parity == parity && !machine().copy_is_late())
+      emulated::arrive_copies(barrier);
+    if (emulated::barrier_at(barrier).parity != parity) break;
     machine().let_others_run();
   }
+  machine().may_switch();
 }
 inline void named_sync(int id, int threads) {
-  const emulated::NamedBarrier& barrier = emulated::arrive_named(id, threads);
+  const auto& barrier = emulated::arrive_named(id, threads);
   const int generation = barrier.arrived == 0 ? barrier.generation - 1 : barrier.generation;
   while (barrier.generation == generation) machine().let_others_run();
+  machine().may_switch();
 }
-inline void named_arrive(int id, int threads) { emulated::arrive_named(id, threads); }
+inline void named_arrive(int id, int threads) {
+  emulated::arrive_named(id, threads);
+  machine().may_switch();
+}
 
 // As on the device.
 template <int kStages>

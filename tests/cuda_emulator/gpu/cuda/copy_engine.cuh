@@ -1,5 +1,5 @@
 // Hopper's copy engine on the CPU: src/gpu/cuda/copy_engine.cuh by the definitions of its instructions. What is loaded arrives
-// when a thread waits for it, and what is stored is read when its thread waits for that, neither before.
+// when a thread waits for it. What is stored is read when its thread waits for that, and written when it waits for that.
 #pragma once
 
 #include "gpu/cuda/barriers.cuh"
@@ -14,24 +14,25 @@ inline uint32_t swizzled(uint32_t row, uint32_t chunk) {
 
 namespace emulated {
 
-// A box of a tensor and its place in shared memory.
+// A box of a tensor and its place in shared memory. The map is a copy: a kernel's arguments lie on the stack of the thread that
+// asks for the box, and it may have ended when the box arrives.
 struct Box {
-  const CUtensorMap* map;
+  CUtensorMap map;
   uint8_t* shared;
   std::array<int, 4> at;  // feature, row, head, batch
 
-  uint32_t bytes() const { return static_cast<uint32_t>(map->box_rows * kRowBytes); }
+  uint32_t bytes() const { return static_cast<uint32_t>(map.box_rows * kRowBytes); }
   // f(16 bits of shared memory, those of the tensor, or null: outside) over all elements.
   template <class F>
   void each(F f) const {
     const uint32_t start = shared_address(shared);
-    for (int row = 0; row < map->box_rows; ++row)
+    for (int row = 0; row < map.box_rows; ++row)
       for (int feature = 0; feature < kBoxFeatures; ++feature) {
         const std::array<int64_t, 4> index = {at[3], at[2], at[1] + row, at[0] + feature};
-        uint16_t* element = map->data;
+        uint16_t* element = map.data;
         for (size_t axis = 0; axis < 4; ++axis) {
-          if (index[axis] < 0 || index[axis] >= map->size[axis]) element = nullptr;
-          if (element) element += index[axis] * (axis == 3 ? 1 : map->stride[axis]);
+          if (index[axis] < 0 || index[axis] >= map.size[axis]) element = nullptr;
+          if (element) element += index[axis] * (axis == 3 ? 1 : map.stride[axis]);
         }
         uint32_t address = start + static_cast<uint32_t>(row * kRowBytes + feature * 2);
         address ^= (address >> 7 & 7) << 4;
@@ -42,28 +43,14 @@ struct Box {
 
 inline Box box_at(const CUtensorMap& map, void* shared, int feature, int row, int head, int batch) {
   if (shared_address(shared) % 1024 != 0) machine().fail("a box that is not aligned to 1024 bytes");
-  return {&map, static_cast<uint8_t*>(shared), {feature, row, head, batch}};
+  return {map, static_cast<uint8_t*>(shared), {feature, row, head, batch}};
 }
 
-// A thread's stores: groups of boxes and of plain bytes.
-struct Store {
-  int group;
-  std::function<void()> copy;
-};
-struct Stores {
-  std::vector<Store> pending;
-  int group = 0;
-};
-inline Stores& stores() {
-  static std::array<Stores, 1024> of_thread;
-  return of_thread[threadIdx.x];
-}
-inline void finish_stores(int pending) {
-  Stores& mine = stores();
-  size_t done = 0;
-  for (; done < mine.pending.size() && mine.pending[done].group < mine.group - pending; ++done)
-    mine.pending[done].copy();
-  mine.pending.erase(mine.pending.begin(), mine.pending.begin() + static_cast<std::ptrdiff_t>(done));
+// Plain bytes on their way from shared memory to `write`.
+template <class Write>
+void store_plain(const void* from, uint32_t bytes, Write write) {
+  const auto* const first = static_cast<const uint8_t*>(from);
+  machine().store_later({.read = [=] { return std::vector<uint8_t>(first, first + bytes); }, .write = write});
 }
 
 }  // namespace emulated
@@ -72,6 +59,7 @@ inline void prefetch_map(const CUtensorMap&) {}
 // The target is unreadable until a thread waits for the copy.
 inline void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int feature, int row, int head,
                      int batch) {
+  machine().may_switch();
   const emulated::Box box = emulated::box_at(map, to, feature, row, head, batch);
   std::memset(to, cuda_emulator::Machine::kUnwritten, box.bytes());
   emulated::bulk_copies().push_back({barrier, box.bytes(), [box] {
@@ -83,6 +71,7 @@ inline void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int fe
 inline void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   if (bytes % 16 != 0 || shared_address(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     machine().fail("a bulk copy that is not aligned to 16 bytes");
+  machine().may_switch();
   std::memset(to, cuda_emulator::Machine::kUnwritten, bytes);
   emulated::bulk_copies().push_back({barrier, bytes, [=] { std::memcpy(to, from, bytes); }});
 }
@@ -91,31 +80,42 @@ inline void store_fence() {}
 inline void everywhere_fence() {}
 inline void store_box(const CUtensorMap& map, const void* from, int feature, int row, int head, int batch) {
   const emulated::Box box = emulated::box_at(map, const_cast<void*>(from), feature, row, head, batch);
-  emulated::Stores& mine = emulated::stores();
-  mine.pending.push_back({mine.group, [box] {
-                            box.each([](const uint16_t* shared, uint16_t* element) {
-                              if (element) *element = *shared;
-                            });
-                          }});
+  machine().store_later({.read =
+                             [box] {
+                               std::vector<uint8_t> bytes(box.bytes());
+                               auto* next = reinterpret_cast<uint16_t*>(bytes.data());
+                               box.each([&](const uint16_t* shared, uint16_t*) { *next++ = *shared; });
+                               return bytes;
+                             },
+                         .write =
+                             [box](const std::vector<uint8_t>& bytes) {
+                               const auto* next = reinterpret_cast<const uint16_t*>(bytes.data());
+                               box.each([&](const uint16_t*, uint16_t* element) {
+                                 if (element) *element = *next;
+                                 ++next;
+                               });
+                             }});
 }
 inline void store_bytes(void* to, const void* from, uint32_t bytes) {
-  emulated::Stores& mine = emulated::stores();
-  mine.pending.push_back({mine.group, [=] { std::memcpy(to, from, bytes); }});
+  emulated::store_plain(from, bytes,
+                        [=](const std::vector<uint8_t>& read) { std::memcpy(to, read.data(), read.size()); });
 }
 inline void add_floats(float* to, const float* from, uint32_t bytes) {
-  emulated::Stores& mine = emulated::stores();
-  mine.pending.push_back({mine.group, [=] {
-                            for (uint32_t n = 0; n < bytes / sizeof(float); ++n) to[n] += from[n];
-                          }});
+  emulated::store_plain(from, bytes, [=](const std::vector<uint8_t>& read) {
+    const auto* const part = reinterpret_cast<const float*>(read.data());
+    for (uint32_t n = 0; n < bytes / sizeof(float); ++n) to[n] += part[n];
+  });
 }
-inline void store_commit() { ++emulated::stores().group; }
+inline void store_commit() { machine().commit_stores(); }
 template <int kPending>
 void store_wait_read() {
-  emulated::finish_stores(kPending);
+  machine().may_switch();
+  machine().wait_for_stores(kPending, /*until_written=*/false);
 }
 template <int kPending>
 void store_wait() {
-  emulated::finish_stores(kPending);
+  machine().may_switch();
+  machine().wait_for_stores(kPending, /*until_written=*/true);
 }
 
 namespace emulated {

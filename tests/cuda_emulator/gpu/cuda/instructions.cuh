@@ -173,15 +173,22 @@ inline void copy_4_async(uint32_t target, const void* source) {
 inline void commit_copies() { machine().commit_copies(); }
 template <int kPending = 0>
 void wait_for_copies() {
+  machine().may_switch();
   machine().wait_for_copies(kPending);
 }
 
 // --- Blocks that wait for each other
 
-inline int load_acquire(const int* at) { return *at; }
+inline int load_acquire(const int* at) {
+  machine().may_switch();
+  return *at;
+}
 inline int load_relaxed(const int* at) { return *at; }
 inline float load_past_cache(const float* at) { return *at; }
-inline void add_release(int* at, int value) { *at += value; }
+inline void add_release(int* at, int value) {
+  *at += value;
+  machine().may_switch();
+}
 inline void add_in_memory(float* at, float value) { *at += value; }
 inline void add_four_in_memory(float* at, const float4& value) {
   at[0] += value.x, at[1] += value.y, at[2] += value.z, at[3] += value.w;

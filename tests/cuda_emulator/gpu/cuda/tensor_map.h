@@ -10,7 +10,9 @@ struct CUtensorMap {
   int box_rows;
 };
 
+// A namespace of its own: the linker must not take the library's function of this name, which asks a driver, for this one.
 namespace evenkeel::gpu {
+inline namespace on_the_cpu {
 
 inline constexpr int kBoxFeatures = 64;
 
@@ -19,4 +21,5 @@ inline CUtensorMap tensor_map(void* data, const std::array<int64_t, 4>& size,
   return {static_cast<uint16_t*>(data), size, stride, box_rows};
 }
 
+}  // namespace on_the_cpu
 }  // namespace evenkeel::gpu

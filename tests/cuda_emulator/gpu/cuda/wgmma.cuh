@@ -1,6 +1,6 @@
 // Products of a warpgroup on the CPU: src/gpu/cuda/wgmma.cuh by the definitions of its instructions. Operands are found by the
 // bits of their descriptors. Products of numbers of 16 bits are exact and are added in FP64; the sum is rounded to FP32 once.
-// A product reads its operands as late as it may: when the thread waits for it. One block at a time.
+// A product reads its operands as late as it may: when the thread waits for it.
 #pragma once
 
 #include <array>
@@ -42,10 +42,7 @@ struct Issued {
   std::vector<WarpgroupProduct> products;
   int group = 0;
 };
-inline Issued& issued() {
-  static std::array<Issued, 1024> of_thread;
-  return of_thread[threadIdx.x];
-}
+inline Issued& issued() { return machine().of_thread<Issued>(); }
 
 // The address of (line, term) of an operand with lines of 128 bytes: that of a plain matrix, whose bits 4 to 6 are then changed
 // by its bits 7 to 9. Summed terms lie along the line; transposed, they are lines, and 64 others lie along one.

@@ -1,7 +1,7 @@
 // Products of a warpgroup with E4M3 operands on the CPU: src/gpu/cuda/wgmma_e4m3.cuh by the definitions of its instructions.
 // Operands are found by the bits of their descriptors, and sums are the chip's (numerics/tensor_core.h), so that a kernel's
 // results should be those of an H200 but for its exponentials. A product reads its operands as late as it may: when the
-// thread waits for it. One block at a time.
+// thread waits for it.
 #pragma once
 
 #include "gpu/cuda/wgmma.cuh"

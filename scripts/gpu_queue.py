@@ -1,0 +1,243 @@
+"""A queue of steps for a GPU that is there for a short time: `scripts/gpu --minutes M --state FOLDER`.
+
+usage: scripts/gpu --minutes M --state FOLDER [--build FOLDER] [--old PROGRAM] [--study FOLDER] [--study-only PART,...] [--again]
+       scripts/gpu --list [the same options]
+
+Tests come first, then benches, then training runs (with --study). A step starts only if its estimated time is left; shorter ones
+behind it may still fit. FOLDER keeps each step's output (NAME.log) and what became of it (steps.json), so the next call goes on
+where this one ended. A step has half as much again as its estimate, and 15 seconds; after that it is stopped and counts as failed.
+A step that is stopped because the minutes are over runs again in the next call, and so does one that was skipped, or whose
+program has changed since. The table of all steps comes last. Exit code: 1 where a step failed. A call that is stopped stops its
+step, too.
+
+--minutes     how long the machine is there, from now on
+--state       where outputs and outcomes go
+--build       a build with EVENKEEL_GPU_TESTS=ON (default: build)
+--old         another evenkeel program; its bench runs in turns with the new one's
+--study       trains runs of scripts/study into this folder, as many as the rest of the time allows; repeated by every call
+--study-only  which parts of the study
+--again       steps that failed run again
+--list        shows the steps with estimates and outcomes, and starts nothing
+
+FOLDER/estimates.json ({"NAME": SECONDS, ...}) replaces estimates. A step that was done tells its own time.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TURNS = 3  # of the old and the new bench
+KILL_AFTER = 5  # seconds from the polite signal to the other one
+RESERVE = 2 * KILL_AFTER + 5  # seconds: for stopping the last step and telling what became of it
+
+
+@dataclass
+class Step:
+    name: str
+    estimate: float  # seconds
+    command: list
+    environment: dict = field(default_factory=dict)
+    takes_the_rest: bool = False  # runs until the time is over, and is never finished
+
+    def program(self):
+        """Of the file that is run, what tells it from another one; empty where it is not there."""
+        try:
+            found = os.stat(self.command[0])
+        except OSError:
+            return ""
+        return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def steps_of(options):
+    build = options.build
+    program = build / "evenkeel"
+    bench = ["bench", "attention", "--gpu"]
+    # Seconds on one H200, with room; hopper_test took 37, any_plan_test more than two minutes.
+    tests = dict(hopper_test=60, fused_forms_test=180, fp8_test=60, any_plan_test=240, gpt2_cuda_test=120, ranks_cuda_test=90)
+    steps = [Step(name, estimate, [build / name]) for name, estimate in tests.items()]
+    # Rows that see one key, far away: the plan without a remedy alone is right there (docs/experiments.md).
+    steps.insert(1, Step("conform_far", 40, [program, "conform", "--gpu", "--plan", "flash2", "--case", "far_one_key", "--case", "far_padding"]))
+    if options.old:
+        for turn in range(1, TURNS + 1):
+            for name, of in (("new", program), ("old", options.old)):
+                steps.append(Step(f"bench_{name}_{turn}", 60, [of, *bench, "--quick"]))
+    else:
+        steps.append(Step("bench", 150, [program, *bench]))
+    steps.append(Step("bench_forms", 150, [program, *bench, "--forms"]))
+    if options.study:
+        command = [ROOT / "scripts" / "study", "--evenkeel", program, "--folder", options.study, "--cpu", "0", "--only", options.study_only]
+        ours = {"EVENKEEL_LIBRARY": str(build / "libevenkeel.so"), "EVENKEEL_PROGRAM": str(program)}
+        steps.append(Step("study", 180, command, ours, takes_the_rest=True))
+    return steps
+
+
+def read_json(path):
+    """Of a file that need not be there; one that is damaged is put aside, and nothing is known."""
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        pass
+    path.replace(path.with_suffix(".bad"))
+    print(f"{path}: expected a JSON object, found something else; it is {path.with_suffix('.bad')} now")
+    return {}
+
+
+def adopt_orphans():
+    """From now on a process whose parent has ended becomes a child of this one, so that descendants() finds it."""
+    PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(process):
+    """The numbers of the running processes that it started, and those did."""
+    children = {}  # number: those of its children, with their states
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append((int(folder.name), state))
+    found, waiting = [], [process]
+    while waiting:
+        for number, state in children.get(waiting.pop(), []):
+            waiting.append(number)
+            if state not in "ZX":  # a zombie runs no more
+                found.append(number)
+    return found
+
+
+class Queue:
+    def __init__(self, options):
+        self.options = options
+        self.state = options.state
+        self.steps = steps_of(options)
+        self.outcomes = read_json(self.state / "steps.json") if self.state else {}
+        estimates = read_json(self.state / "estimates.json") if self.state else {}
+        for step in self.steps:
+            step.estimate = estimates.get(step.name, step.estimate)
+
+    def is_done(self, step):
+        known = self.outcomes.get(step.name)
+        if not known or step.takes_the_rest or known.get("program") != step.program():
+            return False
+        return known["outcome"] not in ("cut off", "skipped") and not (self.options.again and known["outcome"].startswith("FAILED"))
+
+    def note(self, step, outcome, seconds):
+        self.outcomes[step.name] = {"outcome": outcome, "seconds": round(seconds, 1), "program": step.program()}
+        whole = self.state / "steps.json.new"  # a call that is killed leaves the old file or the new one
+        whole.write_text(json.dumps(self.outcomes, indent=1) + "\n")
+        whole.replace(self.state / "steps.json")
+
+    def run(self, step, left):
+        limit = left if step.takes_the_rest else min(1.5 * step.estimate + 15, left)
+        command = [str(word) for word in step.command]
+        if step.takes_the_rest:  # it ends by itself a little earlier
+            command += ["--budget", f"{max(0, left - 30) / 60:.2f}"]
+        began = time.monotonic()
+        status = None
+        with open(self.state / f"{step.name}.log", "w") as log:
+            try:
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+                                         start_new_session=True, env={**os.environ, **step.environment})
+            except OSError as error:
+                log.write(f"{error}\n")
+                return f"FAILED: {command[0]} does not start ({error.strerror})", 0.0
+            try:
+                status = child.wait(timeout=limit)
+            except subprocess.TimeoutExpired:
+                self.stop(child)
+            except BaseException:  # this call is stopped
+                self.stop(child)
+                raise
+        seconds = time.monotonic() - began
+        if status is None:
+            return ("cut off" if limit == left else f"FAILED: not done in {limit:.0f} s"), seconds
+        return {0: "passed", 77: "skipped"}.get(status, f"FAILED (exit code {status})"), seconds
+
+    @staticmethod
+    def stop(child):
+        """The step and all that it started, in whatever session: runs of the study have their own. Returns when none of it runs."""
+        signalled = set()
+        began = time.monotonic()
+        while running := descendants(os.getpid()):
+            waited = time.monotonic() - began
+            if waited > 2 * KILL_AFTER:  # in the kernel, and deaf to signals
+                print(f"processes {running} do not end", flush=True)
+                return
+            sign = signal.SIGKILL if waited > KILL_AFTER else signal.SIGTERM
+            for process in running:
+                if (process, sign) not in signalled:  # others may have been started since
+                    signalled.add((process, sign))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, sign)
+            time.sleep(0.01)
+        child.wait()
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while os.waitpid(-1, os.WNOHANG)[0]:  # the orphans' exit codes: nobody else asks for them
+                pass
+
+    def run_all(self):
+        deadline = time.monotonic() + 60 * self.options.minutes - RESERVE
+        for step in self.steps:
+            left = deadline - time.monotonic()
+            if self.is_done(step) or step.estimate > left:
+                continue
+            print(f"{step.name} ... ({left / 60:.1f} minutes left)", flush=True)
+            outcome, seconds = self.run(step, left)
+            self.note(step, outcome, seconds)
+            print(f"{step.name}: {outcome}, {seconds:.0f} s", flush=True)
+
+    def table(self):
+        lines = [f"{'step':<20}{'estimate':>10}  outcome"]
+        for step in self.steps:
+            known = self.outcomes.get(step.name)
+            outcome = f"{known['outcome']}, {known['seconds']:.0f} s" if known else "waits"
+            lines.append(f"{step.name:<20}{step.estimate:>8.0f} s  {outcome}")
+        return "\n".join(lines)
+
+    def has_failed(self):
+        return any(self.outcomes.get(step.name, {}).get("outcome", "").startswith("FAILED") for step in self.steps)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=0)
+    for name in ("--state", "--old", "--study"):
+        parser.add_argument(name, type=lambda text: Path(text).resolve())
+    parser.add_argument("--build", type=lambda text: Path(text).resolve(), default=ROOT / "build")
+    parser.add_argument("--study-only")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if not options.list and (options.minutes <= 0 or not options.state):
+        parser.error("expected --minutes above 0 and --state FOLDER, or --list")
+    if options.study and not options.study_only:
+        parser.error("expected --study-only PART,... with --study: text is made ready for all runs before the first one starts")
+    if options.old and not (options.old.parent / "libevenkeel.so").exists():
+        parser.error(f"expected libevenkeel.so beside {options.old}, found none: its bench would use another stopwatch than the new one's")
+    if options.state:
+        options.state.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, lambda number, _: sys.exit(128 + number))
+    queue = Queue(options)
+    if not options.list:
+        queue.run_all()
+    print(queue.table())
+    return int(not options.list and queue.has_failed())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

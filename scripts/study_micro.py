@@ -1,0 +1,142 @@
+"""Tables of the study about runs at the size of micro (study_docs.py): users' settings, exponents, formats below BF16, format by site.
+
+Standard library only.
+"""
+
+import math
+
+from study_curves import median
+from study_runs import FEW_BITS, NAMED_SYSTEMS, USERS_SETTINGS
+
+OUTCOME = ["runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset"]  # what group_row tells
+
+# The same run as hostile_micro-plain, by seed: O of two bits, stochastic, on one text.
+NOISY_RUNS = ("~hostile_micro-plain-?", "~square-both-[23]")
+# Pairs of settings, the slower first: words, exponent, octaves between the two, names. Only runs of one text are compared.
+EXPONENT_PAIRS = (
+    ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1", "~exponents_micro-bits_2-?"), ("noise-output_stochastic-1", "~square-both-1", *NOISY_RUNS)),
+    ("O: 2 bits, stochastic, against 1 bit, nearest, half an octave of error", "alpha", 0.5, NOISY_RUNS, ("~exponents_micro-bits_1-?",)),
+    ("O: 2 bits against 1, an octave of error", "alpha", 1, ("~exponents_micro-bits_2-?",), ("~exponents_micro-bits_1-?",)),
+    ("O-bar, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("derailing-pv_2_bits_stochastic-*",)),
+    ("row sum, 2 bits: the same", "alpha", 0.5, ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1"), ("derailing-row_sum_e5m2_stochastic-*",)),
+    ("row sum: 3 bits against 2, an octave of error", "alpha", 1, ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1")),
+    ("O, 2 bits, stochastic: lr 6e-3 against 1.2e-2", "beta", 1, ("~square-both-1", *NOISY_RUNS), ("~law-lr_1.2e-2-1", "~exponents_micro-lr_1.2e-2-?")),
+    ("O, 2 bits, stochastic: lr 3e-3 against 6e-3", "beta", 1, ("~exponents_micro-lr_3e-3-?",), NOISY_RUNS),
+    ("O, 2 bits, stochastic: 8 sequences a step against 16", "zeta", 1, ("~exponents_micro-batch_8-?",), NOISY_RUNS),
+    ("O, 2 bits, stochastic: 16 sequences a step against 32", "zeta", 1, NOISY_RUNS, ("~exponents_micro-batch_32-?",)),
+)  # fmt: skip
+
+# Claims of papers, site by site: words of the table, run of the part formats.
+FORMAT_CLAIMS = (
+    ("SageBwd: keys not centred", "sage_given_keys"),
+    ("SageBwd: dS in BF16", "sage_dscores_bf16"),
+    ("SageBwd: dS alone in INT8", "sage_dscores_alone"),
+    ("SageBwd: q and k in INT4", "sage_int4"),
+    ("SageBwd: q and k in INT4, queries centred", "sage_int4_queries_centred"),
+    ("k alone: INT4, a scale a row", "k_int4_row"),
+    ("k alone: INT4, a scale a feature", "k_int4_column"),
+    ("Attn-QAT: the backward pass reads BF16", "nvfp4_unmatched"),
+    ("Attn-QAT: delta from a wide O", "nvfp4_wide_output"),
+    ("PASA: keys not centred", "pasa_given_keys"),
+)
+
+# Format by site: rounded, format, runs as they are, runs with the sum kept.
+FORMAT_BY_SITE = (
+    ("row sum", "2 bits", ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1"), ("healthy-row_sum_e5m2_zero_sum-*",)),
+    ("row sum", "3 bits", ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ()),
+    ("row sum", "4 and 5 bits", ("bits-row_sum_[45]-1",), ()),
+    ("O-bar", "2 bits", ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("healthy-pv_2_bits_zero_sum-*",)),
+    ("O", "2 bits, stochastic", ("noise-output_stochastic-1", "~square-both-?", "~hostile_micro-plain-?"), ("~hostile_micro-plain_zero_sum-?",)),
+    ("O", "2 bits", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1", "~exponents_micro-bits_2-?"), ()),
+    ("O or O-bar", "3 to 5 bits", ("bits-pv_[345]-1", "bits-output_[345]-1", "~law-output_3-1"), ()),
+    ("scores", "2 bits", ("noise-scores_nearest-1",), ()),
+    ("P of the forward pass", "2 bits", ("noise-probs_nearest-1",), ()),
+    ("P of the forward pass", "E2M1, blocks of 32", ("formats-probs_mxfp4-?",), ("~formats-probs_mxfp4_zero_sum-?",)),
+    ("P of the backward pass", "E2M1, blocks of 32", ("formats-probs_bwd_mxfp4-?",), ("~formats-probs_bwd_mxfp4_zero_sum-?",)),
+    ("dP or delta", "2 bits", ("noise-dprobs_nearest-1", "noise-delta_nearest-1"), ()),
+    ("dS", "E2M1, blocks of 32", ("formats-dscores_mxfp4-?",), ("~formats-dscores_mxfp4_zero_sum-?",)),
+    ("q, k, v or dO, each alone", "E2M1, blocks of 32", ("formats-q_mxfp4-?", "formats-k_mxfp4-?", "formats-v_mxfp4-?", "formats-grad_output_mxfp4-?"), ()),
+    ("k", "INT4, a scale a row or a feature", ("~formats-k_int4_row-?", "~formats-k_int4_column-?"), ()),
+    ("all operands", "E2M3, blocks of 32", ("formats-mxfp6-?",), ("~formats-mxfp6_zero_sum-?",)),
+    ("all operands", "E2M1, blocks of 32", ("formats-mxfp4-?",), ("formats-mxfp4_zero_sum-?",)),
+    ("all operands", "INT4, rows", ("formats-int4_row-?",), ("formats-int4_row_zero_sum-?",)),
+    ("all operands", "NVFP4 (`nvfp4`)", ("formats-nvfp4-?",), ("formats-nvfp4_zero_sum-?",)),
+    ("all operands", "INT8 (`sage_int8`, `turbo`)", ("formats-sage_int8-?", "formats-turbo-?"), ("formats-sage_int8_zero_sum-?", "formats-turbo_zero_sum-?")),
+    ("all operands", "8 bits (`fp8_fa3`, `fp8_deepseek`, `mxfp8`, `hifloat8`)", ("formats-fp8_fa3-?", "formats-fp8_deepseek-?", "formats-mxfp8-?", "formats-hifloat8-?"), ("formats-fp8_fa3_zero_sum-?", "formats-fp8_deepseek_zero_sum-?", "formats-mxfp8_zero_sum-?", "formats-hifloat8_zero_sum-?")),
+)  # fmt: skip
+
+
+class Micro:
+    """A part of Figures: `self.study` is the Study."""
+
+    def fp32_control(self, run):
+        """FP32 with the same seed and text."""
+        found = [other for other in self.study.runs.values() if other.size == "micro" and other.plan == "fp32" and other.seed == run.seed and other.text == run.text and not other.settings]
+        if not found:
+            raise ValueError(f"expected an fp32 run of seed {run.seed} on the text of {run.name}, found none")
+        return max(found, key=lambda other: other.last_step)
+
+    def outcome(self, words, runs):
+        """A row: words, what group_row tells, steps, loss above FP32's at the run's end."""
+        excess = [self.study.excess(run, self.fp32_control(run))[-1] for run in runs]
+        return self.group_row(words, runs) + [self.listed([run.last_step for run in runs], self.number), self.listed(excess, self.percent)]
+
+    def formats_table(self):
+        """The systems of papers, as published and with the sum kept."""
+        rows = []
+        for system, words in NAMED_SYSTEMS.items():
+            for remedy in ("none", "zero_sum", "consistent"):
+                if runs := self.match([f"~formats-{system}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]):
+                    rows.append(self.outcome((f"{words} (`{system}`)", f"`{remedy}`"), runs))
+        return self.table(["system", "remedy", *OUTCOME, "steps", "loss above FP32's"], rows)
+
+    def formats_sites_table(self):
+        """Operands of 6 and 4 bits: all of them, and each alone."""
+        rows = []
+        for name, words in FEW_BITS.items():
+            for remedy in ("none", "zero_sum"):
+                if runs := self.match([f"~formats-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]):
+                    rows.append(self.outcome((words, f"`{remedy}`"), runs))
+        return self.table(["operands", "remedy", *OUTCOME, "steps", "loss above FP32's"], rows)
+
+    def formats_claims_table(self):
+        rows = [self.outcome((words,), runs) for words, name in FORMAT_CLAIMS if (runs := self.match([f"~formats-{name}-[0-9]"]))]
+        return self.table(["what is changed", *OUTCOME, "steps", "loss above FP32's"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
+
+    def format_by_site_table(self):
+        """docs/study_a_format.md's: what drifted and failed, as it is and with zero_sum."""
+        rows = []
+        for site, form, free, kept in FORMAT_BY_SITE:
+            cells = []
+            for runs in (self.match(free), self.match(kept)):
+                drifted, failed = (sum(judge(run) is not None for run in runs) for judge in (self.study.drift, self.study.failure))
+                cells.append(f"{drifted} drifted, {failed} failed of {len(runs)}" if runs else "not run")
+            if self.match(free):
+                rows.append([site, form, *cells, self.listed(sorted({run.last_step for run in self.match((*free, *kept))}), self.number)])
+        return self.table(["rounded", "format", "as it is", "with `zero_sum`", "steps"], rows)
+
+    def hostile_micro_table(self):
+        """Users' settings: O of two bits (stochastic) as it is and with zero_sum."""
+        rows = []
+        for name, (words, _) in USERS_SETTINGS.items():
+            for remedy in ("none", "zero_sum"):
+                names = [f"~hostile_micro-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
+                runs = self.match(names + ["~square-both-[23]"] * (name == "plain" and remedy == "none"))
+                if runs:
+                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
+        return self.table(["setting", "remedy", *OUTCOME, "steps", "loss at the end"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
+
+    def noise_exponent_table(self):
+        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: per octave of error for bits, per octave of learning rate or batch for those."""
+        rows = []
+        passed = lambda run: run.packed["summary"].get("offset_1000_at")
+        for words, exponent, octaves, slower, faster in EXPONENT_PAIRS:
+            ones, others = ([run for run in self.match(names) if passed(run)] for names in (slower, faster))
+            pairs = [(one, other) for one in ones for other in others if one.text == other.text]
+            if not pairs:
+                continue
+            values = [math.log2(passed(one) / passed(other)) / octaves for one, other in pairs]
+            spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
+            times = [self.listed([passed(run) for run in dict.fromkeys(pair[n] for pair in pairs)], self.number) for n in (0, 1)]
+            rows.append([words, *times, str(len(pairs)), f"{exponent} = {median(values):.1f}{spread}"])
+        return self.table(["pair", "offset of 1,000 at step", "the same", "pairs", "exponent, median (least to most of all pairs)"], rows)

@@ -1,0 +1,114 @@
+#!/bin/sh
+# scripts/gpu --minutes with stand-ins for the programs: one that fails, one that hangs, one for which there is no time, one that is
+# not there; and calls that go on where the one before ended.
+# Usage: gpu_queue_test.sh SCRIPTS_GPU
+gpu=$1 status=0
+folder=$(mktemp -d) || exit 3
+trap 'rm -rf "$folder"' EXIT
+build=$folder/build state=$folder/state
+mkdir "$build" "$state"
+
+# stand_in NAME TEXT: a program that counts its calls, and then does so.
+stand_in() {
+  printf '#!/bin/sh\necho "%s $*" >>"%s"\n%s\n' "$1" "$folder/calls" "$2" >"$build/$1"
+  chmod +x "$build/$1"
+}
+stand_in hopper_test 'echo hello'
+stand_in fused_forms_test 'echo "a failure" && exit 1'
+stand_in fp8_test 'sleep 1000 & wait'
+stand_in any_plan_test 'exit 0'
+stand_in gpt2_cuda_test 'exit 77'
+stand_in evenkeel 'exit 0' # and ranks_cuda_test is not there
+touch "$build/libevenkeel.so"
+# The hanging step has half as much again as its estimate and 15 s more. Nobody has 1000 seconds but the second call.
+cat >"$state/estimates.json" <<'JSON'
+{"hopper_test": 5, "fused_forms_test": 5, "fp8_test": -9.3, "any_plan_test": 1000, "gpt2_cuda_test": 5, "ranks_cuda_test": 5,
+ "bench_new_1": 5, "bench_old_1": 5, "bench_new_2": 5, "bench_old_2": 5, "bench_new_3": 5, "bench_old_3": 5,
+ "bench_forms": 5, "conform_far": 5}
+JSON
+cp "$build/evenkeel" "$build/old"
+
+call() { said=$("$gpu" --build "$build" --state "$state" --old "$build/old" "$@" 2>&1); code=$?; }
+# expect WHAT CONDITION...
+expect() {
+  what=$1
+  shift
+  "$@" && return
+  printf '%s: expected that, found exit code %s and:\n%s\n' "$what" "$code" "$said"
+  status=1
+}
+line() { printf '%s\n' "$said" | sed -n '/^step /,$p' | grep -q "^$1 .*$2"; }
+calls() { [ "$(grep -c "^$1 " "$folder/calls")" = "$2" ]; }
+
+call --list
+expect "a list exits with 0" [ $code = 0 ]
+expect "a list has estimates" line any_plan_test "1000 s  waits"
+expect "a list starts nothing" [ ! -e "$folder/calls" ]
+
+call --minutes 2
+expect "a failure is the exit code" [ $code = 1 ]
+expect "a step that passes" line hopper_test passed
+expect "its output is kept" grep -q hello "$state/hopper_test.log"
+expect "a step that fails" line fused_forms_test "FAILED (exit code 1)"
+expect "a step that hangs" line fp8_test "FAILED: not done in 1 s"
+expect "a step for which there is no time" line any_plan_test waits
+expect "a step behind it, which is skipped" line gpt2_cuda_test skipped
+expect "a program that is not there" line ranks_cuda_test "FAILED: .*ranks_cuda_test does not start"
+expect "the old and the new program in turns" line bench_old_3 passed
+expect "the forms" grep -q "^evenkeel bench attention --gpu --forms" "$folder/calls"
+expect "three benches, the forms and the judge" calls evenkeel 8
+
+call --minutes 20
+expect "the second call starts what waited" line any_plan_test passed
+expect "the second call repeats nothing that passed" calls hopper_test 1
+expect "the second call repeats nothing that failed" calls fused_forms_test 1
+expect "a failure stays one" [ $code = 1 ]
+expect "the second call asks again where there was no GPU" calls gpt2_cuda_test 2
+
+stand_in fused_forms_test 'exit 0'
+call --minutes 20 --again
+expect "--again repeats what failed" line fused_forms_test passed
+expect "--again repeats nothing else" calls hopper_test 1
+
+touch_until_newer() { while [ ! "$1" -nt "$2" ]; do touch "$1"; done; }
+touch_until_newer "$build/hopper_test" "$state/steps.json"
+call --minutes 20
+expect "a program that has changed runs again" calls hopper_test 2
+
+# A call that is stopped stops its step and all that it has started: in a session of its own, without a parent, deaf to SIGTERM.
+cat >"$folder/lasting" <<'SH'
+#!/bin/sh
+[ "$2" != deaf ] || trap '' TERM
+echo $$ >>"$1"
+exec sleep 1234
+SH
+chmod +x "$folder/lasting"
+stand_in hopper_test "'$folder/lasting' '$folder/runs' & setsid '$folder/lasting' '$folder/runs' deaf & (setsid '$folder/lasting' '$folder/runs' &) ; wait"
+rm -f "$folder/runs"
+sed -i 's/"hopper_test": 5/"hopper_test": 500/' "$state/estimates.json"
+"$gpu" --build "$build" --state "$state" --minutes 20 --old "$build/old" >"$folder/said" 2>&1 &
+asked=$!
+while [ "$(cat "$folder/runs" 2>/dev/null | wc -l)" != 3 ]; do :; done
+kill -TERM $asked
+wait $asked
+code=$? said=$(cat "$folder/said")
+expect "a call that is stopped says so" [ $code = 143 ]
+none_runs() { for process in $(cat "$1"); do ! kill -0 "$process" 2>/dev/null || return 1; done; }
+expect "nothing of it runs on" none_runs "$folder/runs"
+
+printf '{"hopper_test": {"outc' >"$state/steps.json"
+call --list
+expect "a damaged record is put aside" [ $code = 0 -a -e "$state/steps.bad" ]
+
+call --minutes soon
+expect "a time that is none" [ $code = 2 ]
+call --minutes 1 --unknown
+expect "an option that is none" [ $code = 2 ]
+call --minutes 1 --study "$folder/study"
+expect "a study without parts" [ $code = 2 ]
+mkdir "$folder/alone" && cp "$build/old" "$folder/alone/old"
+said=$("$gpu" --build "$build" --state "$state" --old "$folder/alone/old" --minutes 1 2>&1); code=$?
+expect "an old program without its library" [ $code = 2 ]
+said=$("$gpu" --minutes 1 2>&1); code=$?
+expect "no folder for the state" [ $code = 2 ]
+exit $status

@@ -1,0 +1,261 @@
+// Hopper's forward kernel for head sizes up to 128 without a GPU, in the emulator: within the error bounds of FlashAttention-2's
+// arithmetic, also where all scores share a large offset. There a fused multiply-add alone would leave the largest score of a
+// row a probability beside one, which BF16 rounds and the row's sum does not.
+#include <gtest/gtest.h>
+
+#include "attention/cuda/hopper_forward_block.cuh"
+#include "attention_bounds.h"
+#include "attention_runs.h"
+#include "emulated_memory.h"
+
+namespace evenkeel {
+namespace {
+
+using namespace hopper::forward;
+using cases::Case;
+using cases::fill_view;
+using cases::make_problem;
+using cases::Problem;
+using cases::to_bf16;
+using emulated::How;
+using emulated::Operand;
+
+struct ScoreFacts {
+  std::vector<float> largest_score, largest_row_mean;  // (H)
+};
+
+// The CPU's outputs with o and lse of the kernel, on two multiprocessors: a block does several query tiles, one after another.
+template <bool kForms = false, bool kFacts = false>
+AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {},
+                     ScoreFacts* facts = nullptr) {
+  AttentionBuffers out = attention_runs::run(config, host);
+  const AttentionProblem p = complete(problem_of(config, host.in));
+  const auto operand = [&](int64_t heads, int64_t rows) { return Operand(how, {p.B, heads, rows, p.D}, {}); };
+  Operand q = operand(p.H, p.T), o = operand(p.H, p.T), k = operand(p.G, p.N), v = operand(p.G, p.N);
+  q.write(host.in.q), k.write(host.in.k), v.write(host.in.v);
+  const PassInputs in{q.tensor(), k.tensor(), v.tensor()};
+  ScoreFacts own;
+  ScoreFacts& found = facts ? *facts : own;
+  found.largest_score.assign(static_cast<size_t>(p.H), -INFINITY), found.largest_row_mean.assign(p.H, 0);
+  ForwardPass pass{o.tensor(), out.lse.values().data(), nullptr, nullptr};
+  if (kFacts)
+    pass.largest_score = found.largest_score.data(), pass.largest_row_mean = found.largest_row_mean.data();
+  uint32_t next_tile = 0;
+  for_head_groups(p, pass, [&](ForwardArguments a) {
+    with_block_of<Bf16Pairs, false, kForms, kFacts>(p, a.rules, [&]<class Block>() {
+      using T = typename Block::T;
+      const BlockMaps<T> maps(p, in, pass);
+      a.tiles_per_head = static_cast<int>(divide_up(p.T, T::kRows));
+      a.next_tile = &next_tile, next_tile = 0;
+      cuda_emulator::run({.blocks = std::min(2, a.tiles_per_head * a.heads),
+                          .threads = T::kThreads,
+                          .shared_bytes = T::kSharedBytes,
+                          .order = how.order,
+                          .blocks_at_once = how.blocks_at_once,
+                          .seed = how.seed},
+                         [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
+    });
+  });
+  o.read(out.o);
+  o.expect_guards("o");
+  return out;
+}
+
+// How the scores of a row, which share an offset, differ: at random, or by their key's place, so that the largest one is in
+// the first tile that the kernel meets (rising) or in the last one.
+enum class Order { random, rising, falling };
+struct Far {
+  double offset, spread;
+  Order order = Order::random;
+};
+
+Problem far_problem(const Case& shape, const Far& far) {
+  Problem p = make_problem(shape);
+  constexpr int64_t kCommon = 16;  // features that carry the offset; the next one carries the order
+  const double scale = double{shape.scale}, common = std::sqrt(std::fabs(far.offset) / scale / kCommon),
+               others = std::sqrt(far.spread / scale / std::sqrt(double(shape.D - kCommon)));
+  for (const bool keys : {false, true}) {
+    const View<float> x = keys ? p.k() : p.q();
+    fill_view(x, [&](int64_t b, int64_t h, int64_t i, int64_t d) {
+      double value = others * double{*x.at(b, h, i, d)};
+      if (far.order != Order::random) value = *x.at(b, h, i, d);
+      if (d < kCommon) value = keys && far.offset < 0 ? -common : common;
+      if (d == kCommon && far.order != Order::random) {
+        const double place = double(far.order == Order::rising ? i : shape.N - i);
+        // Up to 256 places times a power of two: BF16 keeps them apart.
+        value = keys ? place * std::exp2(std::round(std::log2(far.spread / scale / double(shape.N)))) : 1.0;
+      }
+      return to_bf16(static_cast<float>(value));
+    });
+  }
+  return p;
+}
+
+const Case kHeads64{{1, 1, 1, 150, 150, 64}, {.causal = true, .scale = 0.125f}, "head size 64"},
+    kHeads128{{1, 1, 1, 140, 200, 128}, {.causal = true, .scale = 0.125f}, "head size 128"},
+    kWindow{{1, 1, 1, 150, 150, 64}, {.causal = true, .window_left = 70, .scale = 0.125f}, "window"};
+
+std::string name_of(const Case& c, const Far& far) {
+  return std::string(c.name) + ", offset " + std::to_string(far.offset) + ", spread " +
+         std::to_string(far.spread) + ", order " + std::to_string(static_cast<int>(far.order));
+}
+
+// Rows whose softmax sees one key: the score of that key is so far above the others, as FP32 has them, that nothing is left
+// for these. Returns how many there are. O is that key's V, to the bit; so delta is its dP, and the row of dS is zero.
+int expect_values(const Problem& p, const AttentionBuffers& got, const std::string& name) {
+  int rows = 0;
+  for (int64_t i = 0; i < p.shape.T; ++i) {
+    double first = -INFINITY, second = -INFINITY;
+    int64_t key = -1;
+    for (int64_t j = 0; j < p.shape.N; ++j) {
+      if (!cases::sees(p, 0, 0, i, j)) continue;
+      double score = 0;
+      for (int64_t d = 0; d < p.shape.D; ++d)
+        score += double{*p.in.q.at(0, 0, i, d)} * double{*p.in.k.at(0, 0, j, d)};
+      score *= double{p.shape.scale};
+      if (score > first)
+        second = first, first = score, key = j;
+      else
+        second = std::max(second, score);
+    }
+    if (key < 0 || first - second < 60 + 1e-5 * std::fabs(first)) continue;
+    ++rows;
+    for (int64_t d = 0; d < p.shape.D; ++d)
+      if (const float o = *got.o.view().at(0, 0, i, d), v = *p.in.v.at(0, 0, key, d); o != v) {
+        ADD_FAILURE() << name << ": row " << i << " sees key " << key << " alone, and O is " << o
+                      << " where V is " << v << " (feature " << d << ")";
+        return rows;
+      }
+  }
+  return rows;
+}
+
+template <bool kForms = false>
+void expect_sound(const Case& c, const Far& far) {
+  const Problem p = far_problem(c, far);
+  const AttentionProblem config = p.with(parse_plan("flash2"));
+  const AttentionBuffers got = run<kForms>(config, p);
+  if (kSanitized) return;
+  const std::string name = name_of(c, far);
+  if (far.spread >= 1000) {
+    EXPECT_GT(expect_values(p, got, name), p.shape.T / 3) << name;
+  }
+  const attention_bounds::Ratios r = ratios_of(config, p, attention_bounds::error_bounds(config, p), got,
+                                               attention_reference(config, p.in, p.grad_output));
+  EXPECT_LE(std::max(r.o, r.lse), 1) << name << ": o " << r.o << ", lse " << r.lse;
+}
+
+// Several query tiles a block, in any order of warps and lanes: the same bits. Of rows that see few keys a warpgroup leaves out
+// the key tiles that others see.
+TEST(HopperForward, the_same_bits_in_any_order) {
+  const Case shapes[] = {
+      {{1, 2, 2, 300, 300, 64}, {.causal = true, .scale = 0.125f}, "head size 64"},
+      {{1, 2, 2, 260, 260, 128}, {.causal = true, .scale = 0.125f}, "head size 128"},
+      {{1, 1, 1, 600, 600, 64}, {.causal = true, .window_left = 70, .scale = 0.125f}, "window"}};
+  for (const Case& c : shapes) {
+    const Problem p = far_problem(c, {2e3, 300});
+    const AttentionProblem config = p.with(parse_plan("flash2"));
+    std::optional<AttentionBuffers> first;
+    for (const How& how : emulated::several_orders(2)) {
+      AttentionBuffers got = c.window_left >= 0 ? run<true>(config, p, how) : run(config, p, how);
+      if (!first) {
+        first = std::move(got);
+        continue;
+      }
+      EXPECT_TRUE(attention_runs::same_bits(first->o.values(), got.o.values()))
+          << c.name << ", O in " << name_of(how);
+      EXPECT_TRUE(attention_runs::same_bits(first->lse.values(), got.lse.values()))
+          << c.name << ", L in " << name_of(how);
+    }
+  }
+}
+
+// Scores so large that 2^residue would leave FP32.
+TEST(HopperForward, L_of_huge_scores) {
+  Problem p = make_problem(kHeads64);
+  for (const double sign : {1.0, -1.0}) {
+    cases::Draw draw(1, 7);
+    fill_view(p.q(),
+              [&](int64_t, int64_t, int64_t, int64_t) { return to_bf16(1.9e4f + 1e3f * draw.unit()); });
+    fill_view(p.k(), [&](int64_t, int64_t, int64_t, int64_t) {
+      return to_bf16(static_cast<float>(sign) * (1.9e4f + 1e3f * draw.unit()));
+    });
+    const AttentionProblem config = p.with(parse_plan("flash2"));
+    const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+    for (const bool forms : {false, true}) {
+      const AttentionBuffers got = forms ? run<true>(config, p) : run(config, p);
+      for (size_t n = 0; n < got.lse.values().size(); ++n)
+        ASSERT_NEAR(got.lse.values()[n], exact.lse.values()[n], 3e-7 * std::fabs(exact.lse.values()[n]))
+            << "row " << n << (forms ? ", forms" : "");
+    }
+  }
+}
+
+// A score that leaves FP32 is the largest one, and makes its row's mean infinite.
+TEST(HopperForward, facts_of_an_infinite_score) {
+  Problem p = make_problem(kHeads64);
+  *p.k().at(0, 0, 100, 0) = to_bf16(1e25f);
+  fill_view(p.q(), [](int64_t, int64_t, int64_t, int64_t d) { return d == 0 ? to_bf16(1e20f) : 0.5f; });
+  ScoreFacts facts;
+  run<false, true>(p.with(parse_plan("flash2")), p, {}, &facts);
+  EXPECT_EQ(facts.largest_score[0], INFINITY);
+  EXPECT_EQ(facts.largest_row_mean[0], INFINITY);
+}
+
+TEST(HopperForward, near_scores) {
+  for (const Case* c : {&kHeads64, &kHeads128}) expect_sound(*c, {0, 1});
+  expect_sound<true>(kWindow, {0, 1});
+}
+
+TEST(HopperForward, far_scores) {
+  for (const double offset : {8e4, -8e4, 5e5, 1e3, 1e4}) {
+    for (const double spread : {1.0, 5e3}) expect_sound(kHeads64, {offset, spread});
+    if (kSanitized) break;
+  }
+  for (const Order order : {Order::rising, Order::falling})
+    for (const double offset : {8e4, -8e4}) expect_sound(kHeads64, {offset, 2e4, order});
+  expect_sound(kHeads128, {8e4, 5e3});
+  expect_sound<true>(kWindow, {8e4, 5e3});
+}
+
+// From one tile to the next, shifts that have a residue follow ones that have none, and the other way round.
+TEST(HopperForward, shifts_that_become_far_or_near) {
+  for (const double offset : {600.0, -800.0})
+    for (const Order order : {Order::rising, Order::falling}) expect_sound(kHeads64, {offset, 250, order});
+}
+
+// Scores that FP32 has exactly, around 4 and 7 million. Their products with log2(e) are rounded by up to a quarter and a half,
+// and parts of O that were added up under one shift must be worth the same under the next.
+TEST(HopperForward, far_scores_from_tile_to_tile) {
+  for (const double base : {0x1p14, 0x1.cp14}) {
+    Problem p = make_problem(kHeads64);
+    cases::Draw draw(1, 7);
+    fill_view(p.q(), [](int64_t, int64_t, int64_t, int64_t d) {
+      return d == 0 ? 0x1p11f : d == 1 ? 1.0f : 0.0f;
+    });
+    fill_view(p.k(), [&](int64_t, int64_t, int64_t j, int64_t d) {
+      // Steps of 4 are 1/2 after the scale. The kernel meets the last keys first.
+      if (d == 1) return 4.0f * static_cast<float>(draw.below(4) + (j < 64 ? 3 : j < 128 ? 1 : 0));
+      return d == 0 ? static_cast<float>(base) : 0.0f;
+    });
+    const AttentionProblem config = p.with(parse_plan("flash2"));
+    const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+    const AttentionBuffers got = run(config, p);
+    double worst = 0, largest = 0;
+    for (size_t n = 0; n < got.o.values().size(); ++n) {
+      worst = std::max(worst, std::fabs(double{got.o.values()[n]} - exact.o.values()[n]));
+      largest = std::max(largest, std::fabs(exact.o.values()[n]));
+    }
+    // Half an ulp, and what FP32's log2(e) times its log(2) lacks of one.
+    for (size_t n = 0; n < got.lse.values().size(); ++n)
+      EXPECT_LE(std::fabs(double{got.lse.values()[n]} - exact.lse.values()[n]),
+                0.25 + 1.2e-8 * exact.lse.values()[n])
+          << "keys of " << base << ", row " << n;
+    EXPECT_LE(worst, 0x1p-8 * largest) << "keys of " << base;  // half an ulp of BF16 for P, and for O
+    EXPECT_TRUE(attention_runs::same_bits(got.o.values(), run<false, true>(config, p).o.values()))
+        << "other bits beside facts of scores";
+  }
+}
+
+}  // namespace
+}  // namespace evenkeel
