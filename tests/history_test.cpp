@@ -156,6 +156,13 @@ TEST_F(History, OnlyRunsOfTheSamePlanAndSettingsCount) {
   EXPECT_TRUE(says("text", "data.digest is \"abd\", not \"abc\""));
   EXPECT_TRUE(says("empty", "no recorded step"));
   EXPECT_TRUE(says("guarded", "run.guard is \"on\", not \"off\""));
+  // Changes of the plan on the way are too long for a sentence.
+  std::string changed = config(9, "flash2");
+  changed.replace(changed.find("changes = []"), 12,
+                  "changes = [{step = 300, plan = \"layer 0 head 1: stabiliser=zero_sum\"}, "
+                  "{step = 400, plan = \"layer 1 head 0: stabiliser=zero_sum\"}]");
+  EXPECT_EQ(first_difference(read_run(run), read_run(add("changed", 10, 0, changed))),
+            "attention.changes differs");
   // A falling learning rate has another course where it ends elsewhere.
   const auto falling = [&](int seed) {
     std::string config_text = config(seed, "flash2");

@@ -14,6 +14,7 @@
 #include "diagnosis/conform_report.h"
 #include "diagnosis/covering.h"
 #include "flash_kernel.h"
+#include "run_program.h"
 #include "sanitized.h"
 
 namespace evenkeel {
@@ -99,6 +100,25 @@ TEST(Judge, IsQuietOverTenSeeds) {
       EXPECT_FALSE(report.not_judged.empty());  // sinks and others are not offered, and that is said
     }
   }
+}
+
+// Centred keys cannot go with softcap, and the CPU's kernels refuse it in words: not offered, not a fault of theirs.
+TEST(Judge, WhatAPlanCannotTakeIsNotJudged) {
+  for (const char* plan : {"pasa_fp16", "sage_int8", "flash2,stabiliser=centre_keys"}) {
+    const FormsReport report = judge_forms(cpu_form_kernel(parse_plan(plan)), quick(plan));
+    EXPECT_EQ(text_of(report).find("raised"), std::string::npos) << plan << "\n" << text_of(report);
+    EXPECT_NE(std::ranges::find(report.not_judged, "softcap: 20"), report.not_judged.end()) << plan;
+  }
+}
+
+// The closing table is of families and forms: a plan whose forms fail does not pass there.
+TEST(Judge, TheSummaryCountsForms) {
+  if (kSanitized) GTEST_SKIP();
+  const Output told =
+      run_shell(EVENKEEL_PROGRAM " conform --quick --summary --plan fp8_fa3,stabiliser=zero_sum 2>&1");
+  EXPECT_EQ(told.code, 1) << told.out;
+  EXPECT_NE(told.out.find("fp8_fa3,stabiliser=zero_sum        FAIL"), std::string::npos) << told.out;
+  EXPECT_NE(told.out.find("every family above passes; forms fail"), std::string::npos) << told.out;
 }
 
 TEST(Judge, IsQuietOnATiledKernelWithoutFault) {

@@ -250,10 +250,47 @@ TEST_F(RecordsTest, a_loss_that_is_not_a_number_is_recorded_however_it_is_writte
     const Symptom found = find_symptom(run_record(parse_metrics(text), {}));
     EXPECT_EQ(found.kind, drifts ? Symptom::Kind::offset : Symptom::Kind::loss) << found.words;
     EXPECT_EQ(found.since, drifts ? 100 : 150) << found.words;
+    EXPECT_EQ(found.words.find("drift is not what ended it") != std::string::npos, !drifts) << found.words;
   }
   // A step whose loss is not recorded is another matter.
   const Metrics missing = parse_metrics("{\"step\": 0, \"loss\": 1}\n{\"step\": 1}\n");
   EXPECT_EQ(run_record(missing, {}).not_finite, std::nullopt);
+}
+
+// Health is as sure as what it rests on: how many steps, whether offsets are recorded, and what a guard did.
+TEST_F(RecordsTest, a_healthy_verdict_says_what_it_rests_on) {
+  write("config.toml", to_toml(to_toml_table(tiny())));
+  const auto verdict_of = [&](int steps, const char* offset) {
+    std::string text;
+    for (int step = 0; step < steps; ++step)
+      text += fmt::format("{{\"step\": {}, \"loss\": 2.5{}}}\n", step, offset);
+    write("metrics.jsonl", text);
+    const Output told = run_shell(EVENKEEL_PROGRAM " verdict " + folder.string() + " 2>&1");
+    EXPECT_EQ(told.code, 0) << told.out;
+    // The page of a run without a kept verdict has the same sentence.
+    fs::remove(folder / "verdict.json");
+    const std::string words = told.out.substr(told.out.find("Healthy, by its records"));
+    EXPECT_NE(page(std::vector<fs::path>{folder}).find(words.substr(0, words.find('.'))), std::string::npos)
+        << words;
+    return told.out;
+  };
+  const auto has = [](const std::string& text, const char* words) {
+    EXPECT_NE(text.find(words), std::string::npos) << words << "\nin\n" << text;
+  };
+  const char* const level = ", \"offset\": [[20, 18]]";
+  has(verdict_of(30, level), "in 30 steps.");
+  has(verdict_of(30, level), "hardly sure: 30 steps are few");
+  has(verdict_of(1000, level), "the largest offset at step 999 is 20");
+  has(verdict_of(1000, level), "as sure as records are");
+  has(verdict_of(1000, ""), "not sure: no offsets are recorded");
+  EXPECT_EQ(verdict_of(1000, level).find("guard"), std::string::npos);
+  write("guard.jsonl",
+        "{\"step\": 40, \"kind\": \"warning\", \"words\": \"look\"}\n"
+        "{\"step\": 50, \"kind\": \"remedy\", \"words\": \"layer 0 head 1: zero_sum\"}\n");
+  const std::string mended = verdict_of(1000, level);
+  has(mended, "A guard changed its plan on the way.");
+  has(mended, "guard, step 50: layer 0 head 1: zero_sum");
+  EXPECT_EQ(mended.find("step 40"), std::string::npos) << mended;
 }
 
 TEST_F(RecordsTest, no_record_is_an_error_and_a_loss_that_is_not_finite_a_finding) {

@@ -34,6 +34,14 @@ bool rounds_nothing(const PrecisionPlan& plan) {
                      [](const Rounding& r) { return is_identity(r); });
 }
 
+}  // namespace
+
+bool takes_softcap(const PrecisionPlan& plan) {
+  return rules_of(plan.stabiliser).keys != KeyRule::centred && plan.keys != KeyRule::centred;
+}
+
+namespace {
+
 void check_plans(const AttentionProblem& p) {
   const auto plans = static_cast<int64_t>(p.plans.size());
   require(plans == 1 || plans == p.H, "[attention] expected 1 plan or one for each of {} query heads, got {}",
@@ -41,8 +49,7 @@ void check_plans(const AttentionProblem& p) {
   for (int64_t h = 0; h < plans; ++h) {
     const PrecisionPlan& plan = p.plan(h);
     require(
-        !(p.softcap > 0 &&
-          (rules_of(plan.stabiliser).keys == KeyRule::centred || plan.keys == KeyRule::centred)),
+        !(p.softcap > 0 && !takes_softcap(plan)),
         "[attention] {} cannot go with softcap: a soft-capped softmax sees a constant added to a row; got "
         "softcap {} on head {}",
         plan.keys == KeyRule::centred ? "keys=centred" : name(plan.stabiliser), p.softcap, h);

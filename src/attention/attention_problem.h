@@ -96,6 +96,8 @@ struct AttentionProblem {
 // Throws std::invalid_argument (what was expected, what was found) where the definition does not allow the problem.
 // Reads no memory but the problem's own: the lengths' values are the CPU's to check.
 void check(const AttentionProblem& problem);
+// A soft-capped softmax sees a constant added to a row, so a plan that shifts keys cannot go with it.
+bool takes_softcap(const PrecisionPlan& plan);
 
 // The problem checked, Dv, scale and fact_sequences set, one plan where all heads have the same.
 AttentionProblem complete(AttentionProblem problem);

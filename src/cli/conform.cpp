@@ -63,10 +63,14 @@ const ConformResult* most_telling(const ConformPlan& plan) {
   return found;
 }
 
-void print_summary(const std::vector<ConformPlan>& plans, bool colour) {
+// judgements: of the same plans over forms; none where forms were not judged.
+void print_summary(const std::vector<ConformPlan>& plans, const std::vector<KernelJudgement>& judgements,
+                   bool colour) {
   fmt::print("\n{:<34} {:<8} {:<17} {:>9} {:>9} {:>9}   {}\n", "plan", "verdict", "most biased", "mean",
              "allowed", "z", "noisiest (rms / allowed)");
-  for (const ConformPlan& plan : plans) {
+  for (size_t n = 0; n < plans.size(); ++n) {
+    const ConformPlan& plan = plans[n];
+    const bool passes = plan.passes() && (judgements.empty() || judgements[n].passes());
     const ConformResult *biased = nullptr, *noisy = nullptr;
     // z alone says little: a mean within FP32's own arithmetic is allowed whatever its z.
     const auto bias = [](const ConformResult& r) { return std::fabs(r.residual.mean()) / r.bias_floor; };
@@ -76,12 +80,15 @@ void print_summary(const std::vector<ConformPlan>& plans, bool colour) {
       if (!noisy || noise(r) > noise(*noisy)) noisy = &r;
     }
     fmt::print("{:<34} {} {:<45}  {}\n", plan.name,
-               marked(fmt::format("{:<8}", plan.passes() ? "pass" : "FAIL"), plan.passes(), colour),
+               marked(fmt::format("{:<8}", passes ? "pass" : "FAIL"), passes, colour),
                biased ? fmt::format("{:<17} {:>+9.1e} {:>9.1e} {:>9}", biased->case_name,
                                     biased->residual.mean(), biased->bias_floor, z_text(biased->residual))
                       : fmt::format("{:<47}", "- (too few rows)"),
                noisy ? fmt::format("{} ({:.2f})", noisy->case_name, noise(*noisy)) : "-");
   }
+  for (size_t n = 0; n < judgements.size(); ++n)
+    if (plans[n].passes() && !judgements[n].passes())
+      fmt::print("\n{}: every family above passes; forms fail, see below\n", plans[n].name);
   // Each piece of advice once, with the plans that it is for.
   std::map<std::string, std::string> advice;
   for (const ConformPlan& plan : plans) {
@@ -171,12 +178,12 @@ std::vector<ConformCase> cases_named(const std::vector<std::string>& names) {
   return cases;
 }
 
-void print_text(const std::vector<ConformPlan>& plans, bool summary,
-                const std::set<std::string>& gpu_kernels) {
+void print_text(const std::vector<ConformPlan>& plans, const std::vector<KernelJudgement>& judgements,
+                bool summary, const std::set<std::string>& gpu_kernels) {
   const bool colour = use_colour();
   if (!summary)
     for (const ConformPlan& plan : plans) print_plan(plan, /*errors=*/true, colour);
-  print_summary(plans, colour);
+  print_summary(plans, judgements, colour);
   if (!gpu_kernels.empty()) fmt::print("\nkernels that ran on the GPU\n");
   for (const std::string& use : gpu_kernels) fmt::print("  {}\n", use);
   fmt::print(
@@ -395,7 +402,7 @@ int run_conform(int argc, char** argv) {
     }
     fmt::print("{}\n", out.dump(2));
   } else {
-    print_text(plans, o.summary, on_gpu.uses());
+    print_text(plans, judgements, o.summary, on_gpu.uses());
     if (!judgements.empty()) print_forms(judgements);
   }
   return passes ? 0 : 1;

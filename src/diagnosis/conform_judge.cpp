@@ -628,7 +628,8 @@ FormResult smallest_failure(FormResult failure, const FormKernel& kernel, const 
 
 FormKernel cpu_form_kernel(const PrecisionPlan& plan) {
   return [plan](const ConformForm& form, const FormTensors& t) {
-    if (form.sinks || form.grad_lse || form.packed || form.type == FormType::fp16)
+    if (form.sinks || form.grad_lse || form.packed || form.type == FormType::fp16 ||
+        (form.softcap > 0 && !takes_softcap(plan)))
       return FormAnswer::not_offered;
     const AttentionInputs in{contiguous_view(t.q, {form.B, form.H, form.T, form.D}),
                              contiguous_view(t.k, {form.B, form.G, form.N, form.D}),

@@ -68,7 +68,13 @@ std::string difference(const RunRecords& run, const RunRecords& earlier, Skipped
       const TomlValue* const other = theirs->find(setting->key);
       if (!other || skipped(ConfigKey{entry->key, setting->key})) continue;
       const std::string here = text_of(setting->key, setting->value), there = text_of(setting->key, *other);
-      if (here != there) return fmt::format("{}.{} is {}, not {}", entry->key, setting->key, there, here);
+      if (here == there) continue;
+      // A list of changes of the plan is many lines of TOML, which a sentence cannot hold.
+      constexpr size_t kInASentence = 120;
+      return std::max(here.size(), there.size()) > kInASentence ||
+                     (here + there).find('\n') != std::string::npos
+                 ? fmt::format("{}.{} differs", entry->key, setting->key)
+                 : fmt::format("{}.{} is {}, not {}", entry->key, setting->key, there, here);
     }
   }
   return "";

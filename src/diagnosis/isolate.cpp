@@ -80,6 +80,7 @@ class Search {
 
   void search() {
     e_.symptom = find_symptom(record_);
+    e_.mended = record_.mended;
     if (e_.symptom.kind == Symptom::Kind::none) return;
     tell("symptom: " + e_.symptom.words);
     std::vector<Window> windows = candidates();

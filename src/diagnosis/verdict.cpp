@@ -8,6 +8,8 @@
 #include "diagnosis/isolate.h"
 #include "diagnosis/next_command.h"
 #include "records/metrics.h"
+#include "records/record_json.h"
+#include "records/schema.h"
 
 namespace evenkeel {
 namespace {
@@ -18,6 +20,8 @@ constexpr size_t kNeighbours = 20;  // steps on either side, that a step's loss 
 // Deviations of a step's loss that count as a jump: of normal noise, one in three million.
 constexpr double kJump = 5;
 constexpr size_t kFewestSpikes = 3;
+// No run of docs/curves failed earlier (study_test.py): of fewer steps, health says little.
+constexpr size_t kFewSteps = 350;
 constexpr double kSmallestRise = 0.05;  // of the loss: smaller ones are another run's seed
 
 double median(std::vector<double> values) {
@@ -44,9 +48,13 @@ double log_of(double x) { return std::log(std::max(x, 1e-300)); }
 
 }  // namespace
 
-RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding) {
+RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
+                     std::span<const RunEvent> events) {
   RunRecord record;
   record.finding = std::move(finding);
+  for (const RunEvent& event : events)
+    if (event.kind == RunEvent::Kind::guard_remedy || event.kind == RunEvent::Kind::guard_roll_back)
+      record.mended.push_back(fmt::format("step {}: {}", event.step, event.words));
   record.loss = metrics.by_step(metrics.loss);
   record.gradient_norm = metrics.by_step(metrics.gradient_norm);
   record.layers = metrics.layers, record.heads = metrics.heads;
@@ -75,7 +83,9 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding) {
 }
 
 RunRecord read_run_record(const fs::path& run) {
-  return run_record(read_some_metrics(run), read_finding(run));
+  RunRecords guarded;
+  if (const auto text = read_record(run, RecordFile::guard)) read_guard(*text, guarded);
+  return run_record(read_some_metrics(run), read_finding(run), guarded.events);
 }
 
 double loss_noise(const std::vector<double>& loss) {
@@ -89,10 +99,8 @@ double loss_noise(const std::vector<double>& loss) {
 
 namespace {
 
-// An offset beyond the limit of drift at the end of the record. Drift spreads, so the head that has gone furthest need not
-// be the first. Of those that have gone at least half as far (in logarithms), this is the first to leave for good.
-// Behind a NaN every head has one, which is no drift: heads are judged by the records before.
-std::optional<Symptom> find_offset(const RunRecord& record) {
+// Records of offsets by which heads are judged. Behind a NaN every head has one, which is no drift: only those before count.
+size_t rows_to_judge(const RunRecord& record) {
   size_t rows = record.offset.size();
   const auto none_finite = [](const std::vector<double>& of_heads) {
     return std::none_of(of_heads.begin(), of_heads.end(), [](double x) { return std::isfinite(x); });
@@ -100,6 +108,13 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   while (rows > 0 && record.never_finite &&
          (record.fact_steps[rows - 1] >= *record.never_finite || none_finite(record.offset[rows - 1])))
     --rows;
+  return rows;
+}
+
+// An offset beyond the limit of drift at the end of the record. Drift spreads, so the head that has gone furthest need not
+// be the first. Of those that have gone at least half as far (in logarithms), this is the first to leave for good.
+std::optional<Symptom> find_offset(const RunRecord& record) {
+  const size_t rows = rows_to_judge(record);
   if (rows == 0) return {};
   const std::vector<double>& last = record.offset[rows - 1];
   double worst = 0;
@@ -128,6 +143,17 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   return symptom;
 }
 
+// "the largest offset is 12, drift is beyond 60 (...)", of heads that do not drift; empty where none is recorded.
+std::string level_offsets(const RunRecord& record) {
+  const size_t rows = rows_to_judge(record);
+  if (rows == 0) return "";
+  const std::vector<double>& last = record.offset[rows - 1];
+  const DriftLimit limit = limit_from_run(last);
+  return fmt::format("the largest {} at step {} is {:.1f}, drift is beyond {:.0f}",
+                     record.offset_is == "largest_lse" ? "log-sum-exp" : "offset",
+                     record.fact_steps[rows - 1], *std::max_element(last.begin(), last.end()), limit.limit);
+}
+
 // The loss: means of as many steps as the trainer's own watch, against the best.
 std::optional<Symptom> find_rise(const RunRecord& record, double noise) {
   const std::vector<double>& loss = record.loss;
@@ -153,7 +179,29 @@ std::optional<Symptom> find_rise(const RunRecord& record, double noise) {
           ? fmt::format("the loss of step {} is not finite", *record.not_finite)
           : fmt::format("the mean loss of the last {} steps is {:.4f}, {:.4f} above its best (step {})",
                         kWindow, mean, mean - best, best_at);
+  // No head drifts, or the offset would be the symptom.
+  const bool not_finite = record.not_finite || (ended && record.finding->kind == "not_finite");
+  if (const std::string level = level_offsets(record); not_finite && !level.empty())
+    symptom.words += fmt::format(
+        "; no head drifted before ({}), so drift is not what ended it; an overflow may be", level);
   return symptom;
+}
+
+// What "nothing is wrong" rests on.
+void find_nothing(const RunRecord& record, Symptom& symptom) {
+  const size_t steps = record.loss.size();
+  const std::string level = level_offsets(record);
+  symptom.words = fmt::format("{}no rise of the loss and no jumps in {} step{}",
+                              level.empty() ? "" : fmt::format("no head drifts ({}), ", level), steps,
+                              steps == 1 ? "" : "s");
+  symptom.certainty =
+      level.empty()
+          ? "not sure: no offsets are recorded, and drift shows in them long before it shows in the "
+            "loss (train --facts-every N)"
+      : steps < kFewSteps
+          ? fmt::format("hardly sure: {} steps are few; no run of the study failed before step {}", steps,
+                        kFewSteps)
+          : "as sure as records are: nothing was replayed, and a later drift is forecast's to say";
 }
 
 }  // namespace
@@ -174,6 +222,8 @@ Symptom find_symptom(const RunRecord& record) {
         "the loss of {} single steps is more than {:.2f} ({:.0f} deviations) above their neighbours', first "
         "at step {}",
         symptom.spikes.size(), kJump * noise, kJump, symptom.since);
+  } else {
+    find_nothing(record, symptom);
   }
   return symptom;
 }
@@ -554,12 +604,17 @@ Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const Ru
 
 }  // namespace
 
+std::string healthy_sentence(const Symptom& none) {
+  return fmt::format("Healthy, by its records: {}.", none.words);
+}
+
 Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   Verdict v;
   if (e.symptom.kind == Symptom::Kind::none) {
     v.cause = Cause::healthy;
-    v.words = "Healthy, by its records: no offset beyond the limit of drift, no rise of the loss, no jumps.";
-    v.certainty = "as sure as records are: nothing was replayed";
+    v.words = healthy_sentence(e.symptom) + (e.mended.empty() ? "" : " A guard changed its plan on the way.");
+    v.certainty = e.symptom.certainty;
+    for (const std::string& change : e.mended) v.evidence.push_back("guard, " + change);
     return v;
   }
   if (!e.recorded) {
@@ -578,6 +633,7 @@ Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConf
   } else {
     v = judge_rest(e, run, config);
   }
+  for (size_t n = e.mended.size(); n-- > 0;) v.evidence.insert(v.evidence.begin(), "guard, " + e.mended[n]);
   v.evidence.insert(v.evidence.begin(), "symptom: " + e.symptom.words);
   return v;
 }

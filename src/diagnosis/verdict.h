@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "diagnosis/replays.h"
 #include "records/events.h"
 #include "records/metrics.h"
+#include "records/run_records.h"
 #include "records/verdict_parts.h"
 
 namespace evenkeel {
@@ -28,8 +30,10 @@ struct RunRecord {
   std::optional<int64_t> not_finite;        // the first step whose recorded loss is not
   std::optional<int64_t> never_finite;      // from this step on no recorded loss is, to the end
   std::optional<Finding> finding;           // what ended it
+  std::vector<std::string> mended;          // "step 300: ...": what a guard changed
 };
-RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding);
+RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
+                     std::span<const RunEvent> events = {});
 // Of a folder. DataError where no record can be read.
 RunRecord read_run_record(const std::filesystem::path& run);
 
@@ -51,9 +55,12 @@ struct Symptom {
   double loss = 0, best_loss = 0;  // loss: means at the end and at the best step
   std::vector<int64_t> spikes;     // steps
   std::vector<double> heights;     // (spikes): of the loss above its neighbours'
-  std::string words;
+  std::string words;               // none: what the records cover, and that nothing is wrong in them
+  std::string certainty;           // none: how much that says
 };
 Symptom find_symptom(const RunRecord& record);
+// "Healthy, by its records: ...", of a symptom of kind none.
+std::string healthy_sentence(const Symptom& none);
 
 enum class Cause {
   healthy,
@@ -102,6 +109,7 @@ const Trial* const& trial_of(const VerdictTrials& trials, VerdictPart part);
 // Everything that isolate found.
 struct Evidence : VerdictTrials {
   Symptom symptom;
+  std::vector<std::string> mended;  // RunRecord::mended
   Window window;
   std::optional<int64_t> not_repeated;  // the first step whose loss is not the recorded one
   double recorded_loss = 0;             // there

@@ -46,8 +46,8 @@ Statement statement_of(const PageData& data) {
             ? "All runs are healthy by their records: no offset beyond the limit of drift, no rise of the "
               "loss, no "
               "jumps."
-            : "Healthy, by its records: no offset beyond the limit of drift, no rise of the loss, no jumps.";
-    s.sure = "as sure as records are: nothing was replayed";
+            : healthy_sentence(symptom);
+    s.sure = symptom.certainty;
   } else {
     s.sentence = fmt::format("Something is wrong in {}: {}.", run.label, symptom.words);
     s.more = "The cause is not established: no replay was made.";

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -348,6 +349,14 @@ class Pages(unittest.TestCase):
     def test_pages_say_what_the_curves_say(self):
         done = self.check(ROOT)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_a_verdict_calls_fewer_steps_few_than_any_failing_run_had(self):
+        few = int(re.search(r"kFewSteps = (\d+)", (ROOT / "src/diagnosis/verdict.cpp").read_text())[1])
+        study = Study(ROOT / "docs" / "curves")
+        failures = [study.failure_step(run) or study.failure(run) for run in study.runs.values() if study.failure(run)]
+        self.assertGreater(len(failures), 50)
+        self.assertLess(few, min(failures))
+        self.assertGreater(few, 0.9 * min(failures))  # no smaller than it has to be
 
     def test_forecasts_are_of_these_curves_and_this_model(self):
         found, study = json.loads((ROOT / "docs/forecast.json").read_text()), Study(ROOT / "docs/curves")
