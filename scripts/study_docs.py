@@ -8,7 +8,7 @@ from pathlib import Path
 
 from study_curves import WINDOW, Study, median
 from study_micro import Micro
-from study_harm import Harm
+from study_harm import FUSED, Harm
 
 TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
 TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
@@ -17,7 +17,8 @@ NONE = "–"
 
 # Runs at the size of nano without a remedy, by what rounds and who trains: words, names.
 NANO_GROUPS = (
-    ("`flash2`", "ours, Hopper kernels", ("roads-flash2-1", "guard-flash2-1", "seeds-flash2-2", "seeds-flash2-3", "twins-ours-2", "twins-ours-3", "twins-ours-3b")),
+    ("`flash2`", "ours, fused Hopper kernels", tuple(name for name in FUSED if not name.startswith("size"))),
+    ("`flash2`", "ours, Hopper kernels", ("parting-no_residue-2", "parting-no_residue-3")),
     ("`flash2`", "ours, any-plan kernels", ("controls-any_plan-1",)),
     ("FLASH", "PyTorch", ("twins-flash-2", "twins-flash-3")),
     ("cuDNN", "PyTorch", ("twins-cudnn-2", "twins-cudnn-3")),
@@ -28,9 +29,17 @@ NANO_GROUPS = (
     ("evenkeel with its remedy", "PyTorch", ("twins-evenkeel-3",)),
 )  # fmt: skip
 
+
+def nano_group(plan, trainer):
+    """The names of the runs in a line of NANO_GROUPS."""
+    return next(names for one, other, names in NANO_GROUPS if (one, other) == (plan, trainer))
+
+
 # Sets of runs that figures ask for by name.
 GROUPS = {
-    "@flash2": NANO_GROUPS[0][2],
+    "@fused": nano_group("`flash2`", "ours, fused Hopper kernels"),
+    "@unfused": nano_group("`flash2`", "ours, Hopper kernels"),
+    "@flash2": nano_group("`flash2`", "ours, fused Hopper kernels") + nano_group("`flash2`", "ours, Hopper kernels"),
     "@kept": ("roads-zero_sum-1", "roads-wide_output-1", "seeds-zero_sum-*", "seeds-wide_output-*", "controls-wide_output-1", "guard-wide_output-1", "twins-evenkeel-3", "~cure-*"),
 }
 
@@ -55,58 +64,58 @@ MICRO_SITES = (
     ("row sum, 4 and 5 bits", "nearest", ("bits-row_sum_4-1", "bits-row_sum_5-1")),
     ("O-bar, 2 bits", "nearest", ("derailing-pv_2_bits-?", "bits-pv_2-1")),
     ("O-bar, 2 bits", "stochastic", ("derailing-pv_2_bits_stochastic-*",)),
-    ("O-bar, 2 bits, one tile", "nearest", ("claims-one_tile-1",)),
-    ("O, 2 bits", "nearest", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1")),
-    ("O, 2 bits", "stochastic", ("noise-output_stochastic-1",)),
+    ("O-bar, 2 bits, one tile", "nearest", ("claims-one_tile-[12]",)),
+    ("O, 2 bits", "nearest", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-[12]")),
+    ("O, 2 bits", "stochastic", ("noise-output_stochastic-[12]",)),
     ("O or O-bar, 3 to 5 bits", "nearest", ("bits-pv_[345]-1", "bits-output_[345]-1")),
-    ("scores, 2 bits", "nearest", ("noise-scores_nearest-1",)),
-    ("scores, 2 bits", "stochastic", ("noise-scores_stochastic-1",)),
-    ("probabilities for PV, 2 bits", "nearest", ("noise-probs_nearest-1",)),
-    ("probabilities for PV, 2 bits", "stochastic", ("noise-probs_stochastic-1",)),
-    ("dP or delta, 2 bits", "nearest", ("noise-dprobs_nearest-1", "noise-delta_nearest-1")),
-    ("dP or delta, 2 bits", "stochastic", ("noise-dprobs_stochastic-1", "noise-delta_stochastic-1")),
-    ("O-bar, 2 bits, layer 1 alone", "nearest", ("claims-layer_1_alone-1",)),
-    ("O-bar, 2 bits, layer 2 or 3 alone", "nearest", ("claims-layer_[23]_alone-1",)),
-    ("O-bar, 2 bits, all layers but the first", "nearest", ("claims-all_but_layer_1-1",)),
-    ("O-bar, 2 bits, one head", "nearest", ("claims-one_head-1",)),
-    ("`fp8` (q, k, v, P in E4M3)", "nearest", ("claims-fp8-1",)),
+    ("scores, 2 bits", "nearest", ("noise-scores_nearest-[12]",)),
+    ("scores, 2 bits", "stochastic", ("noise-scores_stochastic-[12]",)),
+    ("probabilities for PV, 2 bits", "nearest", ("noise-probs_nearest-[12]",)),
+    ("probabilities for PV, 2 bits", "stochastic", ("noise-probs_stochastic-[12]",)),
+    ("dP or delta, 2 bits", "nearest", ("noise-dprobs_nearest-[12]", "noise-delta_nearest-[12]")),
+    ("dP or delta, 2 bits", "stochastic", ("noise-dprobs_stochastic-[12]", "noise-delta_stochastic-[12]")),
+    ("O-bar, 2 bits, layer 1 alone", "nearest", ("claims-layer_1_alone-[12]",)),
+    ("O-bar, 2 bits, layer 2 or 3 alone", "nearest", ("claims-layer_[23]_alone-[12]",)),
+    ("O-bar, 2 bits, all layers but the first", "nearest", ("claims-all_but_layer_1-[12]",)),
+    ("O-bar, 2 bits, one head", "nearest", ("claims-one_head-[12]",)),
+    ("`fp8` (q, k, v, P in E4M3)", "nearest", ("claims-fp8-[12]",)),
 )
 MICRO_CURES = (
     ("row sum, 2 bits", "`zero_sum`", ("healthy-row_sum_e5m2_zero_sum-*", "healthy-row_sum_stochastic_zero_sum-1")),
     ("O-bar, 2 bits", "`zero_sum`", ("healthy-pv_2_bits_zero_sum-*",)),
-    ("O-bar, 2 bits", "`wide_output`", ("claims-wide_output-1",)),
-    ("O-bar, 2 bits", "`consistent`", ("claims-consistent-1",)),
-    ("O, 2 bits", "delta from O in FP32", ("claims-output_delta_wide-1",)),
+    ("O-bar, 2 bits", "`wide_output`", ("claims-wide_output-[12]",)),
+    ("O-bar, 2 bits", "`consistent`", ("claims-consistent-[12]",)),
+    ("O, 2 bits", "delta from O in FP32", ("claims-output_delta_wide-[12]",)),
     ("probabilities, 2 bits", "`consistent`", ("healthy-probs_2_bits-1",)),
     ("`bf16_all`", "`zero_sum`", ("healthy-bf16_all_zero_sum-1",)),
     ("`flash2`", "`wide_output`", ("healthy-flash2_wide_output-1",)),
-    ("`fp8`", "`zero_sum`", ("claims-fp8_zero_sum-1",)),
+    ("`fp8`", "`zero_sum`", ("claims-fp8_zero_sum-[12]",)),
     ("row sum, 2 bits", "keel 1e-5", ("keel-leaking_1e-5-1",)),
     ("row sum, 2 bits", "keel 1e-4", ("keel-leaking_1e-4-1",)),
     ("row sum, 2 bits", "keel 1e-3", ("keel-leaking_1e-3-1",)),
-    ("row sum, 2 bits", "`centre_keys`", ("others-centre_keys-1",)),
-    ("row sum, 2 bits", "QK norm", ("others-qk_norm-1",)),
-    ("row sum, 2 bits", "QK clip at 50", ("others-qk_clip_50-1",)),
-    ("row sum, 2 bits", "softcap 50", ("others-softcap_50-1",)),
-    ("row sum, 2 bits", "gated attention", ("others-gated-1",)),
+    ("row sum, 2 bits", "`centre_keys`", ("others-centre_keys-[12]",)),
+    ("row sum, 2 bits", "QK norm", ("others-qk_norm-[12]",)),
+    ("row sum, 2 bits", "QK clip at 50", ("others-qk_clip_50-[12]",)),
+    ("row sum, 2 bits", "softcap 50", ("others-softcap_50-[12]",)),
+    ("row sum, 2 bits", "gated attention", ("others-gated-[12]",)),
     ("row sum, 2 bits", "sinks", ("sinks-row_sum_e5m2-*",)),
     ("row sum, 2 bits", "ALiBi", ("sinks-alibi_row_sum_e5m2-*",)),
-    ("row sum, 2 bits", "weight decay 0.1", ("others-weight_decay-1",)),
-    ("row sum, 2 bits", "Muon for AdamW", ("others-muon-1",)),
-    ("row sum, 2 bits", "momentum for AdamW", ("others-momentum-1",)),
-    ("row sum, 2 bits", "6 layers", ("others-deeper-1",)),
-    ("row sum, 2 bits", "width 256", ("others-wider-1",)),
-    ("row sum, 2 bits", "`zero_sum` and one of: QK norm, QK clip, softcap, gating, weight decay, Muon, momentum, 6 layers", ("others-qk_norm_zero_sum-1", "others-qk_clip_50_zero_sum-1", "others-softcap_50_zero_sum-1", "others-gated_zero_sum-1",
-                                                 "others-weight_decay_zero_sum-1", "others-muon_zero_sum-1", "others-momentum_zero_sum-1", "others-deeper_zero_sum-1")),
+    ("row sum, 2 bits", "weight decay 0.1", ("others-weight_decay-[12]",)),
+    ("row sum, 2 bits", "Muon for AdamW", ("others-muon-[12]",)),
+    ("row sum, 2 bits", "momentum for AdamW", ("others-momentum-[12]",)),
+    ("row sum, 2 bits", "6 layers", ("others-deeper-[12]",)),
+    ("row sum, 2 bits", "width 256", ("others-wider-[12]",)),
+    ("row sum, 2 bits", "`zero_sum` and one of: QK norm, QK clip, softcap, gating, weight decay, Muon, momentum, 6 layers", ("others-qk_norm_zero_sum-[12]", "others-qk_clip_50_zero_sum-[12]", "others-softcap_50_zero_sum-[12]", "others-gated_zero_sum-[12]",
+                                                 "others-weight_decay_zero_sum-[12]", "others-muon_zero_sum-[12]", "others-momentum_zero_sum-[12]", "others-deeper_zero_sum-[12]")),
     ("row sum, 2 bits", "`zero_sum` and sinks", ("sinks-row_sum_e5m2_zero_sum-*",)),
     ("row sum, 2 bits", "`zero_sum` and ALiBi", ("sinks-alibi_row_sum_e5m2_zero_sum-*",)),
-    ("row sum, 2 bits", "`zero_sum` and width 256, stopped early", ("others-wider_zero_sum-1",)),
-    ("O-bar of 2 bits, BF16 scores", "none", ("shift-none-1",)),
-    ("O-bar of 2 bits, BF16 scores", "the paper's shift, beta 2, 4, 8", ("shift-paper_*-1",)),
-    ("O-bar of 2 bits, BF16 scores", "the paper's shift, capped", ("shift-capped-1",)),
-    ("O-bar of 2 bits, BF16 scores", "every row shifted", ("shift-every_row-1",)),
-    ("O-bar of 2 bits, BF16 scores", "dither", ("shift-dither-1",)),
-    ("O-bar of 2 bits, BF16 scores", "`zero_sum`", ("shift-zero_sum-1",)),
+    ("row sum, 2 bits", "`zero_sum` and width 256", ("others-wider_zero_sum-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "none", ("shift-none-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "the paper's shift, beta 2, 4, 8", ("shift-paper_*-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "the paper's shift, capped", ("shift-capped-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "every row shifted", ("shift-every_row-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "dither", ("shift-dither-[12]",)),
+    ("O-bar of 2 bits, BF16 scores", "`zero_sum`", ("shift-zero_sum-[12]",)),
 )  # fmt: skip
 LLAMA_MICRO = (
     ("nothing (`fp32`)", "none", ("~llama_micro-fp32-*",)),
@@ -394,7 +403,7 @@ class Figures(Harm, Micro):
         return table(["run", "plan", "windows of 100 steps", "predicted growth, median, e-foldings in 1,000 steps", "measured", "windows in which both have one sign"], rows)
 
     def figure_exponents_table(self):
-        return self.figure("exponents", "exponents.svg", "Step of failure against bits, learning rate and batch")
+        return self.figure("exponents", "exponents.svg", "Step at which the offset passes 1,000 against bits, learning rate and batch")
 
     def figure_square_table(self):
         return self.figure("square", "square.svg", "An error of O seen by the loss, by delta, by both, by neither")
@@ -574,9 +583,9 @@ class Figures(Harm, Micro):
         torch = lambda remedy: [run.name for seed in SEEDS for run in self.cure_runs("flash2", remedy, "PyTorch", seed)]
         rows = []
         for remedy, words, names in (
-            (None, "FlashAttention-2's arithmetic, our trainer", NANO_GROUPS[0][2]),
-            (None, "PyTorch's FLASH kernel", NANO_GROUPS[2][2]),
-            (None, "PyTorch's cuDNN kernel", NANO_GROUPS[3][2]),
+            (None, "FlashAttention-2's arithmetic, our trainer", GROUPS["@flash2"]),
+            (None, "PyTorch's FLASH kernel", nano_group("FLASH", "PyTorch")),
+            (None, "PyTorch's cuDNN kernel", nano_group("cuDNN", "PyTorch")),
             ("wide_output", "`wide_output` (default): delta uses O with 8 extra bits", ours("flash2", "wide_output") + ours("bf16_all", "wide_output") + torch("wide_output")),
             ("consistent", "`consistent`: both passes use the same P", ours("flash2", "consistent") + ours("bf16_all", "consistent")),
             ("zero_sum", "`zero_sum`: delta = sum P dP / sum P", ours("flash2", "zero_sum") + ours("bf16_all", "zero_sum")),

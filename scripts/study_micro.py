@@ -14,7 +14,7 @@ OUTCOME = ["runs (seeds)", "drifted", "failed", "drift from step", "failure at s
 NOISY_RUNS = ("~hostile_micro-plain-?", "~square-both-[23]")
 # Pairs of settings, the slower first: words, exponent, octaves between the two, names. Only runs of one text are compared.
 EXPONENT_PAIRS = (
-    ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1", "~exponents_micro-bits_2-?"), ("noise-output_stochastic-1", "~square-both-1", *NOISY_RUNS)),
+    ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-?", "~law-output_2-1", "~exponents_micro-bits_2-?"), ("noise-output_stochastic-?", "~square-both-1", *NOISY_RUNS)),
     ("O: 2 bits, stochastic, against 1 bit, nearest, half an octave of error", "alpha", 0.5, NOISY_RUNS, ("~exponents_micro-bits_1-?",)),
     ("O: 2 bits against 1, an octave of error", "alpha", 1, ("~exponents_micro-bits_2-?",), ("~exponents_micro-bits_1-?",)),
     ("O-bar, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("derailing-pv_2_bits_stochastic-*",)),
@@ -31,6 +31,7 @@ FORMAT_CLAIMS = (
     ("SageBwd: keys not centred", "sage_given_keys"),
     ("SageBwd: dS in BF16", "sage_dscores_bf16"),
     ("SageBwd: dS alone in INT8", "sage_dscores_alone"),
+    ("SageBwd: queries centred, too", "sage_queries_centred"),
     ("SageBwd: q and k in INT4", "sage_int4"),
     ("SageBwd: q and k in INT4, queries centred", "sage_int4_queries_centred"),
     ("k alone: INT4, a scale a row", "k_int4_row"),
@@ -38,6 +39,8 @@ FORMAT_CLAIMS = (
     ("Attn-QAT: the backward pass reads BF16", "nvfp4_unmatched"),
     ("Attn-QAT: delta from a wide O", "nvfp4_wide_output"),
     ("PASA: keys not centred", "pasa_given_keys"),
+    ("FlashAttention-3, FP8: sums as an H200's tensor cores make them", "fa3_h200"),
+    ("DeepSeek-V3's FP8: sums as an H200's tensor cores make them", "deepseek_h200"),
 )
 
 # Format by site: rounded, format, runs as they are, runs with the sum kept.
@@ -46,14 +49,14 @@ FORMAT_BY_SITE = (
     ("row sum", "3 bits", ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ()),
     ("row sum", "4 and 5 bits", ("bits-row_sum_[45]-1",), ()),
     ("O-bar", "2 bits", ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("healthy-pv_2_bits_zero_sum-*",)),
-    ("O", "2 bits, stochastic", ("noise-output_stochastic-1", "~square-both-?", "~hostile_micro-plain-?"), ("~hostile_micro-plain_zero_sum-?",)),
-    ("O", "2 bits", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-1", "~law-output_2-1", "~exponents_micro-bits_2-?"), ()),
+    ("O", "2 bits, stochastic", ("noise-output_stochastic-?", "~square-both-?", "~hostile_micro-plain-?"), ("~hostile_micro-plain_zero_sum-?",)),
+    ("O", "2 bits", ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-?", "~law-output_2-1", "~exponents_micro-bits_2-?"), ()),
     ("O or O-bar", "3 to 5 bits", ("bits-pv_[345]-1", "bits-output_[345]-1", "~law-output_3-1"), ()),
-    ("scores", "2 bits", ("noise-scores_nearest-1",), ()),
-    ("P of the forward pass", "2 bits", ("noise-probs_nearest-1",), ()),
+    ("scores", "2 bits", ("noise-scores_nearest-?",), ()),
+    ("P of the forward pass", "2 bits", ("noise-probs_nearest-?",), ()),
     ("P of the forward pass", "E2M1, blocks of 32", ("formats-probs_mxfp4-?",), ("~formats-probs_mxfp4_zero_sum-?",)),
     ("P of the backward pass", "E2M1, blocks of 32", ("formats-probs_bwd_mxfp4-?",), ("~formats-probs_bwd_mxfp4_zero_sum-?",)),
-    ("dP or delta", "2 bits", ("noise-dprobs_nearest-1", "noise-delta_nearest-1"), ()),
+    ("dP or delta", "2 bits", ("noise-dprobs_nearest-?", "noise-delta_nearest-?"), ()),
     ("dS", "E2M1, blocks of 32", ("formats-dscores_mxfp4-?",), ("~formats-dscores_mxfp4_zero_sum-?",)),
     ("q, k, v or dO, each alone", "E2M1, blocks of 32", ("formats-q_mxfp4-?", "formats-k_mxfp4-?", "formats-v_mxfp4-?", "formats-grad_output_mxfp4-?"), ()),
     ("k", "INT4, a scale a row or a feature", ("~formats-k_int4_row-?", "~formats-k_int4_column-?"), ()),

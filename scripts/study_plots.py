@@ -6,8 +6,9 @@ Each function takes Figures (study_docs.py) and returns the text of an SVG, or N
 import math
 
 from study_curves import LR, WINDOW
-from study_docs import NANO_GROUPS, number
+from study_docs import nano_group, number
 from study_harm import KERNELS, kernel
+from study_micro import NOISY_RUNS
 
 STYLE = """<style>
 svg { background: #fff } text { font: 12px system-ui, sans-serif; fill: #444 } .title { font-weight: 600; fill: #222 }
@@ -78,11 +79,12 @@ def survival_curve(study, runs, integral):
 
 def survival(figures):
     study = figures.study
-    named = lambda *rows: [run for row in rows for run in figures.match(NANO_GROUPS[row][2])]
+    named = lambda *rows: [run for plan, trainer in rows for run in figures.match(nano_group(plan, trainer))]
     healthy = [run for plan, remedy in (("flash2", "wide_output"), ("flash2", "consistent"), ("flash2", "zero_sum"), ("bf16_all", "wide_output"), ("bf16_all", "consistent"), ("bf16_all", "zero_sum"))
                for seed in (1, 2, 3) for run in figures.cure_runs(plan, remedy, "ours", seed)]  # fmt: skip
-    groups = (("flash2, ours", "#cc79a7", named(0, 1)), ("PyTorch: FLASH, cuDNN, ours bare", "#000000", named(2, 3, 4)), ("bf16_all,row_sum=fp32", "#e69f00", named(5)),
-              ("flash2,row_sum=bf16", "#d55e00", named(6)), ("with a remedy", "#0072b2", healthy))  # fmt: skip
+    flash2, in_torch = [("`flash2`", f"ours, {kernels} kernels") for kernels in ("fused Hopper", "Hopper", "any-plan")], [(kernel, "PyTorch") for kernel in ("FLASH", "cuDNN", "evenkeel without a remedy")]
+    groups = (("flash2, ours", "#cc79a7", named(*flash2)), ("PyTorch: FLASH, cuDNN, ours bare", "#000000", named(*in_torch)), ("bf16_all,row_sum=fp32", "#e69f00", named(("`bf16_all,row_sum=fp32`", "ours"))),
+              ("flash2,row_sum=bf16", "#d55e00", named(("`flash2,row_sum=bf16`", "ours"))), ("with a remedy", "#0072b2", healthy))  # fmt: skip
     integral = lambda step: LR["nano"] * max(0.0, step - 250)  # 500 steps of warm-up count half
     axes = Axes(60, 40, 520, 240, (0, 75), (0, 1))
     body = axes.frame("share of runs that have not failed, nano", "integral of the learning rate over steps", (0, 15, 30, 45, 60, 75), (0, 0.25, 0.5, 0.75, 1), lambda v: f"{v:g}")
@@ -111,24 +113,40 @@ def predicted(figures):
     return svg(720, 420, "Step of failure by the first forecast against the true one, every failing run", body)
 
 
+# Runs that differ in one thing: size -> axis -> (value, names).
+EXPONENTS = {
+    "micro": {"stored bits of O": [(bits, (f"~exponents_micro-bits_{bits}-?",)) for bits in (1, 2, 3)],
+              "learning rate": [(3e-3, ("~exponents_micro-lr_3e-3-?",)), (6e-3, NOISY_RUNS), (1.2e-2, ("~exponents_micro-lr_1.2e-2-?",))],
+              "sequences a step": [(8, ("~exponents_micro-batch_8-?",)), (16, NOISY_RUNS), (32, ("~exponents_micro-batch_32-?",))]},
+    "nano": {"stored bits of O": [(bits, (f"~exponents-output_{bits}-?",)) for bits in (5, 6, 7, 8, 9)],
+             "learning rate": [(float(lr), (f"~rates-lr_{lr}-?",)) for lr in ("6e-4", "1e-3", "2e-3", "6e-3")],
+             "sequences a step": [(count, (f"~exponents-batch_{count}-?",)) for count in (16, 64)]},
+}  # fmt: skip
+
+
 def exponents(figures):
-    """Step of failure against the bits of O, the learning rate and the batch, where such runs failed."""
-    study = figures.study
-    panels = []
-    for title, part, values in (("stored bits of O", "exponents-output_{}", (5, 6, 7, 8, 9)), ("learning rate", "rates-lr_{}", ("6e-4", "1e-3", "2e-3", "6e-3")), ("sequences a step", "exponents-batch_{}", (16, 64))):
-        points = [(float(value), failure, run.seed) for value in values for run in study.runs.values() if run.name.startswith(part.format(value) + "-") and (failure := study.failure(run))]
-        if len({x for x, _, _ in points}) > 1:
-            panels.append((title, points))
-    if not panels:
+    """Step at which the offset passes 1,000 against the bits of O, the learning rate and the batch; a line of panels a size."""
+    body, top, wide = [], 40, 0
+    for size, panels in EXPONENTS.items():
+        left = 70
+        for axis, settings in panels.items():
+            found = [(value, run) for value, names in settings for run in figures.match(names)]
+            if len({value for value, _ in found}) < 2:
+                continue
+            log = axis != "stored bits of O"
+            values = sorted({value for value, _ in found})
+            axes = Axes(left, top, 240, 240, (values[0] / 1.2, values[-1] * 1.2) if log else (values[0] - 0.5, values[-1] + 0.5), (100, 5_000) if size == "micro" else (500, 50_000), log, True)
+            body += axes.frame(f"{size}: offset of 1,000 at step", axis, values, (100, 200, 500, 1_000, 2_000, 5_000) if size == "micro" else (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
+            for value, run in found:
+                passed = run.packed["summary"].get("offset_1000_at")
+                body.append(axes.dot(value, passed or run.last_step, COLOURS[size], bool(passed), f"{run.name}: {passed or f'not by step {run.last_step}'}"))
+            left += 330
+        if left > 70:
+            top, wide = top + 320, max(wide, left)
+    if not body:
         return None
-    body = []
-    for n, (title, points) in enumerate(panels):
-        low, high = min(x for x, _, _ in points), max(x for x, _, _ in points)
-        log = title != "stored bits of O"
-        axes = Axes(70 + 330 * n, 40, 240, 240, (low / 1.2, high * 1.2) if log else (low - 0.5, high + 0.5), (500, 50_000), log, True)
-        body += axes.frame("step of failure", title, sorted({x for x, _, _ in points}), (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
-        body += [axes.dot(x, y, COLOURS["nano"], True, f"seed {seed}") for x, y, seed in points]
-    return svg(70 + 330 * len(panels), 340, "nano: step of failure against bits, learning rate and batch", body)
+    body.append(f'<text x="70" y="{top}">Filled: a run. Hollow: a run that did not pass 1,000, at its last step.</text>')
+    return svg(wide, top + 20, "Step at which the offset passes 1,000 against bits, learning rate and batch", body)
 
 
 SQUARE = (("both", "the loss and delta", "see the same error"), ("loss_alone", "the loss alone", "sees the error"), ("delta_alone", "delta alone", "sees the error"), ("neither", "neither", "sees an error"))
@@ -178,7 +196,7 @@ def size(figures):
     return svg(880, 500, "GPT-2 124M at a learning rate of 1e-3: largest offset and loss against step, by arithmetic", body)
 
 
-KERNEL_COLOURS = dict(zip(KERNELS, ("#cc79a7", "#d55e00", "#000000", "#009e73", "#56b4e9", "#e69f00", "#999999", "#0072b2")))
+KERNEL_COLOURS = dict(zip(KERNELS, ("#cc79a7", "#d55e00", "#000000", "#009e73", "#56b4e9", "#e69f00", "#999999", "#f0e442", "#0072b2")))
 
 
 def harm(figures):

@@ -373,9 +373,9 @@ def bits():
         for count in (2, 3, 4, 5):
             found += micro("bits", f"{site}_{count}", f"fp32,{site}=e8m{count}", (1,))
     for site in ("output", "probs", "scores", "dprobs", "delta"):
-        found += micro("noise", f"{site}_stochastic", f"fp32,{site}=e8m2/stochastic")
+        found += micro("noise", f"{site}_stochastic", f"fp32,{site}=e8m2/stochastic", (1, 2))
         if site != "output":
-            found += micro("noise", f"{site}_nearest", f"fp32,{site}=e8m2")
+            found += micro("noise", f"{site}_nearest", f"fp32,{site}=e8m2", (1, 2))
     return found
 
 
@@ -405,11 +405,11 @@ def others():
         # Steps of lr / epsilon m: momentum, without AdamW's division by the gradient's size
         ("momentum", setting("optimizer.epsilon = 1.0") + ["--lr", "0.5"]),
     ):
-        found += micro("others", name, base, more=more)
-        found += micro("others", name + "_zero_sum", base + ZERO, more=more)
-    found += micro("others", "centre_keys", base + ",stabiliser=centre_keys")
+        found += micro("others", name, base, (1, 2), more=more)
+        found += micro("others", name + "_zero_sum", base + ZERO, (1, 2), more=more)
+    found += micro("others", "centre_keys", base + ",stabiliser=centre_keys", (1, 2))
     road_a = "fp32,pv=e8m2,scores=bf16"
-    found += micro("shift", "none", road_a)
+    found += micro("shift", "none", road_a, (1, 2))
     for name, clause in (
         ("paper_2", "paper,beta=2"),
         ("paper_4", "paper,beta=4"),
@@ -419,7 +419,7 @@ def others():
         ("dither", "dither"),
         ("zero_sum", "zero_sum"),
     ):
-        found += micro("shift", name, f"{road_a},stabiliser={clause}")
+        found += micro("shift", name, f"{road_a},stabiliser={clause}", (1, 2))
     return found
 
 
@@ -500,7 +500,7 @@ def claims():
         ("fp8", "fp8", []),
         ("fp8_zero_sum", "fp8" + ZERO, []),
     ):
-        found += micro("claims", name, plan, more=more)
+        found += micro("claims", name, plan, (1, 2), more=more)
     return found
 
 

@@ -11,7 +11,7 @@ struct Rows {
   float shift[2];  // in force, in powers of two; -inf: no key yet
   float sum[2];    // l: this thread's part of it
   float unit[2];   // dither: added to the shift; paper_capped: the row's random number; largest: its residue
-  float max[2];    // paper_capped: the largest score so far, scaled
+  float max[2];    // the largest score so far; paper_capped: scaled; largest: in rows with a residue
   int ties[2];     // paper_capped
 
   EK_DEVICE void start(const ForwardArguments& a, int head, int row) {
@@ -41,6 +41,7 @@ struct Rows {
     if (before == used) return 0;
     const float was = unit[r];
     unit[r] = fabsf(used) < kFar ? 0.0f : fmaf(tile_max, a.score_log2, -used);
+    max[r] = tile_max;
     return was - unit[r];
   }
 

@@ -274,11 +274,13 @@ struct Worker : WarpgroupThread {
       float unused[2];
       move_residues(most, before, used, unused);
     }
-    float exponents[2] = {0, 0};
-    exponentiate(used, exponents);
+    float subtracted[2] = {used[0], used[1]}, exponents[2] = {0, 0};
+    if (Rows<kShift>::kHasResidue && far) subtract_largest(subtracted);
+    exponentiate(subtracted, exponents);
     if (kFacts && j < clear) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) total[r] += fmaf(static_cast<float>(kScores / 2), used[r], exponents[r]);
+      for (int r = 0; r < 2; ++r)
+        total[r] += fmaf(static_cast<float>(kScores / 2), used[r] + state.residue(r), exponents[r]);
     }
   }
   EK_DEVICE void find_largest(float (&most)[2]) {
@@ -336,19 +338,24 @@ struct Worker : WarpgroupThread {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] *= before[i / 2 % 2];
   }
-  // s to p, and l. kFacts: adds the exponents up, too. Here the units for exponentials are waited for, and it costs little.
-  EK_DEVICE void exponentiate(const float (&used)[2], float (&exponents)[2]) {
-    if (Rows<kShift>::kHasResidue && far)
-      exponentiate<true>(used, exponents);
-    else
-      exponentiate<false>(used, exponents);
+  // Scores less the row's largest one, in rows with a residue. It is exact where they are near it, and gives the largest one an
+  // exponent of zero. What the exponents have to lose after that: nothing in these rows, the shift in others.
+  EK_DEVICE void subtract_largest(float (&left)[2]) {
+    float taken[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool has_residue = state.unit[r] != 0;
+      taken[r] = has_residue ? state.max[r] : 0.0f;
+      if (has_residue) left[r] = 0;
+    }
+    each_score([&](int i, int r) { s[i] -= taken[r]; });
   }
-  template <bool kFar>
+  // s to p, and l. kFacts: adds the exponents up, too. Here the units for exponentials are waited for, and it costs little.
   EK_DEVICE void exponentiate(const float (&used)[2], float (&exponents)[2]) {
     each_score([&](int i, int r) {
       const float exponent = fmaf(s[i], a.score_log2, -used[r]);
       if constexpr (kFacts) exponents[r] += exponent;
-      s[i] = exp2_approx(kFar ? exponent - state.unit[r] : exponent);
+      s[i] = exp2_approx(exponent);
       if (kShift != Shift::consistent) state.sum[r] += s[i];
       if (i % 2 == 0) return;
       p[i / 2] = Pairs::pack(s[i - 1], s[i]);
