@@ -23,7 +23,7 @@ struct Passes {
   const How& how;
   int multiprocessors = 3;
 
-  PassSizes sizes(const AttentionProblem& p) const { return ampere::pass_sizes(p, /*small=*/false); }
+  PassSizes sizes(const AttentionProblem& p) const { return ampere::large_pass_sizes(p); }
 
   void forward(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out,
                void* workspace) const {
@@ -51,12 +51,10 @@ struct Passes {
     using namespace hopper::backward::large;
     with_pairs(p, [&]<class Pairs>() {
       emulated::Launch launch{how};
-      const ampere::Problem a =
-          ampere::find_row_facts<Pairs, 256, false>(p, in, grad_output, saved, out, workspace, launch);
-      const Maps maps(p, in, grad_output);
-      with_block_of<Pairs>(p, [&]<class Block>() {
-        run<typename Block::T>(std::min(multiprocessors, a.B * a.G * a.key_tiles),
-                               [&] { Block::run(maps, a); });
+      const ampere::Problem facts = ampere::find_row_facts<Pairs, 256, false>(
+          p, in, grad_output, saved, out, workspace, launch, ampere::Parts::none);
+      for_both_kernels<Pairs>(p, in, grad_output, facts, [&]<class Block>(const Maps& maps, const Pass& pass) {
+        run<typename Block::T>(std::min(multiprocessors, Block::items(pass)), [&] { Block::run(maps, pass); });
       });
     });
   }
