@@ -131,6 +131,21 @@ TEST(HopperHeads, every_size_of_tiles) {
     }
 }
 
+// The other mask of each size of tiles, more key tiles than places for them, heads that share keys, in the order that is hardest.
+TEST(HopperHeads, the_other_masks) {
+  const Case cases[] = {
+      {{1, 2, 1, 190, 340, 256}, {.scale = 0.0625f}, "full_256"},
+      {{1, 2, 1, 340, 270, 192}, {.causal = true, .scale = 0.0625f}, "causal_192"},
+      {{2, 2, 1, 150, 190, 256}, {.ragged = true, .scale = 0.0625f}, "ragged_256"},
+  };
+  for (const Case& c : cases) {
+    const Problem p = make_problem(c);
+    expect_in_bounds(p.with(plan_of("zero_sum")), p, c.name,
+                     {.order = Order::random, .blocks_at_once = 2, .seed = 7});
+    if (kSanitized) break;
+  }
+}
+
 // One row, one key, rows that see nothing, more query tiles than multiprocessors, heads that share keys.
 TEST(HopperHeads, odd_sizes) {
   const Case odd[] = {
