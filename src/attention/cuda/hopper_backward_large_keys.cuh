@@ -6,7 +6,7 @@
 // through shared memory in FP32.
 //
 // Per step of 64 keys x 64 rows, with 256 features: tensor cores 2,048 clocks (4 x 2 x 64 x 64 x 256 FLOP at 4,096 a clock),
-// shared memory 288 KB (2,250 clocks at 128 bytes a clock): S 64, dP 64, dV 32, dK 32, P written and read 32, Q and dO
+// shared memory 288 KB (2,304 clocks at 128 bytes a clock): S 64, dP 64, dV 32, dK 32, P written and read 32, Q and dO
 // arriving 64. Registers of a thread: dV or dK 128, scores 32, the same packed 16.
 #pragma once
 
@@ -22,8 +22,8 @@ struct KeyItem {
   int steps;                      // row tiles of all heads
   Band band;
 
-  EK_DEVICE void take(const Pass& p) {
-    constexpr int kKeys = kWarpgroupRows, kRows = kWarpgroupRows;  // of a tile
+  EK_DEVICE void take(const Pass& p, int tile_rows) {
+    constexpr int kKeys = kWarpgroupRows;  // of a tile
     static_assert(ampere::BackwardTiles<256, false>::kKeys == kKeys);
     const int index = atomicAdd(p.next_item, 1), heads = p.B * p.G;
     key_tile = -1;
@@ -33,31 +33,28 @@ struct KeyItem {
     b = place.head / p.G;
     g = place.head % p.G;
     band = Band(p, b);
-    first_row_tile = band.first_row_tile(key_tile * kKeys, kRows);
-    row_tiles = band.end_row_tile(key_tile * kKeys, kKeys, kRows);
+    first_row_tile = band.first_row_tile(key_tile * kKeys, tile_rows);
+    row_tiles = band.end_row_tile(key_tile * kKeys, kKeys, tile_rows);
     steps = max(0, row_tiles - first_row_tile) * (p.H / p.G);
   }
 };
 
 // kHeadSize: of queries and keys. kValueSize: of values and outputs. kAhead: the scores of the next row tile are asked for
 // before the product with this one's, and a row tile stays longer.
-template <int kHeadSize_, int kValueSize_, bool kAhead_ = (kHeadSize_ < 256)>
+template <int kHeadSize_, int kValueSize_, bool kAhead_ = (kHeadSize_ < 256), int kTileRows_ = 64>
 struct KeyTiles {
   static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_;
   static constexpr int kHeadBoxes = kHeadSize / kBoxFeatures, kValueBoxes = kValueSize / kBoxFeatures;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr int kKeys = kWarpgroupRows, kRows = kWarpgroupRows;  // of a tile
+  static constexpr int kKeys = kWarpgroupRows, kRows = kTileRows_;  // of a tile
   static constexpr bool kAhead = kAhead_;
-  static constexpr int kRowStages = kHeadSize == 256 ? 2 : 3;
-  static constexpr uint32_t kBox = kRows * kRowBytes;
-  using HeadTile = uint8_t[kHeadBoxes][kRows][kRowBytes];
-  using ValueTile = uint8_t[kValueBoxes][kRows][kRowBytes];
+  static constexpr int kRowStages = kHeadSize == 256 && kRows == 64 ? 2 : 3;
+  static constexpr uint32_t kKeyBox = kKeys * kRowBytes, kRowBox = kRows * kRowBytes;
 
   struct alignas(1024) Shared {
-    HeadTile k;
-    ValueTile v;
-    HeadTile q[kRowStages];
-    ValueTile grad_output[kRowStages];
+    uint8_t k[kHeadBoxes][kKeys][kRowBytes], v[kValueBoxes][kKeys][kRowBytes];
+    uint8_t q[kRowStages][kHeadBoxes][kRows][kRowBytes];
+    uint8_t grad_output[kRowStages][kValueBoxes][kRows][kRowBytes];
     float probs[kRows / 8][kWarpgroup][4];  // P^T as the threads hold it
     float shift[kRowStages][kRows], inverse[kRowStages][kRows], delta[kRowStages][kRows];
     uint64_t k_full, k_empty, v_full, v_empty, probs_full, probs_empty;
@@ -118,7 +115,7 @@ struct KeyLoader {
     while (true) {
       barrier_wait(&sm.item_empty[queue.stage], queue.parity ^ 1);
       KeyItem& item = sm.item[queue.stage];
-      item.take(p);
+      item.take(p, kRows);
       barrier_arrive(&sm.item_full[queue.stage]);
       queue.next();
       if (item.key_tile < 0) return;
@@ -246,10 +243,10 @@ struct KeyConsumer : Worker {
   // ----------------------------------------------------------------------------------------------------- score
   EK_DEVICE void begin_scores(Scores& scores) {
     if constexpr (kValues)
-      begin_product<T::kHeadSize, T::kBox, T::kBox, kFp16>(scores, operand(sm.k[0]),
+      begin_product<T::kHeadSize, T::kKeyBox, T::kRowBox, kFp16>(scores, operand(sm.k[0]),
                                                            operand(sm.q[rows.stage][0]));
     else
-      begin_product<T::kValueSize, T::kBox, T::kBox, kFp16>(scores, operand(sm.v[0]),
+      begin_product<T::kValueSize, T::kKeyBox, T::kRowBox, kFp16>(scores, operand(sm.v[0]),
                                                             operand(sm.grad_output[rows.stage][0]));
   }
   // Of the four queries that a thread has of a group of 16.
@@ -353,7 +350,7 @@ struct KeyConsumer : Worker {
   EK_DEVICE void add_to_gradient(int stage, const ScoreOperand& left, Gradient& gradient) {
     add_product<kOwnSize, kFp16>(
         left,
-        kValues ? operand(sm.grad_output[stage][0], T::kBox) : operand(sm.q[stage][0], T::kBox),
+        kValues ? operand(sm.grad_output[stage][0], T::kRowBox) : operand(sm.q[stage][0], T::kRowBox),
         gradient);
   }
 
