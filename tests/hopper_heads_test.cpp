@@ -53,9 +53,11 @@ struct Passes {
       emulated::Launch launch{how};
       const ampere::Problem facts = ampere::find_row_facts<Pairs, 256, false>(
           p, in, grad_output, saved, out, workspace, launch, ampere::Parts::none);
-      for_both_kernels<Pairs>(p, in, grad_output, facts, [&]<class Block>(const Maps& maps, const Pass& pass) {
-        run<typename Block::T>(std::min(multiprocessors, Block::items(pass)), [&] { Block::run(maps, pass); });
-      });
+      for_both_kernels<Pairs>(p, in, grad_output, facts,
+                              [&]<class Block>(const Maps& maps, const Pass& pass) {
+                                run<typename Block::T>(std::min(multiprocessors, Block::items(pass)),
+                                                       [&] { Block::run(maps, pass); });
+                              });
     });
   }
 

@@ -244,10 +244,10 @@ struct KeyConsumer : Worker {
   EK_DEVICE void begin_scores(Scores& scores) {
     if constexpr (kValues)
       begin_product<T::kHeadSize, T::kKeyBox, T::kRowBox, kFp16>(scores, operand(sm.k[0]),
-                                                           operand(sm.q[rows.stage][0]));
+                                                                 operand(sm.q[rows.stage][0]));
     else
       begin_product<T::kValueSize, T::kKeyBox, T::kRowBox, kFp16>(scores, operand(sm.v[0]),
-                                                            operand(sm.grad_output[rows.stage][0]));
+                                                                  operand(sm.grad_output[rows.stage][0]));
   }
   // Of the four queries that a thread has of a group of 16.
   EK_DEVICE void four_facts(const float (&facts)[kRows], int i, float (&four)[4]) const {
@@ -349,8 +349,7 @@ struct KeyConsumer : Worker {
   // dV += P^T dO, or dK += dS^T Q.
   EK_DEVICE void add_to_gradient(int stage, const ScoreOperand& left, Gradient& gradient) {
     add_product<kOwnSize, kFp16>(
-        left,
-        kValues ? operand(sm.grad_output[stage][0], T::kRowBox) : operand(sm.q[stage][0], T::kRowBox),
+        left, kValues ? operand(sm.grad_output[stage][0], T::kRowBox) : operand(sm.q[stage][0], T::kRowBox),
         gradient);
   }
 

@@ -8,7 +8,7 @@
 
 namespace evenkeel::hopper::backward::large {
 
-inline constexpr int kItems = 2;           // that are worked on or known
+inline constexpr int kItems = 2;  // that are worked on or known
 
 // Arguments of a kernel.
 struct Pass : ampere::Problem {
@@ -38,8 +38,7 @@ template <int kBoxes, int kRows>
 EK_DEVICE void load_boxes(uint8_t (&tile)[kBoxes][kRows][kRowBytes], const CUtensorMap& map, uint64_t* full,
                           int row, int head, int batch) {
 #pragma unroll
-  for (int box = 0; box < kBoxes; ++box)
-    load_box(tile[box], map, full, box * kBoxFeatures, row, head, batch);
+  for (int box = 0; box < kBoxes; ++box) load_box(tile[box], map, full, box * kBoxFeatures, row, head, batch);
 }
 
 // A thread of a warpgroup that computes.

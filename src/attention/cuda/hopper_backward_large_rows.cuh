@@ -45,7 +45,8 @@ struct RowItem {
 
 // kHeadSize: of queries and keys. kValueSize: of values and outputs. kTileKeys: with 192 features, 80 instead of 64 need a
 // twelfth less of shared memory's time. kTurns: the warpgroups take turns at the tensor cores.
-template <int kHeadSize_, int kValueSize_, int kTileKeys_ = (kHeadSize_ == 256 ? 64 : 80), bool kTurns_ = false>
+template <int kHeadSize_, int kValueSize_, int kTileKeys_ = (kHeadSize_ == 256 ? 64 : 80),
+          bool kTurns_ = false>
 struct RowTiles {
   static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_, kKeys = kTileKeys_;
   static constexpr int kRows = kWarpgroupRows;  // of a warpgroup, and of a box
@@ -131,7 +132,8 @@ struct RowConsumer : Worker {
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   static constexpr int kNextBarrier = 1, kClearedBarrier = kNextBarrier + kConsumers;  // named barriers
   static constexpr int kScores = T::kKeys / 2;                                         // a thread's
-  using Scores = float[kScores];  // 64 rows x kKeys keys: of a thread's two rows, r, 4 j + 2 r + c is key 8 j + c
+  using Scores =
+      float[kScores];  // 64 rows x kKeys keys: of a thread's two rows, r, 4 j + 2 r + c is key 8 j + c
   using ScoreOperand = uint32_t[kScores / 2];  // the same in 16 bits: [16 keys][4]
   using Gradient = float[T::kHeadSize / 2];    // 64 rows x all features
   struct Facts {                               // of the two rows
@@ -295,8 +297,8 @@ struct RowConsumer : Worker {
   }
   // dQ += dS K.
   EK_DEVICE void add_to_dq(uint32_t stage, const ScoreOperand& dscores, Gradient& dq) const {
-    add_product<T::kHeadSize, kFp16>(
-        dscores, stage_of(operand(sm.k[0][0], T::kKeyBox), stage * sizeof(sm.k[0])), dq);
+    add_product<T::kHeadSize, kFp16>(dscores,
+                                     stage_of(operand(sm.k[0][0], T::kKeyBox), stage * sizeof(sm.k[0])), dq);
   }
   // Where some row does not see all of the tile that begins with `key`.
   EK_DEVICE void mask(int key, Scores& scores) const {
