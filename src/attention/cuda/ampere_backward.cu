@@ -16,6 +16,8 @@ void ampere_backward(const AttentionProblem& problem, const FamilyPlan& plan, co
 
 namespace ampere {
 
+PassSizes large_facts_sizes(const AttentionProblem& problem) { return large_pass_sizes(problem); }
+
 Problem find_large_row_facts(const AttentionProblem& problem, const PassInputs& in,
                              const DeviceTensor& grad_output, const ForwardPass& saved,
                              const BackwardPass& out, void* workspace, void* stream) {
@@ -23,7 +25,7 @@ Problem find_large_row_facts(const AttentionProblem& problem, const PassInputs& 
   return (problem.type == TensorType::fp16
               ? find_row_facts<Fp16Pairs, 256, false, StreamLaunch>
               : find_row_facts<Bf16Pairs, 256, false, StreamLaunch>)(problem, in, grad_output, saved, out,
-                                                                     workspace, launch);
+                                                                     workspace, launch, Parts::none);
 }
 
 }  // namespace ampere

@@ -36,8 +36,12 @@ inline size_t lay_out_saved(const AttentionProblem& problem, void* saved, Proble
   return used;
 }
 
+// Does the kernel after the rows' facts add parts of dQ in memory?
+enum class Parts { added, none };
+
 template <int kHead, bool kSmall>
-size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p, HeadRules*& table) {
+size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p, HeadRules*& table,
+                    Parts of_dq) {
   using Tiles = BackwardTiles<kHead, kSmall>;
   const int64_t heads = problem.B * problem.H;
   p.row_tiles = static_cast<int>(divide_up(problem.T, Tiles::kRows));
@@ -45,8 +49,8 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   p.padded_rows = p.row_tiles * Tiles::kRows;
   Carver parts(workspace);
   table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
-  p.next_item = parts.take<int>(1);
-  p.turn = parts.take<int>(heads * p.row_tiles);
+  p.next_item = parts.take<int>(kMostKernels);
+  p.turn = of_dq == Parts::added ? parts.take<int>(heads * p.row_tiles) : nullptr;
   p.shift = parts.take<float>(heads * p.padded_rows);
   p.delta = parts.take<float>(heads * p.padded_rows);
   const auto where = [&](bool needed, int64_t count) { return needed ? parts.take<float>(count) : nullptr; };
@@ -54,7 +58,7 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
       where(any_head(problem, [](const HeadRules& r) { return r.consistent; }), heads * p.padded_rows);
   p.exact_delta =
       where(any_head(problem, [](const HeadRules& r) { return r.exact_delta; }), heads * problem.T);
-  p.dq_sum = parts.take<float>(heads * p.padded_rows * kHead);
+  p.dq_sum = where(of_dq == Parts::added, heads * p.padded_rows * kHead);
   return parts.used();
 }
 
@@ -112,19 +116,29 @@ inline PassSizes pass_sizes(const AttentionProblem& problem, bool small) {
   HeadRules* table = nullptr;
   sizes.saved = lay_out_saved(problem, nullptr, p);
   with_kernels_of(problem, small, [&]<class Pairs, int kHead, bool kSmall>() {
-    sizes.workspace = lay_out_work<kHead, kSmall>(problem, nullptr, p, table);
+    sizes.workspace = lay_out_work<kHead, kSmall>(problem, nullptr, p, table, Parts::added);
   });
+  return sizes;
+}
+
+// For Hopper's kernels of large heads, which come after this class's kernels of rows' facts.
+inline PassSizes large_pass_sizes(const AttentionProblem& problem) {
+  PassSizes sizes;
+  Problem p{};
+  HeadRules* table = nullptr;
+  sizes.saved = lay_out_saved(problem, nullptr, p);
+  sizes.workspace = lay_out_work<256, false>(problem, nullptr, p, table, Parts::none);
   return sizes;
 }
 
 // The arguments of a pass but for its outputs; fills the table of rules where heads differ.
 template <int kHead, bool kSmall, class Launch>
 Problem arguments(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& forward,
-                  void* workspace, Launch& launch) {
+                  void* workspace, Launch& launch, Parts of_dq = Parts::added) {
   Problem p{};
   HeadRules* table = nullptr;
   lay_out_saved(problem, forward.saved, p);
-  lay_out_work<kHead, kSmall>(problem, workspace, p, table);
+  lay_out_work<kHead, kSmall>(problem, workspace, p, table, of_dq);
   static_cast<ScoreForms&>(p) = score_forms(problem);
   p.B = static_cast<int>(problem.B);
   p.H = static_cast<int>(problem.H);
@@ -159,12 +173,13 @@ void forward_pass(const AttentionProblem& problem, const PassInputs& in, const F
   });
 }
 
-// What comes before the kernel of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns that kernel's
+// What comes before the kernels of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns those kernels'
 // arguments.
 template <class Pairs, int kHead, bool kSmall, class Launch>
 Problem find_row_facts(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
-                       const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch) {
-  Problem p = arguments<kHead, kSmall>(problem, in, saved, workspace, launch);
+                       const ForwardPass& saved, const BackwardPass& out, void* workspace, Launch& launch,
+                       Parts of_dq = Parts::added) {
+  Problem p = arguments<kHead, kSmall>(problem, in, saved, workspace, launch, of_dq);
   p.grad_output = strided(grad_output);
   p.dq = strided(out.dq);
   p.dk = strided(out.dk);

@@ -35,6 +35,8 @@ EK_DEVICE void each_chunk(int size, F f) {
 // Of a block, on multiprocessors with 100 KB (sm_86, 89, 120).
 inline constexpr size_t kSmallSharedBytes = 99 << 10;
 
+inline constexpr int kMostKernels = 2;  // after the rows' facts, with a counter of items each
+
 // What an instance of the kernels takes. A branch that is never taken still costs: it parts products from what could run
 // beside them, and rules that are read at run time take registers.
 enum class Instance {
@@ -101,8 +103,8 @@ struct Problem : ScoreForms {
   const float* grad_lse;           // (B, H, T) or null
   float* dsinks;                   // (H) or null
   float* delta_out;                // (B, H, T) or null
-  float* dq_sum;                   // sums of accumulators, as the threads hold them
-  int *turn, *next_item;
+  float* dq_sum;                   // sums of accumulators, as the threads hold them; or null, with turn
+  int *turn, *next_item;           // (B, H, row tiles): parts of dQ added so far; (kMostKernels)
 
   int Dv;  // features of v, o and their gradients; D where the tiles are not chunked
 

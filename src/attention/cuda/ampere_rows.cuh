@@ -26,8 +26,8 @@ struct RowFacts {
     const int first = (index - head * blocks_a_head) * kRows, feature = thread % kLanes * 8;
     const HeadRules rules = p.rules_of(h);
     const Band band(p, b);
-    if (index == 0 && thread == 0) *p.next_item = 0;
-    if (first == 0)
+    if (index == 0 && thread < kMostKernels) p.next_item[thread] = 0;
+    if (first == 0 && p.turn)
       for (int n = thread; n < p.row_tiles; n += kThreads)
         p.turn[static_cast<int64_t>(head) * p.row_tiles + n] = 0;
 

@@ -1,9 +1,10 @@
-// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads have a kernel of their own
-// (hopper_backward_large.cuh) and the Ampere class's memory. For the others, first comes the delta of the heads
+// The backward pass on Hopper, its host code: plans, memory, and the order of launches. Large heads have kernels of their own
+// (hopper_backward_large.cuh) and what the Ampere class saves. For the others, first comes the delta of the heads
 // with zero_sum. Then delta and the other facts of each row. Then dQ, dK and dV by one kernel, launched once for each kind of
 // kv heads.
 #include <stdexcept>
 
+#include "attention/cuda/ampere_row_facts.h"
 #include "attention/cuda/hopper_backward.cuh"
 #include "base/sizes.h"
 #include "gpu/cuda/launch.h"
@@ -91,10 +92,13 @@ std::vector<KeyGroup> key_groups(const AttentionProblem& problem) {
 }  // namespace hopper::backward
 
 std::shared_ptr<const FamilyPlan> hopper_prepare(const AttentionProblem& problem) {
-  if (has_large_heads(problem)) return ampere_prepare(problem);
+  auto plan = std::make_shared<FamilyPlan>();
+  if (has_large_heads(problem)) {
+    plan->sizes = ampere::large_facts_sizes(problem);
+    return plan;
+  }
   hopper::backward::Backward p{};
   hopper::backward::Workspace work{};
-  auto plan = std::make_shared<FamilyPlan>();
   plan->sizes = {hopper::saved_layout(problem, nullptr).bytes,
                  hopper::backward::lay_out(problem, nullptr, p, work)};
   return plan;

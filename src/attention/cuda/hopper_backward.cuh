@@ -16,7 +16,7 @@ template <class Pairs>
 void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                      Backward p, const std::vector<KeyGroup>& groups, cudaStream_t stream);
 
-// The whole pass, of large heads, without forms. `workspace`: as the Ampere class lays it out.
+// The whole pass, of large heads, without forms. `workspace`: as ampere::large_facts_sizes counts it.
 template <class Pairs>
 void launch_large_backward(const AttentionProblem& problem, const PassInputs& in,
                            const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,

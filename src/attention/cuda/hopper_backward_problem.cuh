@@ -134,7 +134,7 @@ struct alignas(1024) SharedMemory<128> {
   bool consistent[kStages];
 };
 
-// Barriers of a stage that the kernels of all head sizes have: loads arrive at full ones, the consumers' warps at empty ones.
+// Barriers of a stage that the kernels of head sizes 64 and 128 have: loads arrive at full ones, the consumers' warps at empty ones.
 template <class Shared>
 EK_DEVICE void init_row_barriers(Shared& sm, int stage) {
   barrier_init(&sm.q_full[stage], 1);

@@ -7,10 +7,10 @@
 namespace evenkeel::hopper::backward {
 
 // Zeroes rows [first, kRows) of a tile: what lies behind the end of a sequence may be anything, and 0 * NaN is NaN.
-template <int kBoxes, int kRows>
+template <int kThreads = kConsumerThreads, int kBoxes, int kRows>
 EK_DEVICE void zero_rows(uint8_t (&tile)[kBoxes][kRows][kRowBytes], int first, int thread) {
   for (int box = 0; box < kBoxes; ++box)
-    for (int n = first * kRowBytes / 16 + thread; n < kRows * kRowBytes / 16; n += kConsumerThreads)
+    for (int n = first * kRowBytes / 16 + thread; n < kRows * kRowBytes / 16; n += kThreads)
       reinterpret_cast<uint4*>(tile[box])[n] = uint4{0, 0, 0, 0};
 }
 

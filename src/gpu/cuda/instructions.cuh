@@ -160,12 +160,6 @@ EK_DEVICE void add_release(int* at, int value) {
 EK_DEVICE void add_in_memory(float* at, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
 }
-// The same of four, aligned to 16 bytes. sm_90.
-EK_DEVICE void add_four_in_memory(float* at, const float4& value) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
-}
 // In a loop that waits for another block; on a GPU they run anyway.
 EK_DEVICE void let_others_run() {}
 

@@ -190,9 +190,6 @@ inline void add_release(int* at, int value) {
   machine().may_switch();
 }
 inline void add_in_memory(float* at, float value) { *at += value; }
-inline void add_four_in_memory(float* at, const float4& value) {
-  at[0] += value.x, at[1] += value.y, at[2] += value.z, at[3] += value.w;
-}
 inline void let_others_run() { machine().let_others_run(); }
 
 }  // namespace evenkeel::gpu
