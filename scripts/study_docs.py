@@ -40,7 +40,7 @@ GROUPS = {
     "@fused": nano_group("`flash2`", "ours, fused Hopper kernels"),
     "@unfused": nano_group("`flash2`", "ours, Hopper kernels"),
     "@flash2": nano_group("`flash2`", "ours, fused Hopper kernels") + nano_group("`flash2`", "ours, Hopper kernels"),
-    "@kept": ("roads-zero_sum-1", "roads-wide_output-1", "seeds-zero_sum-*", "seeds-wide_output-*", "controls-wide_output-1", "guard-wide_output-1", "twins-evenkeel-3", "~cure-*"),
+    "@kept": ("roads-zero_sum-1", "roads-wide_output-1", "seeds-zero_sum-*", "seeds-wide_output-*", "controls-wide_output-1", "guard-wide_output-1", "twins-evenkeel-3", "~cure-*", "~matrix-*_wide_output-?", "~matrix-*_consistent-?", "~matrix-*_zero_sum-?"),
 }
 
 # The cure matrix: plan and remedy, and the parts whose runs belong there.
@@ -48,9 +48,11 @@ CURES = (
     ("flash2", "wide_output", "ours"),
     ("flash2", "consistent", "ours"),
     ("flash2", "zero_sum", "ours"),
+    ("flash2", "keel", "ours"),
     ("bf16_all", "wide_output", "ours"),
     ("bf16_all", "consistent", "ours"),
     ("bf16_all", "zero_sum", "ours"),
+    ("bf16_all", "keel", "ours"),
     ("flash2", "wide_output", "PyTorch"),
 )
 SEEDS = (1, 2, 3)
@@ -243,7 +245,7 @@ class Figures(Harm, Micro):
         raise ValueError(f"expected a quantity that study_docs.py knows, found {words}")
 
     def value(self, words):
-        """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`"""
+        """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`"""
         first, *rest = words.split()
         if first == "epochs":
             return f"{int(rest[1]) * TOKENS_A_STEP[rest[0]] / TOKENS_OF_TEXT[rest[0]]:.1f}"
@@ -256,6 +258,8 @@ class Figures(Harm, Micro):
             return self.forecast_value(*rest)
         if first == "harm":
             return self.harm_value(*rest)
+        if first == "over":  # the loss at the end, above that of the first run in the same steps
+            return listed([self.study.excess(run, self.study[rest[0]])[-1] for run in self.match(rest[1:])], percent).replace("+", "")
         if first == "above":
             runs = self.match(rest[1:])
             return f"{sum(run.largest('offset')[0] > float(rest[0]) for run in runs)} of {len(runs)}"
@@ -495,7 +499,8 @@ class Figures(Harm, Micro):
         if trainer == "PyTorch":
             found = [run for run in self.study.runs.values() if run.in_torch == "evenkeel" and run.seed == seed]
         else:
-            found = [run for run in self.study.runs.values() if run.size == "nano" and run.plan == f"{plan},stabiliser={remedy}" and run.seed == seed
+            whole = f"{plan},keel=1e-5" if remedy == "keel" else f"{plan},stabiliser={remedy}"
+            found = [run for run in self.study.runs.values() if run.size == "nano" and run.plan == whole and run.seed == seed
                      and not run.in_torch and not run.is_continued]  # fmt: skip
         return self.study.distinct(run.name for run in found)
 
@@ -598,11 +603,11 @@ class Figures(Harm, Micro):
         return table(["attention", "runs (seeds)", "drifted", "failed", "largest offset", "steps", "attention's time"], rows)
 
     def price(self, stabiliser):
-        """Of both passes on an H200, no ties, against none: docs/experiments.md's list of every stabiliser."""
-        found = re.search(rf"`{stabiliser}` (\d\.\d\d) / ", self.experiments)
+        """Of both passes on an H200, no ties, against none: the last list of every stabiliser in docs/experiments.md."""
+        found = re.findall(rf"`{stabiliser}` (\d\.\d\d) / ", self.experiments)
         if not found:
             raise ValueError(f"expected the price of {stabiliser} in docs/experiments.md, found none")
-        return f"x {found[1]}"
+        return f"x {found[-1]}"
 
     def logged_table(self, name):
         """Rows of the table that docs/experiments.md marks with <!-- table: NAME -->, as dictionaries by column."""
@@ -613,7 +618,7 @@ class Figures(Harm, Micro):
         return [dict(zip(cells[0], row)) for row in cells[2:]]
 
     def speed_table(self):
-        """README's: TFLOP/s of both passes together, the first recorded run of each shape."""
+        """README's: TFLOP/s of both passes together."""
         both = lambda cell: re.search(r"/ \**(\d+)\**(?: \(|$)", cell)[1]
         rows = [[row["B,H,T,D"], both(row["FlashAttention-2"]), both(row["cuDNN"]), both(row["ours, `wide_output` (default)"])]
                 for row in self.logged_table("attention_speed") if row["B,H,T,D"]]  # fmt: skip

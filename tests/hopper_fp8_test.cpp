@@ -266,9 +266,9 @@ TEST(HopperFp8, sequences_and_the_same_bits) {
   }
 }
 
-// Scores that rise from the last keys to the first, which the kernel meets last: by less than a shift may lag, by a little
-// more, and by more than an exponential can be. Rows without a key, and one NaN, which stays in its row.
-TEST(HopperFp8, shifts_that_lag) {
+// Scores that rise from the last keys to the first, which the kernel meets last: by little, and by more than an exponential can
+// be. Rows without a key, and one NaN, which stays in its row.
+TEST(HopperFp8, shifts_that_move) {
   for (const float rise : {0.3f, 1.0f, 3.0f, 60.0f}) {  // in 128 keys, in nats
     Problem host = make_problem({{1, 1, 1, 70, 640, 64}, {.scale = 0.125f}, ""});
     for (int64_t i = 0; i < 70; ++i) *host.q().at(0, 0, i, 0) = 8;

@@ -40,15 +40,15 @@ struct KeyItem {
 };
 
 // kHeadSize: of queries and keys. kValueSize: of values and outputs. kAhead: the scores of the next row tile are asked for
-// before the product with this one's, and a row tile stays longer.
-template <int kHeadSize_, int kValueSize_, bool kAhead_ = (kHeadSize_ < 256), int kTileRows_ = 64>
+// before the product with this one's, and a row tile stays longer: where there is room for three.
+template <int kHeadSize_, int kValueSize_>
 struct KeyTiles {
   static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_;
   static constexpr int kHeadBoxes = kHeadSize / kBoxFeatures, kValueBoxes = kValueSize / kBoxFeatures;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr int kKeys = kWarpgroupRows, kRows = kTileRows_;  // of a tile
-  static constexpr bool kAhead = kAhead_;
-  static constexpr int kRowStages = kHeadSize == 256 && kRows == 64 ? 2 : 3;
+  static constexpr int kKeys = kWarpgroupRows, kRows = 64;  // of a tile
+  static constexpr bool kAhead = kHeadSize < 256;
+  static constexpr int kRowStages = kAhead ? 3 : 2;
   static constexpr uint32_t kKeyBox = kKeys * kRowBytes, kRowBox = kRows * kRowBytes;
 
   struct alignas(1024) Shared {

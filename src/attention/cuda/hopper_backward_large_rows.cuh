@@ -43,14 +43,13 @@ struct RowItem {
   }
 };
 
-// kHeadSize: of queries and keys. kValueSize: of values and outputs. kTileKeys: with 192 features, 80 instead of 64 need a
-// twelfth less of shared memory's time. kTurns: the warpgroups take turns at the tensor cores.
-template <int kHeadSize_, int kValueSize_, int kTileKeys_ = (kHeadSize_ == 256 ? 64 : 80),
-          bool kTurns_ = false>
+// kHeadSize: of queries and keys. kValueSize: of values and outputs.
+template <int kHeadSize_, int kValueSize_>
 struct RowTiles {
-  static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_, kKeys = kTileKeys_;
+  static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_;
+  // With 192 features, 80 instead of 64 need a twelfth less of shared memory's time.
+  static constexpr int kKeys = kHeadSize == 256 ? 64 : 80;
   static constexpr int kRows = kWarpgroupRows;  // of a warpgroup, and of a box
-  static constexpr bool kTurns = kTurns_;
   static constexpr int kHeadBoxes = kHeadSize / kBoxFeatures, kValueBoxes = kValueSize / kBoxFeatures;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // The pool is what the block got at its start: 3 x 168 = 2 x 240 + 24 = 2 x 232 + 40.
@@ -58,7 +57,7 @@ struct RowTiles {
                        kLoadRegisters = kHeadSize == 256 ? 24 : 40;
   static constexpr uint32_t kRowBox = kWarpgroupRows * kRowBytes, kKeyBox = kKeys * kRowBytes;
   // A tile of V is needed for one product, and later than K's: with 256 features and 64 keys there is room for one.
-  static constexpr int kKeyStages = 2, kValueStages = kHeadSize == 256 && kKeys == 64 ? 1 : 2;
+  static constexpr int kKeyStages = 2, kValueStages = kHeadSize == 256 ? 1 : 2;
 
   struct alignas(1024) Shared {
     uint8_t q[kConsumers][kHeadBoxes][kWarpgroupRows][kRowBytes];
@@ -154,12 +153,9 @@ struct RowConsumer : Worker {
   EK_DEVICE void wait_k() const { barrier_wait(&sm.k_full[k_stage()], keys / T::kKeyStages % 2); }
   EK_DEVICE void wait_v() const { barrier_wait(&sm.v_full[v_stage()], keys / T::kValueStages % 2); }
 
-  EK_DEVICE void wait_turn() const {
-    if (T::kTurns) named_sync(kNextBarrier + kWhich, kConsumerThreads);
-  }
-  EK_DEVICE void pass_turn() const {
-    if (T::kTurns) named_arrive(kNextBarrier + 1 - kWhich, kConsumerThreads);
-  }
+  // The warpgroups take turns at the tensor cores: 3 to 10 % faster (docs/kernels.md).
+  EK_DEVICE void wait_turn() const { named_sync(kNextBarrier + kWhich, kConsumerThreads); }
+  EK_DEVICE void pass_turn() const { named_arrive(kNextBarrier + 1 - kWhich, kConsumerThreads); }
 
   EK_DEVICE void run() {
     if (kWhich == 1) pass_turn();

@@ -50,17 +50,13 @@ EK_DEVICE int key_limit(bool causal, int row, int rows, int keys) {
   return max(0, causal ? min(keys, row + 1 + keys - rows) : keys);
 }
 
-// kLag: a row's shift may stay behind its largest score while P is in E4M3's range (ShiftRule::lagging_max).
-template <int kHead, bool kLag>
+// The same for every stabiliser of the family: a row's shift is its largest score. One that lags behind it, so that no
+// exponential waits for a maximum, was slower (docs/kernels.md).
+template <int kHead>
 struct Forward {
   static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   // The least factor of scores: 0 times a masked one would be a NaN.
   static constexpr float kLeastFactor = std::numeric_limits<float>::min();
-  // kLag: where a shift is set the largest P is 2^-1, so that later ones may be 3.5 times as large. (A power of two: the largest
-  // P of a row is then not rounded, which matters where it has few keys.)
-  static constexpr int kRoom = kLag ? 1 : 0;
-  static constexpr uint32_t kLargestBits =
-      0x43e00000;  // 448: probabilities times 2^8 that are larger saturate
   static constexpr int kWarpgroups = 3;
   static constexpr int kRows = kWarpgroups * kTileRows, kWorkers = kWarpgroups * kWarpgroup;
   static constexpr int kThreads = kWorkers + kWarpgroup, kBlocksAtOnce = 1;
@@ -68,7 +64,9 @@ struct Forward {
   static constexpr int kWorkRegisters = 160, kCopyRegisters = 32;
   static constexpr int kQueryStages = 2, kItems = 2 * kQueryStages, kStages = kHead == 64 ? 6 : 4;
   static constexpr int kKeyLine = line_bytes(false, kHead), kValueLine = line_bytes(true, kHead);
-  static constexpr int kScores = kPairRows / 2, kOutputs = kHead / 2, kWords = kScores / 4;  // a thread's
+  static constexpr int kScores = kPairRows / 2, kWords = kScores / 4;  // a thread's
+  // P V comes in pieces of 64 features, and the first is added to O while the next one's product runs.
+  static constexpr int kPieces = kHead / 64, kOutputs = 64 / 2;
   static constexpr int kTileScores = kTileRows / 2, kTileWords = kTileScores / 4;
   static constexpr int kNextBarrier = 1;  // the first of the named barriers by which warpgroups take turns
 
@@ -196,13 +194,13 @@ struct Forward {
 
     int count = 0;  // of items so far
     Ring<kStages> k, v;
-    int row;                   // of the item at hand, this warpgroup's first
-    int j;                     // the pair of key tiles at hand
-    float factor[kPairTiles];  // scores of each tile times this are in powers of two
-    float s[kScores];          // 64 rows x 128 keys
-    uint32_t p[kWords];        // probabilities times 2^8, E4M3: value_slot has the order
-    float part[kOutputs];      // P V of the pair
-    float o[kOutputs];
+    int row;                        // of the item at hand, this warpgroup's first
+    int j;                          // the pair of key tiles at hand
+    float factor[kPairTiles];       // scores of each tile times this are in powers of two
+    float s[kScores];               // 64 rows x 128 keys
+    uint32_t p[kWords];             // probabilities times 2^8, E4M3: value_slot has the order
+    float part[kPieces][kOutputs];  // P V of the pair
+    float o[kPieces][kOutputs];
     float shift[2];  // in force, in powers of two, less 8; -inf: no key yet
     float sum[2];    // l, this thread's part
 
@@ -272,21 +270,29 @@ struct Forward {
 
     // O = decay O + P V, its values being there.
     EK_DEVICE void add_values(const float (&decay)[2]) {
-      const Pair& values = shared.v[v.stage];
       products_begin();
 #pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) multiply_values(piece);
+      add_piece<0>(decay);
+      if constexpr (kPieces > 1) add_piece<1>(decay);
+    }
+    EK_DEVICE void multiply_values(int piece) {
+      constexpr int kSteps = kTileRows / 32, kPieceBytes = 64 * kValueLine;
+#pragma unroll
       for (int step = 0; step < kPairRows / 32; ++step) {
-        constexpr int kSteps = kTileRows / 32;  // of a tile
-        WgmmaE4m3<kHead>::rs(
-            part, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
-            advance(operand_e4m3<kValueLine>(values.image[step / kSteps]), step % kSteps * 32), step > 0);
+        const uint64_t values = operand_e4m3<kValueLine>(shared.v[v.stage].image[step / kSteps]);
+        WgmmaE4m3<64>::rs(part[piece], p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                          advance(values, piece * kPieceBytes + step % kSteps * 32), step > 0);
       }
       products_commit();
-      products_wait<0>();
-      settle(part);
-      release_values();
+    }
+    template <int kPiece>
+    EK_DEVICE void add_piece(const float (&decay)[2]) {
+      products_wait<kPieces - 1 - kPiece>();
+      settle(part[kPiece]);
+      if (kPiece == kPieces - 1) release_values();
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] = fmaf(o[i], decay[i / 2 % 2], part[i]);
+      for (int i = 0; i < kOutputs; ++i) o[kPiece][i] = fmaf(o[kPiece][i], decay[i / 2 % 2], part[kPiece][i]);
     }
 
     // The largest of the thread's scores in row r of the two, in powers of two; all are negative unless kPositive.
@@ -311,8 +317,6 @@ struct Forward {
 
     // Scores to probabilities times 2^8, p; moves the rows' shifts, and l with them. decay: O's factor.
     EK_DEVICE void softmax(float (&decay)[2]) {
-      decay[0] = decay[1] = 1;
-      if (kLag && add_probabilities</*kTry=*/true>(shift)) return;
       float most[2] = {largest<true>(0), largest<true>(1)};
       // Bits of floats are in the order of integers, and in the reverse order where all are negative.
       if (most[0] < 0 || most[1] < 0) {
@@ -325,19 +329,16 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const float highest = quad_max(most[r]), before = shift[r];
         // With the 2^8 in the shift the two cannot be rounded apart.
-        shift[r] = fmaxf(before, highest - (kProbsExponent - kRoom));
+        shift[r] = fmaxf(before, highest - kProbsExponent);
         used[r] = shift[r] == kMinusInfinity ? 0.0f : shift[r];
         decay[r] = exp2_approx(before - used[r]);
         sum[r] *= decay[r];
       }
-      add_probabilities</*kTry=*/false>(used);
+      add_probabilities(used);
     }
-    // p with these shifts, and l. kTry: false, and no l, where a row has no shift yet or some of p would saturate. That is found
-    // from the probabilities, so that no exponential waits for a maximum.
-    template <bool kTry>
-    EK_DEVICE bool add_probabilities(const float (&used)[2]) {
+    // p with these shifts, and l.
+    EK_DEVICE void add_probabilities(const float (&used)[2]) {
       float added[2] = {0, 0};
-      int top = 0;
 #pragma unroll
       for (int n = 0; n < kWords; ++n) {  // word n: row n % 2, keys of blocks 2 (n / 2) and the next
         const int i = n / 2 * 8 + n % 2 * 2, r = n % 2;
@@ -347,17 +348,9 @@ struct Forward {
           e[c] = exp2_approx(fmaf(s[i + c / 2 * 4 + c % 2], factor[n / kTileWords], -used[r]));
           added[r] += e[c];
         }
-        if (kTry) {
-          const auto bits = [&](int c) { return static_cast<int>(__float_as_uint(e[c])); };
-          top = __vimax3_s32(__vimax3_s32(top, bits(0), bits(1)), bits(2), bits(3));
-        }
         p[n] = pack_e4m3(e[0], e[1], e[2], e[3]);
       }
-      if (kTry &&
-          __any_sync(~0u, top > static_cast<int>(kLargestBits) || fminf(used[0], used[1]) == kMinusInfinity))
-        return false;
       sum[0] += added[0], sum[1] += added[1];
-      return true;
     }
 
     // The pairs [0, own) of the item at hand, the last first; own > 0.
@@ -365,7 +358,9 @@ struct Forward {
       shift[0] = shift[1] = kMinusInfinity;
       sum[0] = sum[1] = 0;
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] = 0;
+      for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+        for (int i = 0; i < kOutputs; ++i) o[piece][i] = 0;
       const int clear =
           key_limit(a.causal, row, item().rows, item().keys) / kPairRows;  // all rows see these whole
       wait_keys();
@@ -408,8 +403,8 @@ struct Forward {
           uint32_t word[4];
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            const int at = (n * 4 + w) * 4 + 2 * r;
-            word[w] = exists ? pack_bf16(o[at] * inverse, o[at + 1] * inverse) : 0u;
+            const int at = (n % 2 * 4 + w) * 4 + 2 * r;
+            word[w] = exists ? pack_bf16(o[n / 2][at] * inverse, o[n / 2][at + 1] * inverse) : 0u;
           }
           quad_transpose(word);
           const int feature = (n * 4 + thread % 4) * 8;

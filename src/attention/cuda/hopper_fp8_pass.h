@@ -96,20 +96,10 @@ void forward_pass(const AttentionProblem& p, const PassInputs& in, const Forward
                   int multiprocessors, Launch& launch) {
   const Layout layout = lay_out(p, workspace);
   quantise_tiles(p, in, layout, launch);
-  // Where every head allows it.
-  const bool lag = std::all_of(p.plans.begin(), p.plans.end(), [](const PrecisionPlan& plan) {
-    return may_lag(rules_of(plan.stabiliser).shift);
-  });
-  const auto with_kernel = [&]<int kHead, bool kLag>() {
-    using Kernel = Forward<kHead, kLag>;
+  const auto with_head = [&]<int kHead>() {
+    using Kernel = Forward<kHead>;
     const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
     launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
-  };
-  const auto with_head = [&]<int kHead>() {
-    if (lag)
-      with_kernel.template operator()<kHead, true>();
-    else
-      with_kernel.template operator()<kHead, false>();
   };
   if (kernel_head(p.D) == 64)
     with_head.template operator()<64>();

@@ -95,17 +95,6 @@ struct Wgmma<64, kFp16> {
 };
 
 template <bool kFp16>
-struct Wgmma<48, kFp16> {
-  template <bool kTransposeA, bool kTransposeB>
-  EK_DEVICE static void ss(float (&d)[24], uint64_t a, uint64_t b, bool sum) {
-    if constexpr (kFp16)
-      EK_SS("48", "f16", EK_NAMES_24, EK_FLOATS_24, "%24", "%25", "%26", "%27, %28");
-    else
-      EK_SS("48", "bf16", EK_NAMES_24, EK_FLOATS_24, "%24", "%25", "%26", "%27, %28");
-  }
-};
-
-template <bool kFp16>
 struct Wgmma<80, kFp16> {
   template <bool kTransposeA, bool kTransposeB>
   EK_DEVICE static void ss(float (&d)[40], uint64_t a, uint64_t b, bool sum) {

@@ -75,10 +75,6 @@ struct WgmmaE4m3<128> {
   EK_DEVICE static void ss(float (&d)[64], uint64_t a, uint64_t b, bool add) {
     EK_SS("128", EK_NAMES_64, EK_FLOATS_64, "%64", "%65", "%66");
   }
-  EK_DEVICE static void rs(float (&d)[64], const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
-                           const uint32_t& a3, uint64_t b, bool add) {
-    EK_RS("128", EK_NAMES_64, EK_FLOATS_64, "{%64, %65, %66, %67}", "%68", "%69");
-  }
 };
 
 #undef EK_RS

@@ -7,15 +7,12 @@
 #define EK_FLOATS_8(n) EK_FLOATS_4(n), EK_FLOATS_4(n + 4)
 #define EK_FLOATS_16(n) EK_FLOATS_8(n), EK_FLOATS_8(n + 8)
 #define EK_FLOATS_32 EK_FLOATS_16(0), EK_FLOATS_16(16)
-#define EK_FLOATS_24 EK_FLOATS_16(0), EK_FLOATS_8(16)
 #define EK_FLOATS_36 EK_FLOATS_32, EK_FLOATS_4(32)
 #define EK_FLOATS_40 EK_FLOATS_32, EK_FLOATS_8(32)
 #define EK_FLOATS_56 EK_FLOATS_40, EK_FLOATS_16(40)
 #define EK_FLOATS_64 EK_FLOATS_56, EK_FLOATS_8(56)
 #define EK_FLOATS_96 EK_FLOATS_64, EK_FLOATS_16(64), EK_FLOATS_16(80)
 #define EK_FLOATS_128 EK_FLOATS_96, EK_FLOATS_16(96), EK_FLOATS_16(112)
-#define EK_NAMES_24 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
 #define EK_NAMES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
