@@ -7,7 +7,7 @@ import math
 
 from study_curves import LR, WINDOW
 from study_docs import nano_group, number
-from study_harm import KERNELS, kernel
+from study_harm import FUSED, KERNELS, kernel
 from study_micro import NOISY_RUNS
 
 STYLE = """<style>
@@ -172,12 +172,14 @@ def square(figures):
     return svg(left * 2 + wide * 2, top + high * 2 + 20, "micro, 2 x 2: an error of O seen by the loss, by delta, by both, by neither", body)
 
 
-SIZE_LINES = (("size-flash2-", "FlashAttention-2's arithmetic", "#d55e00"), ("size-flash-", "PyTorch, FLASH", "#000000"), ("size-paper-", "bf16_all,row_sum=fp32", "#e69f00"), ("size-wide_output-", "the same with the default remedy", "#0072b2"))
+SIZE_LINES = (("size-flash2-", "fused", "ours, fused multiply-add", "#d55e00"), ("size-flash2-", "", "ours, without it", "#e69f00"), ("size-flash-", "", "PyTorch, FLASH", "#000000"),
+              ("size-paper-", "", "bf16_all,row_sum=fp32", "#cc79a7"), ("size-wide_output-", "", "ours, default remedy", "#0072b2"))  # fmt: skip
 
 
 def size(figures):
     """GPT-2 124M: offset (largest over layers and heads) and loss against step, one above the other; seeds after the first are dashed."""
-    drawn = [(words, colour, run) for part, words, colour in SIZE_LINES for run in sorted(figures.study.runs.values(), key=lambda run: run.seed) if run.name.startswith(part)]
+    drawn = [(words, colour, run) for part, kind, words, colour in SIZE_LINES for run in sorted(figures.study.runs.values(), key=lambda run: run.seed)
+             if run.name.startswith(part) and (kind == "fused") == (run.name in FUSED)]  # fmt: skip
     if not drawn:
         return None
     last = max(run.last_step for _, _, run in drawn)
@@ -192,7 +194,8 @@ def size(figures):
         body.append(offset.line([(step, max(1, *row)) for step, row in zip(run.fact_steps, run.offset)], colour, dash))
         means = [(WINDOW * (n + 0.5), mean) for n, mean in enumerate(run.loss_means())]
         body.append(loss.line([(step, mean) for step, mean in means if mean <= loss.high_y], colour, dash))
-    body += legend(646, 60, list(dict.fromkeys((words, colour) for words, colour, _ in drawn)))
+    seeds = {(words, colour): sorted(run.seed for one, _, run in drawn if one == words) for words, colour, _ in drawn}
+    body += legend(646, 60, [(f"{words}, seed {' and '.join(map(str, found))}", colour) for (words, colour), found in seeds.items()])
     return svg(880, 500, "GPT-2 124M at a learning rate of 1e-3: largest offset and loss against step, by arithmetic", body)
 
 
