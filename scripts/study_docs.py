@@ -588,7 +588,7 @@ class Figures(Harm, Micro):
         torch = lambda remedy: [run.name for seed in SEEDS for run in self.cure_runs("flash2", remedy, "PyTorch", seed)]
         rows = []
         for remedy, words, names in (
-            (None, "FlashAttention-2's arithmetic, our trainer", GROUPS["@flash2"]),
+            (None, "FlashAttention-2's arithmetic, our trainer", GROUPS["@unfused"]),
             (None, "PyTorch's FLASH kernel", nano_group("FLASH", "PyTorch")),
             (None, "PyTorch's cuDNN kernel", nano_group("cuDNN", "PyTorch")),
             ("wide_output", "`wide_output` (default): delta uses O with 8 extra bits", ours("flash2", "wide_output") + ours("bf16_all", "wide_output") + torch("wide_output")),

@@ -225,7 +225,7 @@ def harm(figures):
 
 
 # The loop of how_it_works.md: words of each link, and what carries it to the next.
-LOOP = (("rounding", "an error e of O"), ("leak", "rows of dS do not sum to 0"), ("W_Q, W_K", "steps along the mean key"), ("offset", "nothing pulls it back"), ("coarser scores", "larger errors"))
+LOOP = (("rounding", "an error e of O"), ("leak", "rows of dS do not sum to 0"), ("W_Q, W_K", "steps along the mean key"), ("offset", "nothing pulls it back"), ("the gradient", "more of it is leak"))
 
 
 def loop(figures):
@@ -243,7 +243,7 @@ def loop(figures):
     middle, back = 8 + wide / 2, top + high + 26
     body.append(f'<path d="M{right - wide / 2:g} {top + high}V{back}H{middle:g}V{top + high + 3}" fill="none" stroke="#d55e00" stroke-width="2" marker-end="url(#tip)"/>')
     body.append(f'<text x="{right / 2:g}" y="{back + 18}" text-anchor="middle">a stabiliser breaks the loop at the leak</text>')
-    return svg(right + 8, back + 30, "The loop of drift: rounding, leak, steps of W_Q and W_K, offset, coarser scores", body)
+    return svg(right + 8, back + 30, "The loop of drift: rounding, leak, steps of W_Q and W_K, offset, share of the gradient", body)
 
 
 FIGURES = (("docs/loop.svg", loop), ("docs/size.svg", size), ("docs/survival.svg", survival), ("docs/forecast.svg", predicted), ("docs/exponents.svg", exponents), ("docs/square.svg", square), ("docs/harm.svg", harm))

@@ -17,6 +17,7 @@
 #include "base/whole_file.h"
 #include "cli/bench.h"
 #include "cli/python_script.h"
+#include "diagnosis/probe_recorder.h"
 #include "gpu/device.h"
 #include "numerics/cpu.h"
 #include "numerics/random.h"
@@ -40,13 +41,17 @@ constexpr double kRotaryNanoSteps = 150;    // llama-nano with bf16_all, the sam
 constexpr double kRemedyPrice = 1.01;       // a stabiliser against none
 constexpr double kHeadPrice = 1.02;         // heads' plans that differ against one for all
 constexpr double kFactsPrice = 1.005;       // facts of scores at every step against none
+constexpr double kLeakPrice = 1.01;         // the same with the leak of one sequence's rows
 constexpr const char* kTargetGpu = "H200";  // where the two rates count
+
+// What every step has to find besides: facts of all heads' scores; the leak, too.
+enum class Facts { none, scores, leaks };
 
 // One of ours (a plan) or one of the script's (a variant).
 struct Contestant {
   std::string name, plan;
   std::vector<double> seconds = {};  // a step, one a round
-  bool facts = false;                // every step tells the scores of its heads
+  Facts facts = Facts::none;
 
   double step_seconds() const { return median(seconds); }
 };
@@ -87,11 +92,20 @@ Group make_group(const std::string& preset, Backend backend, int64_t sequences, 
   return {preset, bench_run(preset, backend, sequences), rounds, steps, {}};
 }
 
-// Wants the scores' facts of every step, and reads them.
+// Wants facts of every step, and reads them.
 class FactsReader : public StepWatcher {
  public:
-  void prepare(int64_t, StepContext& context) override { context.score_facts = true; }
+  explicit FactsReader(Facts wanted) : wanted_(wanted) {}
+  void prepare(int64_t, StepContext& context) override {
+    context.score_facts = true;
+    if (wanted_ != Facts::leaks) return;
+    context.residual_facts = true;
+    context.fact_sequences = ProbeRecorder::kFactSequences;
+  }
   void see(int64_t, double, Model& model, nlohmann::json&) override { model.facts(); }
+
+ private:
+  Facts wanted_;
 };
 
 // Every round in another order.
@@ -108,12 +122,12 @@ void measure(Group& group, PythonScript* script, Progress& progress) {
                                            [](const Contestant& c) { return !c.plan.empty(); }) > 1;
   constexpr int kWarm = 2;  // steps behind a change of plan
   for (int n = 0; n < kWarm; ++n) trainer->step();
-  FactsReader reader;
   const auto seconds_of = [&](const Contestant& c) {
     if (c.plan.empty())
       return script->ask({{"variant", c.name}, {"steps", group.steps}}).at("seconds").get<double>();
+    FactsReader reader(c.facts);
     std::optional<ScopedWatcher> watcher;
-    if (c.facts) watcher.emplace(*trainer, reader);
+    if (c.facts != Facts::none) watcher.emplace(*trainer, reader);
     if (several_plans) {
       trainer->model().set_plan(ScopedPlan::parse(c.plan));
       for (int n = 0; n < kWarm; ++n) trainer->step();
@@ -291,7 +305,8 @@ namespace {
 
 constexpr const char* kNone = "evenkeel, no remedy";
 constexpr const char* kWide = "evenkeel, wide_output";
-constexpr const char* kFacts = "evenkeel, wide_output, facts of scores";
+constexpr const char* kScores = "evenkeel, wide_output, facts of scores";
+constexpr const char* kLeaks = "evenkeel, wide_output, scores and leak";
 constexpr const char* kOneNone = "evenkeel, one head of each layer without";
 constexpr const char* kOneConsistent = "evenkeel, one head of each consistent";
 
@@ -301,7 +316,8 @@ void measure_large(Report& report, const std::string& preset, int64_t rounds, bo
   const std::string wide = "flash2,stabiliser=wide_output";
   group.contestants = {{kWide, wide},
                        {kNone, "flash2"},
-                       {kFacts, wide, {}, /*facts=*/true},
+                       {kScores, wide, {}, Facts::scores},
+                       {kLeaks, wide, {}, Facts::leaks},
                        {kOneNone, wide + "; head 1: stabiliser=none"},
                        {kOneConsistent, wide + "; head 1: stabiliser=consistent"}};
   {
@@ -317,7 +333,8 @@ void measure_large(Report& report, const std::string& preset, int64_t rounds, bo
         {fmt::format("{} against {}", preset, best->name), best->step_seconds() / seconds, kGpuRatio, true});
   report.targets.push_back({preset + ", the price of wide_output",
                             paired(*group.find(kWide), *group.find(kNone)), kRemedyPrice, false});
-  for (const auto& [name, what, most] : {std::tuple{kFacts, "facts of scores", kFactsPrice},
+  for (const auto& [name, what, most] : {std::tuple{kScores, "facts of scores", kFactsPrice},
+                                         {kLeaks, "facts of scores and the leak", kLeakPrice},
                                          {kOneNone, "one head without a remedy", kHeadPrice},
                                          {kOneConsistent, "one head consistent", kHeadPrice}})
     report.targets.push_back({fmt::format("{}, the price of {}", preset, what),
