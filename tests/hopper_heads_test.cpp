@@ -29,16 +29,14 @@ struct Passes {
                void* workspace) const {
     using namespace hopper::forward;
     with_pairs(p, [&]<class Pairs>() {
-      for_head_groups(p, out, [&](ForwardArguments a) {
-        with_block_of<Pairs, true, false, false>(p, a.rules, [&]<class Block>() {
+      for_head_groups(p, out, [&](const ForwardArguments& group) {
+        auto* const words = static_cast<LaunchWords*>(workspace);
+        *words = {};
+        with_blocks_of<Pairs, true, false, false>(p, group.rules, [&]<class Block>() {
           using T = typename Block::T;
           const BlockMaps<T> maps(p, in, out);
-          a.tiles_per_head = static_cast<int>(divide_up(p.T, T::kRows));
-          const int tiles = a.tiles_per_head * a.heads, blocks = std::min(multiprocessors, tiles);
-          if (tiles > blocks) {
-            a.next_tile = static_cast<uint32_t*>(workspace);
-            *a.next_tile = 0;
-          }
+          int blocks;
+          const ForwardArguments a = launch_arguments<Block>(p, group, words, multiprocessors, blocks);
           // Where a warpgroup leaves out key tiles, lane 0 of a warp passes them on without waiting for the other lanes.
           run<T>(blocks, [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
         });

@@ -20,9 +20,11 @@ template <class Pairs_, class Tiles_, Shift kShift, bool kForms, bool kFacts>
 struct Block {
   using Pairs = Pairs_;
   using T = Tiles_;
+  static constexpr bool kIsSecond = kShift == Shift::exact;  // behind the launch with plain shifts
 
   EK_DEVICE static void run(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
                             const CUtensorMap& o_map, const ForwardArguments& a) {
+    if (kIsSecond && *a.far_rows == 0) return;
     auto& shared = *reinterpret_cast<typename T::Shared*>(dynamic_shared());
     if (threadIdx.x == 0) {
       constexpr int kWarps = T::kWorkers / 32;
@@ -53,19 +55,24 @@ struct Block {
   }
 };
 
-// f.operator()<Block>() with the one for the problem's head sizes and the heads' shift.
+// Far rows of these heads take a second launch. (consistent rounds alike in both passes; random shifts are no score's.)
+inline bool has_second_launch(const HeadRules& rules) {
+  return !rules.consistent && !rules.paper_capped && !rules.dither;
+}
+
+// f.operator()<Block>() with the one for the problem's head sizes and the heads' shift, then with that of the second launch, if
+// there is one.
 template <class Pairs, bool kLarge, bool kForms, bool kFacts, class F>
-void with_block_of(const AttentionProblem& problem, const HeadRules& rules, F f) {
+void with_blocks_of(const AttentionProblem& problem, const HeadRules& rules, F f) {
   const auto with_tiles = [&]<int kHeadSize, int kValueSize>() {
     using T = Tiles<kHeadSize, kValueSize>;
     if (rules.consistent)
       f.template operator()<Block<Pairs, T, Shift::consistent, kForms, kFacts>>();
     else if (rules.paper_capped)
       f.template operator()<Block<Pairs, T, Shift::paper_capped, kForms, kFacts>>();
-    else if (rules.slack == 0 && !rules.dither)
-      f.template operator()<Block<Pairs, T, Shift::largest, kForms, kFacts>>();
     else
       f.template operator()<Block<Pairs, T, Shift::plain, kForms, kFacts>>();
+    if (has_second_launch(rules)) f.template operator()<Block<Pairs, T, Shift::exact, kForms, kFacts>>();
   };
   if constexpr (kLarge)
     with_large_sizes(problem, with_tiles);
@@ -73,6 +80,19 @@ void with_block_of(const AttentionProblem& problem, const HeadRules& rules, F f)
     with_tiles.template operator()<64, 64>();
   else
     with_tiles.template operator()<128, 128>();
+}
+
+// The arguments of a launch on so many blocks; words: LaunchWords, zeros before the first launch.
+template <class Block>
+ForwardArguments launch_arguments(const AttentionProblem& problem, const ForwardArguments& group,
+                                  LaunchWords* words, int multiprocessors, int& blocks) {
+  ForwardArguments a = group;
+  a.tiles_per_head = static_cast<int>(divide_up(problem.T, Block::T::kRows));
+  const int tiles = a.tiles_per_head * a.heads;
+  blocks = std::min(multiprocessors, tiles);
+  a.next_tile = tiles > blocks ? &words->next_tile[Block::kIsSecond ? 1 : 0] : nullptr;
+  a.far_rows = has_second_launch(a.rules) ? &words->far_rows : nullptr;
+  return a;
 }
 
 // What a launch hands to its blocks.

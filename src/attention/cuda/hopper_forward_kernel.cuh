@@ -19,19 +19,17 @@ __global__ void __launch_bounds__(Block::T::kThreads, 1)
 
 template <class Pairs, bool kLarge, bool kForms, bool kFacts>
 void launch_block(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
-                  ForwardArguments a, void* workspace, cudaStream_t stream) {
-  with_block_of<Pairs, kLarge, kForms, kFacts>(problem, a.rules, [&]<class Block>() {
+                  const ForwardArguments& group, void* workspace, cudaStream_t stream) {
+  check_cuda(cudaMemsetAsync(workspace, 0, sizeof(LaunchWords), stream),
+             "clearing the forward kernels' counters");
+  with_blocks_of<Pairs, kLarge, kForms, kFacts>(problem, group.rules, [&]<class Block>() {
     using T = typename Block::T;
     const BlockMaps<T> maps(problem, in, out);
-    a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
     const auto kernel = forward_kernel<Block>;
     allow_shared_memory(kernel, T::kSharedBytes);
-    const int tiles = a.tiles_per_head * a.heads, blocks = std::min(multiprocessors(), tiles);
-    if (tiles > blocks) {
-      a.next_tile = static_cast<uint32_t*>(workspace);
-      check_cuda(cudaMemsetAsync(workspace, 0, sizeof(uint32_t), stream),
-                 "clearing the forward kernel's counter");
-    }
+    int blocks;
+    const ForwardArguments a = launch_arguments<Block>(problem, group, static_cast<LaunchWords*>(workspace),
+                                                       multiprocessors(), blocks);
     kernel<<<blocks, T::kThreads, T::kSharedBytes, stream>>>(maps.q, maps.k, maps.v, maps.o, a);
     check_launch("starting the Hopper forward kernel");
   });

@@ -10,8 +10,8 @@ template <Shift kShift>
 struct Rows {
   float shift[2];  // in force, in powers of two; -inf: no key yet
   float sum[2];    // l: this thread's part of it
-  float unit[2];   // dither: added to the shift; paper_capped: the row's random number; largest: its residue
-  float max[2];    // the largest score so far; paper_capped: scaled; largest: in rows with a residue
+  float unit[2];   // dither: added to the shift; paper_capped: the row's random number; exact: its residue
+  float max[2];    // paper_capped: the largest score so far, scaled; exact: the score that set the shift
   int ties[2];     // paper_capped
 
   EK_DEVICE void start(const ForwardArguments& a, int head, int row) {
@@ -29,12 +29,12 @@ struct Rows {
     }
   }
 
-  // What rounding took from a far shift: the largest score less the shift, exactly. Where the shift is the largest score,
-  // that score's probability is one, and BF16 must not round it. A fused multiply-add alone leaves 2^residue, and BF16 rounds
-  // that while the sum l does not: O of a row that sees one key is then not that key's V, and its row of dS does not add up
-  // to zero. Nearer than kFar the residue is below 2^-14, and is left out: it would cost an addition for each score.
-  static constexpr float kFar = 1024;
-  static constexpr bool kHasResidue = kShift == Shift::largest;
+  // What rounding took from a far shift: the score that set it less the shift, exactly. That score's probability is one, and
+  // BF16 must not round it. A fused multiply-add alone leaves 2^residue, and BF16 rounds that while the sum l does not: O of a
+  // row that sees one key is then not that key's V, and its row of dS does not add up to zero. Nearer than kFar the residue is
+  // left out, so that near rows have the bits of plain shifts. To ask for it at each tile costs 4 to 8 % of the pass; so plain
+  // shifts only note that there are far rows, and a second launch computes everything with exact ones.
+  static constexpr bool kHasResidue = kShift == Shift::exact;
   EK_DEVICE float residue(int r) const { return kHasResidue ? unit[r] : 0.0f; }
   // After a tile, `before` and `used` being the shifts. Returns how far the residue fell.
   EK_DEVICE float move_residue(const ForwardArguments& a, int r, float tile_max, float before, float used) {
@@ -49,7 +49,7 @@ struct Rows {
   EK_DEVICE float moved(const ForwardArguments& a, int r, float tile_max, int tile_ties) {
     if constexpr (kShift == Shift::plain) {
       return fmaf(tile_max, a.score_log2, unit[r]);
-    } else if constexpr (kShift == Shift::largest) {
+    } else if constexpr (kShift == Shift::exact) {
       return tile_max * a.score_log2;
     } else if constexpr (kShift == Shift::consistent) {
       return ceilf(tile_max * a.score_log2);

@@ -14,8 +14,10 @@ enum class Shift {
   plain,         // the largest score, which it may lag behind (and dither's part of log 2)
   consistent,    // rounded up to a whole number of log 2; the sum is of the rounded probabilities
   paper_capped,  // row_shift.h: ties are counted
-  largest,       // the largest score, exactly: its probability is one
+  exact,         // plain, and the score that set it has a probability of exactly one in far rows, too (Rows)
 };
+// Shifts beyond this are far: rounding them takes more than 2^-14 from the exponents.
+inline constexpr float kFar = 1024;
 
 struct ForwardArguments : ScoreForms {
   uint16_t* o;          // (B, H, T, Dv)
@@ -32,6 +34,15 @@ struct ForwardArguments : ScoreForms {
   // Query tiles of all heads of the list and all sequences, in the order of TilePlace.
   int tiles_per_head, heads, section_heads;
   uint32_t* next_tile;  // counter of those beyond the blocks' first, zero at the start; null: there are none
+  // Are there far rows? Zero at the start; the launch with plain shifts notes it, and one with exact shifts, behind it, ends at
+  // once where there are none. Null: nobody asks.
+  uint32_t* far_rows;
+};
+
+// The words of the workspace that a group's launches use; zeros before the first.
+struct LaunchWords {
+  uint32_t next_tile[2];  // of the first and the second launch
+  uint32_t far_rows;
 };
 
 // One query tile, as the copying thread hands it to the others.
