@@ -273,16 +273,27 @@ Timings time_alone(const std::vector<Group>& groups, int64_t rounds) {
   return timings;
 }
 
-// FP8 after BF16, with the sum kept and without, the quantiser included: in turns, so that all meet the same clocks.
-std::vector<Timing> time_fp8(int64_t rounds) {
+// One mask of the row of FP8: FP8 after BF16, as it is and with the sum kept.
+struct Fp8Group {
+  bool causal;
   std::vector<Timing> timings;
+  std::string name() const { return fmt::format("{} {}", kRows[kFp8Row].name(), causal ? "causal" : "full"); }
+  double forward_flops() const { return kRows[kFp8Row].forward_flops() * (causal ? 1 : 2); }
+  double backward_flops() const { return kRows[kFp8Row].backward_flops() * (causal ? 1 : 2); }
+};
+
+// The quantiser included: in turns, so that all meet the same clocks.
+Fp8Group time_fp8(bool causal, int64_t rounds) {
+  Fp8Group group{causal, {}};
   std::vector<std::unique_ptr<AttentionOnDevice>> running;
   for (const char* stabiliser : {"none", "zero_sum"})
     for (const bool fp8 : {false, true}) {
-      Timing& timing = timings.emplace_back();
+      Timing& timing = group.timings.emplace_back();
       timing.name = fmt::format("{}, {}", fp8 ? "fp8" : "bf16", stabiliser);
       const std::string plan = fmt::format("{},stabiliser={}", fp8 ? kHopperFp8Plan : "flash2", stabiliser);
-      running.push_back(std::make_unique<AttentionOnDevice>(problem_of(kRows[kFp8Row], {timing.name, plan})));
+      AttentionProblem problem = problem_of(kRows[kFp8Row], {timing.name, plan});
+      problem.mask.causal = causal;
+      running.push_back(std::make_unique<AttentionOnDevice>(problem));
       timing.kernel = running.back()->choice().kernel;
       running.back()->forward(nullptr);
       running.back()->backward(nullptr);
@@ -290,10 +301,10 @@ std::vector<Timing> time_fp8(int64_t rounds) {
     }
   for (int64_t round = 0; round < rounds; ++round)
     for (size_t n = 0; n < running.size(); ++n) {
-      timings[n].forward.push_back(forward_seconds(*running[n]));
-      timings[n].backward.push_back(backward_seconds(*running[n]));
+      group.timings[n].forward.push_back(forward_seconds(*running[n]));
+      group.timings[n].backward.push_back(backward_seconds(*running[n]));
     }
-  return timings;
+  return group;
 }
 
 // --- Results.
@@ -351,27 +362,23 @@ std::vector<Verdict> verdicts_of(const std::vector<Group>& groups, const Timings
   return verdicts;
 }
 
-void add_fp8_verdicts(const std::vector<Timing>& timings, std::vector<Verdict>& verdicts) {
+void add_fp8_verdicts(const Fp8Group& group, std::vector<Verdict>& verdicts) {
+  const std::vector<Timing>& timings = group.timings;
   for (size_t n = 0; n + 1 < timings.size(); n += 2)
-    verdicts.push_back(
-        {fmt::format("{} {}: forward against bf16", kRows[kFp8Row].name(), timings[n + 1].name),
-         median(timings[n].forward) / median(timings[n + 1].forward), kFp8Ratio, true});
+    verdicts.push_back({fmt::format("{} {}: forward against bf16", group.name(), timings[n + 1].name),
+                        median(timings[n].forward) / median(timings[n + 1].forward), kFp8Ratio, true});
 }
 
-void print_fp8(const std::vector<Timing>& timings) {
-  if (timings.empty()) return;
-  const Row& row = kRows[kFp8Row];
-  fmt::print("\n{:<32}{:>8}{:>10}{:>8}  {:<16}  {}\n", row.name() + " causal, FP8", "forward", "backward",
-             "both", "10..90 % forward", "kernel");
-  for (const Timing& t : timings) {
-    const auto tflops = [&](double seconds) { return row.forward_flops() / seconds * 1e-12; };
-    const Rate found = rate(row, t);
+void print_fp8(const Fp8Group& group) {
+  fmt::print("\n{:<32}{:>8}{:>10}{:>8}  {:<16}  {}\n", group.name() + ", FP8", "forward", "backward", "both",
+             "10..90 % forward", "kernel");
+  const double forward = group.forward_flops() * 1e-12, backward = group.backward_flops() * 1e-12;
+  for (const Timing& t : group.timings)
     fmt::print(
-        "  {:<30}{:>8.0f}{:>10.0f}{:>8.0f}  {:<16}  {}\n", t.name, found.forward, found.backward,
-        both(row, t),
-        fmt::format("{:.0f}..{:.0f}", tflops(quantile(t.forward, 0.9)), tflops(quantile(t.forward, 0.1))),
+        "  {:<30}{:>8.0f}{:>10.0f}{:>8.0f}  {:<16}  {}\n", t.name, forward / median(t.forward),
+        backward / median(t.backward), (forward + backward) / median(t.both()),
+        fmt::format("{:.0f}..{:.0f}", forward / quantile(t.forward, 0.9), forward / quantile(t.forward, 0.1)),
         t.kernel);
-  }
 }
 
 std::string title(const Group& group) {
@@ -469,25 +476,29 @@ int bench_attention_gpu(const GpuBenchOptions& options) {
   const bool with_fp8 =
       kernel_family("hopper_fp8").device_not_taken(device).empty() &&
       std::any_of(groups.begin(), groups.end(), [](const Group& g) { return g.row == &kRows[kFp8Row]; });
-  const std::vector<Timing> fp8 = with_fp8 ? time_fp8(rounds) : std::vector<Timing>{};
-  add_fp8_verdicts(fp8, verdicts);
+  std::vector<Fp8Group> fp8;
+  if (with_fp8)
+    for (const bool causal : {true, false}) fp8.push_back(time_fp8(causal, rounds));
+  for (const Fp8Group& group : fp8) add_fp8_verdicts(group, verdicts);
   const bool ok = std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.ok(); });
   if (options.json) {
     Json out = to_json(groups, timings, verdicts);
     out["device"] = device.name;
     out["rivals"] = rivals;
-    for (const Timing& t : fp8)
-      out["fp8"].push_back({{"name", t.name},
-                            {"kernel", t.kernel},
-                            {"forward_seconds", t.forward},
-                            {"backward_seconds", t.backward}});
+    for (const Fp8Group& group : fp8)
+      for (const Timing& t : group.timings)
+        out["fp8"].push_back({{"name", t.name},
+                              {"causal", group.causal},
+                              {"kernel", t.kernel},
+                              {"forward_seconds", t.forward},
+                              {"backward_seconds", t.backward}});
     fmt::print("{}\n", out.dump(2));
     return options.check && !ok ? 1 : 0;
   }
   fmt::print("attention on {}: BF16, causal, TFLOP/s (medians of {} rounds); {}\n", device.name, rounds,
              rivals);
   print(groups, timings);
-  print_fp8(fp8);
+  for (const Fp8Group& group : fp8) print_fp8(group);
   fmt::print("\n{:<56}{:>8}{:>10}\n", "", "ratio", "target");
   for (const Verdict& v : verdicts)
     fmt::print("{:<56}{:>8.3f}{:>10}  {}\n", v.what, v.value,
