@@ -195,6 +195,8 @@ if(NOT EVENKEEL_SANITIZE)
            ${CMAKE_BINARY_DIR}/browser)
   set_tests_properties(browser_test PROPERTIES SKIP_RETURN_CODE 77 PROCESSORS 2)
   evenkeel_label(nvcc_checked_test gpu_queue_test wrapper_test clang_format_test spelling_test browser_test)
+  # First, since two places at once are free at the beginning alone: it would wait for the end of all others.
+  set_tests_properties(browser_test PROPERTIES COST 2000)
   foreach(target ${cpu_targets})
     if(NOT target STREQUAL baseline)
       add_test(NAME kernel_symbols_test_${target} COMMAND ${CMAKE_SOURCE_DIR}/tests/kernel_symbols_test.sh
