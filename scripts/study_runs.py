@@ -249,6 +249,24 @@ def llama_micro():
     return found
 
 
+# What a Llama block is trained with: run -> (words of the study's table, options).
+LLAMA_SETTINGS = {
+    "plain": ("a Llama block", []),
+    "qk_norm": ("with QK norm", setting("model.qk_norm = true")),
+    "sinks": ("with sinks", setting("model.sinks = true")),
+}
+
+
+def llama_settings():
+    """The Llama block with the rounding of hostile_micro: do QK norm or sinks hold it? Each beside its twin with zero_sum."""
+    found = []
+    for seed in (1, 2):
+        for name, (_, more) in LLAMA_SETTINGS.items():
+            for label, clause in ((name, ""), (name + "_zero_sum", ZERO)):
+                found += micro("llama_settings", label, NOISY + clause, (seed,), ["--preset", "llama-micro", *more], steps=1_000)
+    return found
+
+
 def rates():
     """Other learning rates to the same integral."""
     found = []
@@ -615,7 +633,7 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, hostile_micro, added_noise, exponents_micro, llama, llama_micro, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, parting, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
+PARTS = (cure, size, matrix, hostile, hostile_micro, added_noise, exponents_micro, llama, llama_micro, llama_settings, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, parting, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):
