@@ -1,9 +1,11 @@
 """A queue of steps for a GPU that is there for a short time: `scripts/gpu --minutes M --state FOLDER`.
 
-usage: scripts/gpu --minutes M --state FOLDER [--build FOLDER] [--old PROGRAM] [--study FOLDER] [--study-only PART,...] [--again]
+usage: scripts/gpu --minutes M --state FOLDER [--build FOLDER] [--old PROGRAM] [--again]
+                     [--study FOLDER --study-only PART,... [--study-first PART,...]]
        scripts/gpu --list [the same options]
 
-Tests come first, then benches, then training runs (with --study). A step starts only if its estimated time is left; shorter ones
+Tests come first, then benches, then training runs (with --study). Those of --study-first train while the tests run, which leave most
+of a GPU free; benches wait for them. A step starts only if its estimated time is left; shorter ones
 behind it may still fit. FOLDER keeps each step's output (NAME.log) and what became of it (steps.json), so the next call goes on
 where this one ended. A step has half as much again as its estimate, and 15 seconds; after that it is stopped and counts as failed.
 A step that is stopped because the minutes are over runs again in the next call, and so does one that was skipped, or whose
@@ -16,6 +18,7 @@ step, too.
 --old         another evenkeel program; its bench runs in turns with the new one's
 --study       trains runs of scripts/study into this folder, as many as the rest of the time allows; repeated by every call
 --study-only  which parts of the study
+--study-first which of its runs train from the start on, beside the tests
 --again       steps that failed run again
 --list        shows the steps with estimates and outcomes, and starts nothing
 
@@ -47,6 +50,7 @@ class Step:
     command: list
     environment: dict = field(default_factory=dict)
     takes_the_rest: bool = False  # runs until the time is over, and is never finished
+    is_timed: bool = True  # a bench: nothing may run beside it
 
     def program(self):
         """Of the file that is run, what tells it from another one; empty where it is not there."""
@@ -63,10 +67,11 @@ def steps_of(options):
     bench = ["bench", "attention", "--gpu"]
     # Seconds on one H200, with room; hopper_test took 37, any_plan_test more than two minutes.
     tests = dict(hopper_test=60, fused_forms_test=180, fp8_test=60, any_plan_test=240, gpt2_cuda_test=120, ranks_cuda_test=90)
-    steps = [Step(name, estimate, [build / name]) for name, estimate in tests.items()]
+    steps = [Step(name, estimate, [build / name], is_timed=False) for name, estimate in tests.items()]
     # Rows that see one key, far away: Hopper's kernels with these remedies are exact there (docs/kernels.md).
     plans = [word for remedy in ("none", "wide_output", "zero_sum", "consistent") for word in ("--plan", f"flash2,stabiliser={remedy}")]
-    steps.insert(1, Step("conform_far", 60, [program, "conform", "--gpu", *plans, "--case", "far_one_key", "--case", "far_padding"]))
+    far = [program, "conform", "--gpu", *plans, "--case", "far_one_key", "--case", "far_padding"]
+    steps.insert(1, Step("conform_far", 60, far, is_timed=False))
     if options.old:
         for turn in range(1, TURNS + 1):
             for name, of in (("new", program), ("old", options.old)):
@@ -75,10 +80,15 @@ def steps_of(options):
         steps.append(Step("bench", 150, [program, *bench]))
     steps.append(Step("bench_forms", 150, [program, *bench, "--forms"]))
     if options.study:
-        command = [ROOT / "scripts" / "study", "--evenkeel", program, "--folder", options.study, "--cpu", "0", "--only", options.study_only]
-        ours = {"EVENKEEL_LIBRARY": str(build / "libevenkeel.so"), "EVENKEEL_PROGRAM": str(program)}
-        steps.append(Step("study", 180, command, ours, takes_the_rest=True))
+        steps.append(training("study", options, options.study_only))
     return steps
+
+
+def training(name, options, parts):
+    program = options.build / "evenkeel"
+    command = [ROOT / "scripts" / "study", "--evenkeel", program, "--folder", options.study, "--cpu", "0", "--only", parts]
+    ours = {"EVENKEEL_LIBRARY": str(options.build / "libevenkeel.so"), "EVENKEEL_PROGRAM": str(program)}
+    return Step(name, 180, command, ours, takes_the_rest=True)
 
 
 def read_json(path):
@@ -123,10 +133,15 @@ class Queue:
         self.options = options
         self.state = options.state
         self.steps = steps_of(options)
+        self.beside = training("study_first", options, options.study_first) if options.study_first else None
+        self.trains = None  # its process, while it runs
         self.outcomes = read_json(self.state / "steps.json") if self.state else {}
         estimates = read_json(self.state / "estimates.json") if self.state else {}
-        for step in self.steps:
+        for step in self.all_steps():
             step.estimate = estimates.get(step.name, step.estimate)
+
+    def all_steps(self):
+        return [self.beside, *self.steps] if self.beside else self.steps
 
     def is_done(self, step):
         known = self.outcomes.get(step.name)
@@ -140,38 +155,46 @@ class Queue:
         whole.write_text(json.dumps(self.outcomes, indent=1) + "\n")
         whole.replace(self.state / "steps.json")
 
-    def run(self, step, left):
-        limit = left if step.takes_the_rest else min(1.5 * step.estimate + 15, left)
+    def start(self, step, left):
+        """The step's process; its output goes to its log."""
         command = [str(word) for word in step.command]
         if step.takes_the_rest:  # it ends by itself a little earlier
             command += ["--budget", f"{max(0, left - 30) / 60:.2f}"]
-        began = time.monotonic()
-        status = None
         with open(self.state / f"{step.name}.log", "w") as log:
-            try:
-                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                                         start_new_session=True, env={**os.environ, **step.environment})
-            except OSError as error:
-                log.write(f"{error}\n")
-                return f"FAILED: {command[0]} does not start ({error.strerror})", 0.0
-            try:
-                status = child.wait(timeout=limit)
-            except subprocess.TimeoutExpired:
-                self.stop(child)
-            except BaseException:  # this call is stopped
-                self.stop(child)
-                raise
-        seconds = time.monotonic() - began
-        if status is None:
-            return ("cut off" if limit == left else f"FAILED: not done in {limit:.0f} s"), seconds
-        return {0: "passed", 77: "skipped"}.get(status, f"FAILED (exit code {status})"), seconds
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+                                    start_new_session=True, env={**os.environ, **step.environment})
 
-    @staticmethod
-    def stop(child):
-        """The step and all that it started, in whatever session: runs of the study have their own. Returns when none of it runs."""
+    def run(self, step, left):
+        limit = left if step.takes_the_rest else min(1.5 * step.estimate + 15, left)
+        began = time.monotonic()
+        try:
+            child = self.start(step, left)
+        except OSError as error:
+            return f"FAILED: {step.command[0]} does not start ({error.strerror})", 0.0
+        return self.outcome(child, limit), time.monotonic() - began
+
+    def outcome(self, child, limit):
+        """What became of the process, at the latest after `limit` seconds; then it is stopped."""
+        try:
+            status = child.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            outcome = f"FAILED: not done in {limit:.0f} s" if self.left() > 0 else "cut off"
+            self.stop()
+            child.wait()
+            return outcome
+        return {0: "passed", 77: "skipped"}.get(status, f"FAILED (exit code {status})")
+
+    def others(self):
+        """All that this call has started and that runs, in whatever session (runs of the study have their own), but for what trains
+        beside the tests."""
+        trains = [self.trains.pid, *descendants(self.trains.pid)] if self.trains else []
+        return [process for process in descendants(os.getpid()) if process not in trains]
+
+    def stop(self):
+        """The step and all that it started. Returns when none of it runs."""
         signalled = set()
         began = time.monotonic()
-        while running := descendants(os.getpid()):
+        while running := self.others():
             waited = time.monotonic() - began
             if waited > 2 * KILL_AFTER:  # in the kernel, and deaf to signals
                 print(f"processes {running} do not end", flush=True)
@@ -183,32 +206,56 @@ class Queue:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, sign)
             time.sleep(0.01)
-        child.wait()
         with contextlib.suppress(ChildProcessError):  # none is left
-            while os.waitpid(-1, os.WNOHANG)[0]:  # the orphans' exit codes: nobody else asks for them
+            while not self.trains and os.waitpid(-1, os.WNOHANG)[0]:  # the orphans' exit codes: nobody else asks for them
                 pass
 
+    def left(self):
+        return self.deadline - time.monotonic()
+
+    def begins(self, step):
+        if self.is_done(step) or step.estimate > self.left():
+            return False
+        print(f"{step.name} ... ({self.left() / 60:.1f} minutes left)", flush=True)
+        return True
+
+    def ended(self, step, outcome, seconds):
+        self.note(step, outcome, seconds)
+        print(f"{step.name}: {outcome}, {seconds:.0f} s", flush=True)
+
     def run_all(self):
-        deadline = time.monotonic() + 60 * self.options.minutes - RESERVE
-        for step in self.steps:
-            left = deadline - time.monotonic()
-            if self.is_done(step) or step.estimate > left:
-                continue
-            print(f"{step.name} ... ({left / 60:.1f} minutes left)", flush=True)
-            outcome, seconds = self.run(step, left)
-            self.note(step, outcome, seconds)
-            print(f"{step.name}: {outcome}, {seconds:.0f} s", flush=True)
+        began = time.monotonic()
+        self.deadline = began + 60 * self.options.minutes - RESERVE
+        try:
+            if self.beside and self.begins(self.beside):
+                self.trains = self.start(self.beside, self.left())
+            for step in self.steps:
+                if step.is_timed:
+                    self.await_training(began)
+                if self.begins(step):
+                    self.ended(step, *self.run(step, self.left()))
+            self.await_training(began)
+        except BaseException:  # this call is stopped
+            self.trains = None
+            self.stop()
+            raise
+
+    def await_training(self, began):
+        if not self.trains:
+            return
+        child, self.trains = self.trains, None
+        self.ended(self.beside, self.outcome(child, max(0, self.left())), time.monotonic() - began)
 
     def table(self):
         lines = [f"{'step':<20}{'estimate':>10}  outcome"]
-        for step in self.steps:
+        for step in self.all_steps():
             known = self.outcomes.get(step.name)
             outcome = f"{known['outcome']}, {known['seconds']:.0f} s" if known else "waits"
             lines.append(f"{step.name:<20}{step.estimate:>8.0f} s  {outcome}")
         return "\n".join(lines)
 
     def has_failed(self):
-        return any(self.outcomes.get(step.name, {}).get("outcome", "").startswith("FAILED") for step in self.steps)
+        return any(self.outcomes.get(step.name, {}).get("outcome", "").startswith("FAILED") for step in self.all_steps())
 
 
 def main():
@@ -218,7 +265,8 @@ def main():
     for name in ("--state", "--old", "--study"):
         parser.add_argument(name, type=lambda text: Path(text).resolve())
     parser.add_argument("--build", type=lambda text: Path(text).resolve(), default=ROOT / "build")
-    parser.add_argument("--study-only")
+    for name in ("--study-only", "--study-first"):
+        parser.add_argument(name)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -226,6 +274,8 @@ def main():
         parser.error("expected --minutes above 0 and --state FOLDER, or --list")
     if options.study and not options.study_only:
         parser.error("expected --study-only PART,... with --study: text is made ready for all runs before the first one starts")
+    if options.study_first and not options.study:
+        parser.error("expected --study FOLDER with --study-first")
     if options.old and not (options.old.parent / "libevenkeel.so").exists():
         parser.error(f"expected libevenkeel.so beside {options.old}, found none: its bench would use another stopwatch than the new one's")
     if options.state:

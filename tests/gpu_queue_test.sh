@@ -96,6 +96,33 @@ expect "a call that is stopped says so" [ $code = 143 ]
 none_runs() { for process in $(cat "$1"); do ! kill -0 "$process" 2>/dev/null || return 1; done; }
 expect "nothing of it runs on" none_runs "$folder/runs"
 
+# What trains beside the tests: a step that hangs is stopped without it, and the first bench waits for its end.
+rm -f "$state/steps.json" "$folder/runs"
+stand_in hopper_test 'echo "$$" >"'"$folder/first"'"'
+stand_in evenkeel 'exit 0'
+cp "$build/evenkeel" "$build/old"
+mkdir -p "$folder/copy/scripts"
+cp "$(dirname "$gpu")"/gpu "$(dirname "$gpu")"/gpu_queue.py "$folder/copy/scripts/"
+cat >"$folder/copy/scripts/study" <<SH
+#!/bin/sh
+echo "study \$*" >>"$folder/calls"
+case \$* in *size*) ;; *) exit 0 ;; esac
+while ! grep -q '^ranks_cuda_test: FAILED' "$folder/said"; do :; done # the last test is over, and fp8_test hung before it
+echo "study trained" >>"$folder/calls"
+SH
+chmod +x "$folder/copy/scripts/study"
+sed -i 's/"hopper_test": 500/"hopper_test": 5/' "$state/estimates.json"
+: >"$folder/calls"
+"$folder/copy/scripts/gpu" --build "$build" --state "$state" --old "$build/old" --minutes 20 --study "$folder/study" \
+  --study-first size-flash2-1 --study-only matrix >"$folder/said" 2>&1
+code=$? said=$(cat "$folder/said")
+expect "what trains beside the tests ends by itself" line study_first passed
+expect "a step that hangs beside it is stopped" line fp8_test "FAILED: not done in 1 s"
+order() { [ "$(grep -n "$1" "$folder/calls" | head -1 | cut -d: -f1)" -lt "$(grep -n "$2" "$folder/calls" | head -1 | cut -d: -f1)" ]; }
+expect "it trains before the tests are over" order "^study .*size-flash2-1" "^gpt2_cuda_test"
+expect "the benches wait for it" order "^study trained" "^evenkeel bench"
+expect "the rest of the study comes last" [ "$(grep -c '^study .*--only matrix' "$folder/calls")" = 1 ]
+
 printf '{"hopper_test": {"outc' >"$state/steps.json"
 call --list
 expect "a damaged record is put aside" [ $code = 0 -a -e "$state/steps.bad" ]
@@ -106,6 +133,8 @@ call --minutes 1 --unknown
 expect "an option that is none" [ $code = 2 ]
 call --minutes 1 --study "$folder/study"
 expect "a study without parts" [ $code = 2 ]
+call --minutes 1 --study-first size
+expect "parts without a study" [ $code = 2 ]
 mkdir "$folder/alone" && cp "$build/old" "$folder/alone/old"
 said=$("$gpu" --build "$build" --state "$state" --old "$folder/alone/old" --minutes 1 2>&1); code=$?
 expect "an old program without its library" [ $code = 2 ]
