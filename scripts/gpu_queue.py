@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TURNS = 3  # of the old and the new bench
+TURNS = 2  # of the old and the new bench
 KILL_AFTER = 5  # seconds from the polite signal to the other one
 RESERVE = 2 * KILL_AFTER + 5  # seconds: for stopping the last step and telling what became of it
 
@@ -73,12 +73,15 @@ def steps_of(options):
     far = [program, "conform", "--gpu", *plans, "--case", "far_one_key", "--case", "far_padding"]
     steps.insert(1, Step("conform_far", 60, far, is_timed=False))
     if options.old:
+        alone = {"EVENKEEL_PYTHON": "none"}  # no rival: it would take most of the time
         for turn in range(1, TURNS + 1):
             for name, of in (("new", program), ("old", options.old)):
-                steps.append(Step(f"bench_{name}_{turn}", 60, [of, *bench, "--quick"]))
-    else:
-        steps.append(Step("bench", 150, [program, *bench]))
+                steps.append(Step(f"attention_{name}_{turn}", 60, [of, *bench, "--quick"], alone))
+                steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone))
+    steps.append(Step("bench", 150, [program, *bench]))
     steps.append(Step("bench_forms", 150, [program, *bench, "--forms"]))
+    steps.append(Step("bench_train", 150, [program, "bench", "train", "--gpu", "--preset", "gpt2"]))
+    steps.append(Step("bench_probes", 90, [program, "bench", "probes", "--gpu"]))
     if options.study:
         steps.append(training("study", options, options.study_only))
     return steps

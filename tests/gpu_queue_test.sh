@@ -23,8 +23,9 @@ touch "$build/libevenkeel.so"
 # The hanging step has half as much again as its estimate and 15 s more. Nobody has 1000 seconds but the second call.
 cat >"$state/estimates.json" <<'JSON'
 {"hopper_test": 5, "fused_forms_test": 5, "fp8_test": -9.3, "any_plan_test": 1000, "gpt2_cuda_test": 5, "ranks_cuda_test": 5,
- "bench_new_1": 5, "bench_old_1": 5, "bench_new_2": 5, "bench_old_2": 5, "bench_new_3": 5, "bench_old_3": 5,
- "bench_forms": 5, "conform_far": 5}
+ "attention_new_1": 5, "attention_old_1": 5, "attention_new_2": 5, "attention_old_2": 5,
+ "train_new_1": 5, "train_old_1": 5, "train_new_2": 5, "train_old_2": 5,
+ "bench": 5, "bench_forms": 5, "bench_train": 5, "bench_probes": 5, "conform_far": 5}
 JSON
 cp "$build/evenkeel" "$build/old"
 
@@ -54,9 +55,10 @@ expect "a step that hangs" line fp8_test "FAILED: not done in 1 s"
 expect "a step for which there is no time" line any_plan_test waits
 expect "a step behind it, which is skipped" line gpt2_cuda_test skipped
 expect "a program that is not there" line ranks_cuda_test "FAILED: .*ranks_cuda_test does not start"
-expect "the old and the new program in turns" line bench_old_3 passed
+expect "the old and the new program in turns" line attention_old_2 passed
 expect "the forms" grep -q "^evenkeel bench attention --gpu --forms" "$folder/calls"
-expect "three benches, the forms and the judge" calls evenkeel 8
+expect "its training, too" line train_old_2 passed
+expect "the new program's turns, four benches and the judge; the old one's turns" calls evenkeel 13
 
 call --minutes 20
 expect "the second call starts what waited" line any_plan_test passed
