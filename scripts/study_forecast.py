@@ -59,7 +59,7 @@ def ask(program, cuts, more=()):
             for n, (run, step) in enumerate(cuts[begin : begin + 200]):
                 folders.append(Path(name) / str(n))
                 write_cut(folders[-1], run, step)
-            done = subprocess.run([program, "forecast", "--json", *folders, *more], capture_output=True, text=True)
+            done = subprocess.run([program, "forecast", "--json", *folders, *(more or ["--alone"])], capture_output=True, text=True)
             if done.returncode not in (0, 1):
                 raise RuntimeError(f"expected a forecast, found exit code {done.returncode}: {done.stderr or done.stdout}")
             answers += json.loads(done.stdout)

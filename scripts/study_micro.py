@@ -6,7 +6,7 @@ Standard library only.
 import math
 
 from study_curves import median
-from study_runs import FEW_BITS, NAMED_SYSTEMS, USERS_SETTINGS
+from study_runs import FEW_BITS, LLAMA_SETTINGS, NAMED_SYSTEMS, USERS_SETTINGS
 
 OUTCOME = ["runs (seeds)", "drifted", "failed", "drift from step", "failure at step", "largest offset"]  # what group_row tells
 
@@ -17,6 +17,10 @@ EXPONENT_PAIRS = (
     ("O, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-output_2_bits-1", "bits-output_2-1", "claims-output_and_delta-?", "~law-output_2-1", "~exponents_micro-bits_2-?"), ("noise-output_stochastic-?", "~square-both-1", *NOISY_RUNS)),
     ("O: 2 bits, stochastic, against 1 bit, nearest, half an octave of error", "alpha", 0.5, NOISY_RUNS, ("~exponents_micro-bits_1-?",)),
     ("O: 2 bits against 1, an octave of error", "alpha", 1, ("~exponents_micro-bits_2-?",), ("~exponents_micro-bits_1-?",)),
+    ("O: 3 bits against 2, an octave of error", "alpha", 1, ("~exponents_micro-bits_3-?",), ("~exponents_micro-bits_2-?",)),
+    ("O, stochastic: 2 bits against 1, an octave of error", "alpha", 1, NOISY_RUNS, ("~exponents_micro-bits_1_stochastic-?",)),
+    ("O, stochastic: 3 bits against 2, an octave of error", "alpha", 1, ("~exponents_micro-bits_3_stochastic-?",), NOISY_RUNS),
+    ("O, stochastic: 4 bits against 3, an octave of error", "alpha", 1, ("~exponents_micro-bits_4_stochastic-?",), ("~exponents_micro-bits_3_stochastic-?",)),
     ("O-bar, 2 bits: nearest against stochastic, half an octave of error", "alpha", 0.5, ("derailing-pv_2_bits-?", "bits-pv_2-1"), ("derailing-pv_2_bits_stochastic-*",)),
     ("row sum, 2 bits: the same", "alpha", 0.5, ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1"), ("derailing-row_sum_e5m2_stochastic-*",)),
     ("row sum: 3 bits against 2, an octave of error", "alpha", 1, ("derailing-row_sum_e4m3-*", "bits-row_sum_3-1"), ("derailing-row_sum_e5m2-*", "bits-row_sum_2-1")),
@@ -118,16 +122,22 @@ class Micro:
                 rows.append([site, form, *cells, self.listed(sorted({run.last_step for run in self.match((*free, *kept))}), self.number)])
         return self.table(["rounded", "format", "as it is", "with `zero_sum`", "steps"], rows)
 
-    def hostile_micro_table(self):
-        """Users' settings: O of two bits (stochastic) as it is and with zero_sum."""
+    def settings(self, part, settings, others=()):
+        """O of two bits (stochastic) as it is and with zero_sum, by setting; others: runs that are `plain` under another name."""
         rows = []
-        for name, (words, _) in USERS_SETTINGS.items():
+        for name, (words, _) in settings.items():
             for remedy in ("none", "zero_sum"):
-                names = [f"~hostile_micro-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
-                runs = self.match(names + ["~square-both-[23]"] * (name == "plain" and remedy == "none"))
+                names = [f"~{part}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
+                runs = self.match(names + list(others) * (name == "plain" and remedy == "none"))
                 if runs:
                     rows.append(self.group_row((words, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
         return self.table(["setting", "remedy", *OUTCOME, "steps", "loss at the end"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
+
+    def hostile_micro_table(self):
+        return self.settings("hostile_micro", USERS_SETTINGS, ["~square-both-[23]"])
+
+    def llama_settings_table(self):
+        return self.settings("llama_settings", LLAMA_SETTINGS)
 
     def noise_exponent_table(self):
         """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: per octave of error for bits, per octave of learning rate or batch for those."""

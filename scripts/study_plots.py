@@ -116,6 +116,7 @@ def predicted(figures):
 # Runs that differ in one thing: size -> axis -> (value, names).
 EXPONENTS = {
     "micro": {"stored bits of O": [(bits, (f"~exponents_micro-bits_{bits}-?",)) for bits in (1, 2, 3)],
+              "stored bits of O, stochastic": [(2, NOISY_RUNS), *((bits, (f"~exponents_micro-bits_{bits}_stochastic-?",)) for bits in (1, 3, 4))],
               "learning rate": [(3e-3, ("~exponents_micro-lr_3e-3-?",)), (6e-3, NOISY_RUNS), (1.2e-2, ("~exponents_micro-lr_1.2e-2-?",))],
               "sequences a step": [(8, ("~exponents_micro-batch_8-?",)), (16, NOISY_RUNS), (32, ("~exponents_micro-batch_32-?",))]},
     "nano": {"stored bits of O": [(bits, (f"~exponents-output_{bits}-?",)) for bits in (5, 6, 7, 8, 9)],
@@ -133,10 +134,10 @@ def exponents(figures):
             found = [(value, run) for value, names in settings for run in figures.match(names)]
             if len({value for value, _ in found}) < 2:
                 continue
-            log = axis != "stored bits of O"
+            log = not axis.startswith("stored bits")
             values = sorted({value for value, _ in found})
-            axes = Axes(left, top, 240, 240, (values[0] / 1.2, values[-1] * 1.2) if log else (values[0] - 0.5, values[-1] + 0.5), (100, 5_000) if size == "micro" else (500, 50_000), log, True)
-            body += axes.frame(f"{size}: offset of 1,000 at step", axis, values, (100, 200, 500, 1_000, 2_000, 5_000) if size == "micro" else (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
+            axes = Axes(left, top, 240, 240, (values[0] / 1.2, values[-1] * 1.2) if log else (values[0] - 0.5, values[-1] + 0.5), (100, 10_000) if size == "micro" else (500, 50_000), log, True)
+            body += axes.frame(f"{size}: offset of 1,000 at step", axis, values, (100, 200, 500, 1_000, 2_000, 5_000, 10_000) if size == "micro" else (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
             for value, run in found:
                 passed = run.packed["summary"].get("offset_1000_at")
                 body.append(axes.dot(value, passed or run.last_step, COLOURS[size], bool(passed), f"{run.name}: {passed or f'not by step {run.last_step}'}"))

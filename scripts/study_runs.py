@@ -160,6 +160,12 @@ USERS_SETTINGS = {
     "epsilon_1e-5": ("AdamW's epsilon 1e-5", setting("optimizer.epsilon = 1e-5")),
     "qk_norm": ("QK norm", setting("model.qk_norm = true")),
     "cosine": ("cosine decay to a tenth", ["--schedule", "cosine", *setting("schedule.last_lr = 6e-4")]),
+    "softcap": ("a soft cap of 50 (Gemma-2)", setting("model.softcap = 50.0")),
+    "qk_clip": ("QK clip at 100 (Kimi K2)", ["--facts-every", "1", *setting("model.qk_clip = 100.0")]),
+    "sinks": ("sinks (gpt-oss)", setting("model.sinks = true")),
+    "gated": ("gated attention (Qwen3-Next)", setting("model.gated_attention = true")),
+    "rotary": ("rotary positions", setting('model.positions = "rotary"')),
+    "muon": ("Muon", ["--optimizer", "muon"]),
 }
 
 
@@ -199,7 +205,9 @@ def exponents_micro():
         ("lr_3e-3", NOISY, ["--lr", "3e-3"], 3_000),
         ("batch_8", NOISY, ["--sequences", "8"], 1_600),
         ("batch_32", NOISY, ["--sequences", "32"], 1_600),
-        ("bits_3", "fp32,output=e8m3", [], 1_600),
+        ("bits_3", "fp32,output=e8m3", [], 4_000),
+        ("bits_3_stochastic", "fp32,output=e8m3/stochastic", [], 3_000),
+        ("bits_4_stochastic", "fp32,output=e8m4/stochastic", [], 8_000),
     ):
         found += micro("exponents_micro", name, plan, (1, 2), more, steps=steps)
     return found
@@ -260,7 +268,7 @@ LLAMA_SETTINGS = {
 def llama_settings():
     """The Llama block with the rounding of hostile_micro: do QK norm or sinks hold it? Each beside its twin with zero_sum."""
     found = []
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         for name, (_, more) in LLAMA_SETTINGS.items():
             for label, clause in ((name, ""), (name + "_zero_sum", ZERO)):
                 found += micro("llama_settings", label, NOISY + clause, (seed,), ["--preset", "llama-micro", *more], steps=1_000)

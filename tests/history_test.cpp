@@ -200,7 +200,7 @@ TEST_F(History, TheCommand) {
   // A run that has failed needs no history.
   EXPECT_EQ(command("runs/a --history runs").out.find("history:"), std::string::npos);
   EXPECT_TRUE(parse_json(command("runs/a --json --history runs").out)[0]["history"].is_null());
-  EXPECT_TRUE(parse_json(command("now --json").out)[0]["history"].is_null());
+  EXPECT_TRUE(parse_json(command("now --json --alone").out)[0]["history"].is_null());
   // One that came back does.
   const auto back = add("back", 3000, 2000, config(7, "flash2"));
   std::string lines;
@@ -211,6 +211,31 @@ TEST_F(History, TheCommand) {
   const Output again = command("back --history runs");
   EXPECT_NE(again.out.find("its loss has come back since"), std::string::npos) << again.out;
   EXPECT_NE(again.out.find("failure near step 50"), std::string::npos) << again.out;
+}
+
+// Without --history: the runs in the same folder, if one is alike.
+TEST_F(History, TheRunsBesideItAreAsked) {
+  add("runs/now", 800, 0, config(1, "flash2"));
+  add("runs/other", 3000, 2000, config(2, "bf16_all"));
+  const Output unlike = command("runs/now");
+  EXPECT_EQ(unlike.code, 0) << unlike.out;
+  EXPECT_EQ(unlike.out.find("other"), std::string::npos) << unlike.out;
+  EXPECT_EQ(unlike.out.find("history"), std::string::npos) << unlike.out;
+  add("runs/a", 3000, 2000, config(2, "flash2"));
+  std::filesystem::create_directories(home_ / "runs/damaged");
+  write_whole_file(home_ / "runs/damaged/config.toml", "[[[");
+  write_whole_file(home_ / "runs/damaged/metrics.jsonl", "garbage");
+  const std::string said = "history: the earlier run with this plan and these settings failed, at step 20";
+  const Output alike = command("runs/now");
+  EXPECT_EQ(alike.code, 1) << alike.out;
+  EXPECT_NE(alike.out.find(said), std::string::npos) << alike.out;
+  // From within the folder, too; both of two runs; and not where nobody shall be asked.
+  EXPECT_NE(command("runs/a/../now").out.find(said), std::string::npos);
+  EXPECT_EQ(parse_json(command("runs/now runs/a --json").out)[0]["history"]["alike"].size(), 1u);
+  const Output alone = command("runs/now --alone");
+  EXPECT_EQ(alone.code, 0) << alone.out;
+  EXPECT_EQ(alone.out.find("history"), std::string::npos) << alone.out;
+  EXPECT_EQ(command("runs/now --alone --history runs").code, 2);
 }
 
 TEST_F(History, ARunThatIsNamedTwiceCountsOnce) {

@@ -532,7 +532,8 @@ class Monitor:
 
     def forecast(self, history=()):
         """What `evenkeel forecast` says of this run so far: a dict. history: folders of earlier runs of the same training (same plan and
-        settings, any seed), or folders of such; the dict then has "history", which knows more than a run's own first half."""
+        settings, any seed), or folders of such; without it, those beside this run's folder. The dict's "history" is what they say; it
+        knows more than a run's own first half."""
         earlier = [history] if isinstance(history, (str, os.PathLike)) else list(history)
         return _only(_program.json_of("forecast", self.folder, *(["--history", *earlier] if earlier else [])))
 
@@ -583,7 +584,7 @@ class _Forecast:
     def _ask(self):
         self._answer = None
         with contextlib.suppress(_program.EvenkeelError, OSError, ValueError):  # without the program there is none
-            done = subprocess.run([_program.program_path(), "forecast", str(self._folder), "--json"], stdout=subprocess.PIPE,
+            done = subprocess.run([_program.program_path(), "forecast", str(self._folder), "--alone", "--json"], stdout=subprocess.PIPE,
                                   stderr=subprocess.DEVNULL, text=True)
             self._answer = _only(json.loads(done.stdout)) if done.returncode in (0, 1) else None
 

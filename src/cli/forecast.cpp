@@ -54,6 +54,23 @@ std::vector<RunRecords> read_history(const std::vector<std::string>& folders) {
   return found;
 }
 
+// Without --history: the runs beside a run.
+class RunsBeside {
+ public:
+  const std::vector<RunRecords>& of(const RunRecords& run) {
+    std::vector<std::filesystem::path> folders = comparable_beside(run);
+    if (folders == folders_) return runs_;  // those of the run before
+    folders_ = std::move(folders);
+    runs_.clear();
+    for (const auto& folder : folders_) runs_.push_back(read_run(folder));
+    return runs_;
+  }
+
+ private:
+  std::vector<std::filesystem::path> folders_;
+  std::vector<RunRecords> runs_;
+};
+
 Json to_json(const std::string& folder, const RunForecast& found, const std::vector<std::string>& notes) {
   Json heads = Json::array();
   for (size_t h = 0; h < found.of_heads.size(); ++h) {
@@ -94,13 +111,14 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
 }
 
 void print(const std::string& folder, const RunRecords& run, const RunForecast& found,
-           const HistoryForecast* history, bool all) {
+           const HistoryForecast* history, bool named, bool all) {
   fmt::print("{}: {}\n", folder, in_words(found));
   for (size_t h = 0; h < found.of_heads.size(); ++h)
     if (all || (found.of_heads[h].outlook >= Outlook::drift && found.at_risk.size() > 1))
       fmt::print("  layer {} head {}: {}\n", static_cast<int64_t>(h) / found.heads,
                  static_cast<int64_t>(h) % found.heads, in_words(found.of_heads[h]));
-  if (history) {
+  // Nobody asked for what lies beside the run by chance.
+  if (history && (named || !history->alike.empty())) {
     fmt::print("  history: {}\n", in_words(*history));
     for (const std::string& unlike : history->unlike)
       if (all || history->alike.empty()) fmt::print("    not compared with {}\n", unlike);
@@ -118,32 +136,37 @@ void print(const std::string& folder, const RunRecords& run, const RunForecast& 
 
 int run_forecast(int argc, char** argv) {
   std::vector<std::string> words, earlier;
-  bool all = false, json = false;
+  bool all = false, alone = false, json = false;
   Options options(
       "forecast RUN... [options]",
       "When a run is expected to fail, from its recorded offsets. For every head that drifts: its growth, "
       "the step of\nfailure with an interval that holds in four of five cases, and what bounds it. Where no "
       "head drifts: \"no failure\nin sight\". A run whose records show that it has failed gets no date: "
-      "\"has "
-      "failed since\". It works while a run\ntrains. With --history, earlier runs with the same plan and "
-      "settings and any seed are asked, too: they know more\nthan a run's own first half. Exit code 1: a "
-      "failure is expected, or has happened and lasts.",
-      "forecast runs/b --history runs");
+      "\"has failed since\". It works while a run\ntrains. Earlier runs with the same plan and settings and "
+      "any "
+      "seed are asked, too: they know more than a run's own\nfirst half. They are those in the folder where "
+      "the run lies, or those of --history. Exit code 1: a failure is\nexpected, or has happened and lasts.",
+      "forecast runs/b --history runs old_runs");
   options.words("RUN", words, 1, 256);
   options.lists("--history", "FOLDER...", "earlier runs: their folders, or a folder of them", earlier);
+  options.flag("--alone", "ask no earlier run", alone);
   options.flag("--all", "every head, not those at risk alone", all);
   options.flag("--json", "everything as JSON, an array of runs", json);
   if (!options.parse(argc, argv)) return 0;
+  const bool named = !earlier.empty();
+  require(!named || !alone, "forecast: expected --history or --alone, got both");
   bool fails = false;
-  const std::vector<RunRecords> history = read_history(earlier);
+  const std::vector<RunRecords> named_runs = read_history(earlier);
+  RunsBeside beside;
   Json answer = Json::array();
   for (const std::string& word : words) {
     require_data(std::filesystem::is_directory(word), "{}: expected a run's folder, found {}", word,
                  std::filesystem::exists(word) ? "something else" : "nothing there");
     const RunRecords run = read_run(word);
+    const std::vector<RunRecords>& history = named || alone ? named_runs : beside.of(run);
     const RunForecast found = forecast(run, twin_of(run, history));
     std::optional<HistoryForecast> of_others;
-    if (!earlier.empty() && !found.has_failed()) of_others = forecast_by_history(run, history);
+    if (!alone && !found.has_failed()) of_others = forecast_by_history(run, history);
     require_data(!found.of_heads.empty() || found.failure || (of_others && !of_others->alike.empty()),
                  "{}: expected recorded offsets (train --facts-every N, or the package's Monitor), found {}",
                  word, run.has_steps() ? "none in its metrics.jsonl" : "no recorded step");
@@ -152,7 +175,7 @@ int run_forecast(int argc, char** argv) {
       answer.push_back(to_json(word, found, run.notes));
       answer.back()["history"] = of_others ? to_json(*of_others) : Json(nullptr);
     } else {
-      print(word, run, found, of_others ? &*of_others : nullptr, all);
+      print(word, run, found, of_others ? &*of_others : nullptr, named, all);
     }
   }
   if (json) fmt::print("{}\n", answer.dump(2));

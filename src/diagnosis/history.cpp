@@ -106,10 +106,33 @@ bool was_mended(const RunRecords& run) {
   });
 }
 
+bool differ_in_plan_at_most(const RunRecords& run, const RunRecords& other) {
+  return difference(run, other,
+                    [&](const ConfigKey& setting) {
+                      return setting == ConfigKey{"attention", "plan"} || may_differ(run, setting);
+                    })
+      .empty();
+}
+
 }  // namespace
 
 std::string first_difference(const RunRecords& run, const RunRecords& earlier) {
   return difference(run, earlier, [&](const ConfigKey& setting) { return may_differ(run, setting); });
+}
+
+std::vector<std::filesystem::path> comparable_beside(const RunRecords& run) {
+  std::error_code none;
+  std::vector<std::filesystem::path> found =
+      runs_in(std::filesystem::weakly_canonical(run.folder, none).parent_path());
+  std::erase_if(found, [&](const std::filesystem::path& folder) {
+    RunRecords settings;
+    try {
+      read_config(read_config_text(folder), settings);
+    } catch (const DataError&) {
+    }
+    return !differ_in_plan_at_most(run, settings);
+  });
+  return found;
 }
 
 const RunRecords* twin_of(const RunRecords& run, std::span<const RunRecords> among) {
@@ -121,10 +144,7 @@ const RunRecords* twin_of(const RunRecords& run, std::span<const RunRecords> amo
   for (const RunRecords& other : among) {
     const auto [others_plan, keeps_sum] = without_remedy(other.setting("attention", "plan"));
     if (!keeps_sum || other.setting("data", "seed") != seed) continue;
-    if (!difference(run, other, [&](const ConfigKey& s) {
-           return s == ConfigKey{"attention", "plan"} || may_differ(run, s);
-         }).empty())
-      continue;
+    if (!differ_in_plan_at_most(run, other)) continue;
     const std::pair<bool, int64_t> good = {others_plan == plan, other.step_count()};
     if (!found || good > best) found = &other, best = good;
   }

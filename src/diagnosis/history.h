@@ -47,6 +47,10 @@ struct HistoryForecast {
 // that one of them does not record are not compared; where a whole config.toml cannot be read, nothing is known to be the same.
 std::string first_difference(const RunRecords& run, const RunRecords& earlier);
 
+// The runs in the folder where this one lies, itself included, that may say something of it: by their config.toml they differ in the
+// plan at most, as runs alike and twins do. The records of others need not be read.
+std::vector<std::filesystem::path> comparable_beside(const RunRecords& run);
+
 // The healthy twin of a run: the same recorded seed and settings, with a remedy everywhere. Of several, one of the same plan, then
 // the longest; null: none.
 const RunRecords* twin_of(const RunRecords& run, std::span<const RunRecords> among);
