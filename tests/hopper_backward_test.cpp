@@ -249,6 +249,32 @@ void expect_facts(const Case& c, const std::string& plan, int64_t sequences = 0,
   if (!kSanitized) fact_judge::judge(config, p, got, found, 0x1p-24, /*same_delta=*/true);
 }
 
+// Heads of one plan are one launch: each head has the facts that it has alone.
+TEST(HopperFacts, plans_that_differ_by_head) {
+  const Problem p =
+      fact_judge::make_problem({{1, 3, 3, 100, 100, 64}, {.causal = true, .scale = 0.125f}, "heads"});
+  const PrecisionPlan consistent = parse_plan("flash2,stabiliser=consistent,keel=0.001"),
+                      none = parse_plan("flash2,tie_tolerance=0.25");
+  const auto facts_with = [&](const std::vector<PrecisionPlan>& plans) {
+    const AttentionProblem config = p.with(plans);
+    AttentionBuffers cpu = attention_runs::run(config, p);
+    const How how;
+    Operand q(how, p.in.q.shape, {}), k(how, p.in.k.shape, {}), v(how, p.in.v.shape, {}),
+        grad(how, p.in.q.shape, {});
+    q.write(p.in.q), k.write(p.in.k), v.write(p.in.v), grad.write(p.grad_output);
+    return find_facts(complete(problem_of(config, p.in)), cpu, {q.tensor(), k.tensor(), v.tensor()},
+                      grad.tensor(), how, /*with_ties=*/true);
+  };
+  const fact_judge::Found mixed = facts_with({consistent, none, consistent}),
+                          alone[] = {facts_with({none}), facts_with({consistent})};
+  EXPECT_NE(alone[0].residual, alone[1].residual);
+  for (size_t at = 0; at < mixed.residual.size(); ++at) {
+    const fact_judge::Found& own = alone[at / 100 == 1 ? 0 : 1];
+    ASSERT_EQ(mixed.residual[at], own.residual[at]) << at;
+    ASSERT_EQ(mixed.ties[at], own.ties[at]) << at;
+  }
+}
+
 TEST(HopperFacts, masks_and_head_sizes) {
   expect_facts<64>(kSmallHeads, "flash2");
   expect_facts<128>(kCausal, "flash2");
