@@ -73,7 +73,8 @@ set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/ho
                       src/attention/cuda/hopper_backward_bf16.cu src/attention/cuda/hopper_backward_fp16.cu
                       src/attention/cuda/hopper_backward_large_bf16.cu
                       src/attention/cuda/hopper_backward_large_fp16.cu
-                      src/attention/cuda/hopper_delta.cu src/attention/cuda/hopper_fp8.cu)
+                      src/attention/cuda/hopper_delta.cu src/attention/cuda/hopper_fact_pass.cu
+                      src/attention/cuda/hopper_fp8.cu)
 
 # One machine code for all of 8.x, one for Hopper; PTX for what comes after. Nothing of these asks which machine it is, so one
 # PTX serves all: a third of the compiler's time, which is minutes here.

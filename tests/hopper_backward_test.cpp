@@ -1,14 +1,17 @@
 // Hopper's backward kernels without a GPU: in the emulator, with what the CPU's forward pass leaves. Every element is within the
 // error bounds of FlashAttention-2's arithmetic, with the same bits in every order of warps and blocks. That tests who waits for
 // whom: a copy arrives only when it is waited for, and a product reads its operands as late as it may.
+// Behind it the pass for facts of rows: a row's leak is the one that is read off this kernel's own dQ.
 #include <gtest/gtest.h>
 
 #include "attention/cuda/hopper_backward_kernel.cuh"
+#include "attention/cuda/hopper_fact_pass.cuh"
 #include "attention/cuda/row_facts.cuh"
 #include "attention_bounds.h"
 #include "attention_runs.h"
 #include "base/sizes.h"
 #include "emulated_memory.h"
+#include "fact_judge.h"
 
 namespace evenkeel {
 namespace {
@@ -72,11 +75,58 @@ void start(const AttentionProblem& problem, const Backward& p, const std::array<
                      kernel);
 }
 
+// By the pass for facts of rows.
+fact_judge::Found find_facts(const AttentionProblem& problem, AttentionBuffers& cpu, const PassInputs& in,
+                             const DeviceTensor& grad_output, const How& how, bool with_ties) {
+  using namespace hopper::facts;
+  std::vector<uint8_t> memory(hopper::saved_layout(problem, nullptr).bytes);
+  const hopper::Saved saved = hopper::saved_layout(problem, memory.data());
+  if (saved.row_max) {
+    std::ranges::copy(cpu.row_max.values(), saved.row_max);
+    std::ranges::copy(cpu.row_sum.values(), saved.row_sum);
+  }
+  const ForwardPass forward{{}, cpu.lse.values().data(), memory.data(), nullptr};
+  const size_t rows = cpu.lse.values().size();
+  Poisoned residual(rows * 4), ties(rows * 4);
+  const FactPass out{cpu.delta.values().data(), residual.as<float>(),
+                     with_ties ? ties.as<int32_t>() : nullptr};
+  with_block_of(problem, [&]<class Block>() {
+    const BlockMaps maps(problem, in, grad_output);
+    for_fact_groups(problem, forward, out, [&](const FactArguments& a, int blocks) {
+      cuda_emulator::run({.blocks = blocks,
+                          .threads = Block::kThreads,
+                          .shared_bytes = Block::kSharedBytes,
+                          .order = how.order,
+                          .blocks_at_once = how.blocks_at_once,
+                          .seed = how.seed},
+                         [&] { Block::run(maps.q, maps.k, maps.v, maps.grad_output, a); });
+    });
+  });
+  residual.expect_guards("residual"), ties.expect_guards("ties");
+  return {{residual.as<uint32_t>(), residual.as<uint32_t>() + rows},
+          {ties.as<int32_t>(), ties.as<int32_t>() + rows}};
+}
+
+// The same bits in every order, and of the leak without ties, too.
+fact_judge::Found find_facts(const AttentionProblem& problem, AttentionBuffers& cpu, const PassInputs& in,
+                             const DeviceTensor& grad_output) {
+  fact_judge::Found found = find_facts(problem, cpu, in, grad_output, {}, /*with_ties=*/false);
+  for (const int32_t untouched : found.ties) EXPECT_EQ(static_cast<uint32_t>(untouched), fact_judge::kPoison);
+  for (const How& how : evenkeel::emulated::several_orders(2)) {
+    fact_judge::Found other = find_facts(problem, cpu, in, grad_output, how, /*with_ties=*/true);
+    EXPECT_EQ(found.residual, other.residual) << "other bits in " << name_of(how);
+    if (how.order == Order::ascending || kSanitized) found.ties = other.ties;
+    EXPECT_EQ(found.ties, other.ties) << "other ties in " << name_of(how);
+  }
+  return found;
+}
+
 // The CPU's outputs with dq, dk and dv of the kernel for head sizes up to D.
 template <class Pairs, int D>
-AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {}) {
+AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {},
+                     fact_judge::Found* found = nullptr) {
   AttentionBuffers out = attention_runs::run(config, host);
-  const AttentionProblem problem = complete(problem_of(config, host.in));
+  AttentionProblem problem = complete(problem_of(config, host.in));
   Facts<D> facts(problem, host, out);
   const auto operand = [&](int64_t heads, int64_t rows, const std::vector<int32_t>& lengths) {
     return Operand(how, {problem.B, heads, rows, problem.D}, lengths);
@@ -89,6 +139,10 @@ AttentionBuffers run(const AttentionProblem& config, const Problem& host, const 
           dk = operand(problem.G, problem.N, host.key_lengths),
           dv = operand(problem.G, problem.N, host.key_lengths);
   q.write(host.in.q), k.write(host.in.k), v.write(host.in.v), grad.write(host.grad_output);
+  if (how.sequences) {
+    problem.mask.query_offsets = q.offsets(), problem.mask.key_offsets = k.offsets();
+    problem.mask.query_rows = q.all_rows(), problem.mask.key_rows = k.all_rows();
+  }
 
   Backward p{};
   static_cast<ScoreForms&>(p) = score_forms(problem);
@@ -114,18 +168,21 @@ AttentionBuffers run(const AttentionProblem& config, const Problem& host, const 
   p.dv = static_cast<uint16_t*>(dv.tensor().data);
   set_strides(p.dq_stride, dq.tensor()), set_strides(p.dk_stride, dk.tensor()),
       set_strides(p.dv_stride, dv.tensor());
-  const auto map = [&](Operand& x, int64_t heads, int64_t rows, int box) {
-    return gpu::tensor_map(x.tensor().data, {problem.B, heads, rows, problem.D}, x.tensor().stride, box);
-  };
-  start<Pairs, D>(problem, p,
-                  {map(q, problem.H, problem.T, kTileRows<D>), map(k, problem.G, problem.N, kTileKeys),
-                   map(v, problem.G, problem.N, kTileKeys), map(grad, problem.H, problem.T, kTileRows<D>)},
-                  how);
+  start<Pairs, D>(
+      problem, p,
+      {hopper::query_map(problem, q.tensor(), kTileRows<D>), hopper::key_map(problem, k.tensor(), kTileKeys),
+       hopper::key_map(problem, v.tensor(), kTileKeys),
+       hopper::query_map(problem, grad.tensor(), kTileRows<D>)},
+      how);
   for (int b = 0; b < p.B; ++b)
     for (int h = 0; h < p.H; ++h)
-      for (int row = 0; row < p.sequences.T; ++row)
+      for (int row = 0; row < p.sequences.T; ++row) {
+        const Sequence s = sequence(p.sequences, b);
         clear_unseen_row(p, Band(p, b), row, kTileRows<D>, kTileKeys,
-                         p.dq + b * p.dq_stride[0] + h * p.dq_stride[1] + row * p.dq_stride[2]);
+                         p.dq + s.query_batch * p.dq_stride[0] + h * p.dq_stride[1] +
+                             (s.first_row + row) * p.dq_stride[2]);
+      }
+  if (found) *found = find_facts(problem, out, {q.tensor(), k.tensor(), v.tensor()}, grad.tensor());
   dq.read(out.dq), dk.read(out.dk), dv.read(out.dv);
   for (auto [name, x] : {std::pair{"dq", &dq}, {"dk", &dk}, {"dv", &dv}}) x->expect_guards(name);
   sums.expect_guards("sums of dq");
@@ -177,6 +234,60 @@ TEST(HopperBackward, fp16) {
       kSoftcap, "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16");
 }
 TEST(HopperBackward, head_size_64) { expect_in_bounds<Bf16Pairs, 64>(kSmallHeads, "flash2"); }
+
+// --- Facts of rows
+
+// sequences: that facts are of; 0: all.
+template <int D>
+void expect_facts(const Case& c, const std::string& plan, int64_t sequences = 0, bool packed = false) {
+  SCOPED_TRACE(plan);
+  const Problem p = fact_judge::make_problem(c);
+  AttentionProblem config = p.with(parse_plan(plan));
+  config.fact_sequences = sequences;
+  fact_judge::Found found;
+  const AttentionBuffers got = run<Bf16Pairs, D>(config, p, {.sequences = packed}, &found);
+  if (!kSanitized) fact_judge::judge(config, p, got, found, 0x1p-24, /*same_delta=*/true);
+}
+
+// Heads of one plan are one launch: each head has the facts that it has alone.
+TEST(HopperFacts, plans_that_differ_by_head) {
+  const Problem p =
+      fact_judge::make_problem({{1, 3, 3, 100, 100, 64}, {.causal = true, .scale = 0.125f}, "heads"});
+  const PrecisionPlan consistent = parse_plan("flash2,stabiliser=consistent,keel=0.001"),
+                      none = parse_plan("flash2,tie_tolerance=0.25");
+  const auto facts_with = [&](const std::vector<PrecisionPlan>& plans) {
+    const AttentionProblem config = p.with(plans);
+    AttentionBuffers cpu = attention_runs::run(config, p);
+    const How how;
+    Operand q(how, p.in.q.shape, {}), k(how, p.in.k.shape, {}), v(how, p.in.v.shape, {}),
+        grad(how, p.in.q.shape, {});
+    q.write(p.in.q), k.write(p.in.k), v.write(p.in.v), grad.write(p.grad_output);
+    return find_facts(complete(problem_of(config, p.in)), cpu, {q.tensor(), k.tensor(), v.tensor()},
+                      grad.tensor(), how, /*with_ties=*/true);
+  };
+  const fact_judge::Found mixed = facts_with({consistent, none, consistent}),
+                          alone[] = {facts_with({none}), facts_with({consistent})};
+  EXPECT_NE(alone[0].residual, alone[1].residual);
+  for (size_t at = 0; at < mixed.residual.size(); ++at) {
+    const fact_judge::Found& own = alone[at / 100 == 1 ? 0 : 1];
+    ASSERT_EQ(mixed.residual[at], own.residual[at]) << at;
+    ASSERT_EQ(mixed.ties[at], own.ties[at]) << at;
+  }
+}
+
+TEST(HopperFacts, masks_and_head_sizes) {
+  expect_facts<64>(kSmallHeads, "flash2");
+  expect_facts<128>(kCausal, "flash2");
+}
+TEST(HopperFacts, of_the_first_sequences) { expect_facts<128>(kGroups, "flash2", 1); }
+TEST(HopperFacts, lengths) { expect_facts<128>(kRagged, "flash2", 4); }
+TEST(HopperFacts, packed_sequences) { expect_facts<128>(kRagged, "flash2", 0, true); }
+TEST(HopperFacts, rules_of_heads) {
+  for (const char* plan :
+       {"flash2,stabiliser=consistent", "flash2,stabiliser=wide_output", "flash2,stabiliser=zero_sum",
+        "flash2,keel=0.001", "flash2,stabiliser=consistent,keel=0.001", "flash2,tie_tolerance=0.25"})
+    expect_facts<64>({{1, 1, 1, 130, 150, 64}, {.causal = true, .scale = 0.125f}, "rules"}, plan);
+}
 
 }  // namespace
 }  // namespace evenkeel

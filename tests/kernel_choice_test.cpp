@@ -393,6 +393,36 @@ TEST(KernelFamilies, the_table_in_the_docs_is_true) {
     expect_line(form, [f = feature](const KernelFamily& family) {
       return std::string(family.limits.has(f) ? "yes" : "\u2013");
     });
+  expect_line("leak and ties by a pass behind the other two",
+              [](const KernelFamily& family) { return std::string(family.facts ? "yes" : "\u2013"); });
+}
+
+TEST(KernelFamilies, a_pass_for_facts_behind_the_other_two) {
+  const auto has = [](const char* family, auto change) {
+    AttentionProblem p = problem();
+    change(p);
+    p = complete(p);
+    EXPECT_EQ(not_taken(kernel_family(family), p, kHopper), "") << family;
+    return has_fact_pass(kernel_family(family), p);
+  };
+  for (const char* plan : {"flash2", "flash2,stabiliser=consistent", "flash2,stabiliser=zero_sum,keel=1e-3"})
+    EXPECT_TRUE(has("hopper", [&](auto& p) { p.plans = {parse_plan(plan)}; })) << plan;
+  EXPECT_TRUE(has("hopper", [](auto& p) { p.D = 128, p.mask.causal = true; }));
+  EXPECT_TRUE(has("hopper", [](auto& p) {
+    p.plans.resize(4, p.plans[0]);
+    p.plans[1].stabiliser = Stabiliser::consistent;
+  }));
+  EXPECT_FALSE(has("hopper", [](auto& p) { p.D = 256; }));
+  EXPECT_FALSE(has("hopper", [](auto& p) { p.Dv = 128, p.D = 192; }));
+  EXPECT_FALSE(has("hopper", [](auto& p) { p.softcap = 3; }));
+  EXPECT_FALSE(has("hopper", [](auto& p) { p.mask.window_left = 3; }));
+  EXPECT_FALSE(has("hopper", [](auto& p) {
+    p.type = TensorType::fp16;
+    p.plans = {parse_plan(kFlash2InFp16)};
+  }));
+  EXPECT_FALSE(has("ampere", [](auto&) {}));
+  EXPECT_FALSE(has("any_plan", [](auto&) {}));
+  EXPECT_FALSE(has("hopper_fp8", [](auto& p) { p.plans = {parse_plan(kHopperFp8Plan)}; }));
 }
 
 TEST(AttentionCall, on_the_cpu_is_resolved_and_says_why) {
@@ -471,7 +501,7 @@ TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   backward("dq", [](auto&, auto&, auto& b) { b.dq.data = nullptr; });
   backward("dk", [](auto&, auto&, auto& b) { b.dk.stride[1] = 0; });
   backward("dv", [](auto&, auto&, auto& b) { b.dv.stride[3] = 2; });
-  backward("with_facts", [](auto&, auto&, auto& b) { b.delta = reinterpret_cast<float*>(memory); });
+  backward("with_facts", [](auto&, auto&, auto& b) { b.residual = reinterpret_cast<float*>(memory); });
 
   // Facts alone: without dk and dv, not without one of them.
   backward("dk", [](auto&, auto&, auto& b) { b.dk = b.dv = {}; });
@@ -503,6 +533,48 @@ TEST(PassCheck, facts_of_scores) {
   out.largest_row_mean = nullptr;
   expect_refused("or neither",
                  [&] { check_forward(p, kernel_family("hopper"), sizes, in, out, memory, nullptr); });
+}
+
+// The pass for facts of rows: kernels that have it, what it needs, and delta for it without with_facts.
+TEST(PassCheck, facts_of_rows) {
+  alignas(256) static char memory[512];
+  const AttentionProblem p = complete(problem());
+  const PassSizes sizes{1024, 1024};
+  const DeviceTensor query{memory, {32768, 8192, 64, 1}}, key{memory, {16384, 8192, 64, 1}};
+  const PassInputs in{query, key, key};
+  const ForwardPass saved{query, reinterpret_cast<float*>(memory), memory, nullptr};
+  const auto numbers = reinterpret_cast<float*>(memory);
+  const FactPass all{numbers, numbers, reinterpret_cast<int32_t*>(memory)};
+  const KernelFamily &hopper = kernel_family("hopper"), &ampere = kernel_family("ampere");
+  check_facts(p, hopper, sizes, in, query, saved, all);
+  const auto refused = [&](const char* word, auto change, const KernelFamily& family) {
+    AttentionProblem asked = p;
+    ForwardPass s = saved;
+    FactPass f = all;
+    change(asked, s, f);
+    expect_refused(word, [&] { check_facts(asked, family, sizes, in, query, s, f); });
+  };
+  refused(
+      "the Ampere-class kernels have no pass", [](auto&, auto&, auto&) {}, ampere);
+  refused(
+      "of this problem's rows", [](auto& asked, auto&, auto&) { asked.mask.window_left = 5; }, hopper);
+  refused(
+      "expected delta", [](auto&, auto&, auto& f) { f.delta = nullptr; }, hopper);
+  refused(
+      "and residual", [](auto&, auto&, auto& f) { f.residual = nullptr; }, hopper);
+  refused(
+      "lse", [](auto&, auto& s, auto&) { s.lse = nullptr; }, hopper);
+  refused(
+      "saved of 1024", [](auto&, auto& s, auto&) { s.saved = nullptr; }, hopper);
+  refused(
+      "ties at a multiple", [](auto&, auto&, auto& f) { f.ties = reinterpret_cast<int32_t*>(memory + 2); },
+      hopper);
+
+  BackwardPass back{query, key, key};
+  back.delta = numbers;
+  check_backward(p, hopper, sizes, in, query, saved, back, memory, nullptr);
+  expect_refused("with_facts",
+                 [&] { check_backward(p, ampere, sizes, in, query, saved, back, memory, nullptr); });
 }
 
 // Packed: a batch stride of 0 is asked for, and is no mistake in what is written.

@@ -98,7 +98,7 @@ foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test amp
     endif()
   endif()
 endforeach()
-foreach(test hopper_forward_test hopper_heads_test)
+foreach(test hopper_forward_test hopper_backward_test hopper_heads_test)
   if(TARGET ${test})
     target_sources(${test} PRIVATE src/attention/cuda/hopper_host.cpp)
   endif()

@@ -73,6 +73,8 @@ bool AttentionCall::gives_score_facts() const {
   return family_->gives_score_facts && family_->gives_score_facts(problem_);
 }
 
+bool AttentionCall::has_fact_pass() const { return evenkeel::has_fact_pass(*family_, problem_); }
+
 void AttentionCall::forward(const PassInputs& in, const ForwardPass& out, void* workspace,
                             void* stream) const {
   check_forward(problem_, *family_, sizes(), in, out, workspace, stream);
@@ -83,6 +85,12 @@ void AttentionCall::backward(const PassInputs& in, const DeviceTensor& grad_outp
                              const BackwardPass& out, void* workspace, void* stream) const {
   check_backward(problem_, *family_, sizes(), in, grad_output, saved, out, workspace, stream);
   family_->backward(problem_, *plan_, in, grad_output, saved, out, workspace, stream);
+}
+
+void AttentionCall::facts(const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+                          const FactPass& out, void* stream) const {
+  check_facts(problem_, *family_, sizes(), in, grad_output, saved, out);
+  family_->facts(problem_, in, grad_output, saved, out, stream);
 }
 
 AttentionCall resolve(const AttentionProblem& problem, const CudaDevice& device) {

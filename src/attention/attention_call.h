@@ -41,14 +41,24 @@ struct ForwardPass {
 };
 
 struct BackwardPass {
-  DeviceTensor dq;         // (B, H, T, D)
-  DeviceTensor dk, dv;     // (B, G, N, D), (B, G, N, Dv); on a GPU with facts, both may be null: not computed
-  float* delta = nullptr;  // (B, H, T), optional: as used, keel included
+  DeviceTensor dq;      // (B, H, T, D)
+  DeviceTensor dk, dv;  // (B, G, N, D), (B, G, N, Dv); on a GPU with facts, both may be null: not computed
+  // (B, H, T), optional: as used, keel included. Of all sequences where AttentionCall::has_fact_pass, which needs no with_facts.
+  float* delta = nullptr;
   // Optional, (B, H, T): as in AttentionBackward, and delta_lp - delta_hp, where delta_hp = sum P dP / sum P.
   float *residual = nullptr, *residual_floor = nullptr, *delta_error = nullptr;
   // Optional: the gradient of L, (B, H, T), which is read; that of the problem's sinks, (H).
   const float* grad_lse = nullptr;
   float* dsinks = nullptr;
+};
+
+// A pass behind the other two, where AttentionCall::has_fact_pass: facts of the rows of the problem's first fact_sequences
+// sequences; the rest is left as it is. Of the very dS that dQ and dK received.
+struct FactPass {
+  const float* delta =
+      nullptr;                // (B, H, T): as backward gave it, where it had no gradient of the log-sum-exp
+  float* residual = nullptr;  // (B, H, T): as in AttentionBackward, but in FP32
+  int32_t* ties = nullptr;    // (B, H, T), optional
 };
 
 struct PassSizes {
@@ -86,6 +96,8 @@ class AttentionCall {
   bool could_give_facts() const;
   // Does forward find the largest score and row mean where it is asked? The other outputs' bits stay as they are.
   bool gives_score_facts() const;
+  // Has the family a pass of its own for facts of rows? Then the same kernels train, with the same bits.
+  bool has_fact_pass() const;
   // Of the random numbers: changes from step to step, and nothing of what was resolved depends on it.
   void set_step(uint32_t step) { problem_.step = step; }
 
@@ -95,6 +107,9 @@ class AttentionCall {
   void forward(const PassInputs& in, const ForwardPass& out, void* workspace, void* stream) const;
   void backward(const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
                 const BackwardPass& out, void* workspace, void* stream) const;
+  // Reads inputs, saved.lse and saved.saved as both passes left them; needs no workspace.
+  void facts(const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+             const FactPass& out, void* stream) const;
 
  private:
   AttentionCall(const KernelFamily& family, AttentionProblem complete, std::string why);

@@ -18,6 +18,10 @@ void hopper_backward(const AttentionProblem&, const FamilyPlan&, const PassInput
                      const ForwardPass&, const BackwardPass&, void*, void*) {
   refuse();
 }
+void hopper_facts(const AttentionProblem&, const PassInputs&, const DeviceTensor&, const ForwardPass&,
+                  const FactPass&, void*) {
+  refuse();
+}
 std::shared_ptr<const FamilyPlan> hopper_fp8_prepare(const AttentionProblem&) { refuse(); }
 void hopper_fp8_forward(const AttentionProblem&, const FamilyPlan&, const PassInputs&, const ForwardPass&,
                         void*, void*) {

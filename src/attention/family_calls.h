@@ -19,5 +19,7 @@ EVENKEEL_FAMILY(ampere);
 EVENKEEL_FAMILY(any_plan);
 EVENKEEL_FAMILY(cpu);
 #undef EVENKEEL_FAMILY
+void hopper_facts(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                  const ForwardPass& saved, const FactPass& out, void* stream);
 
 }  // namespace evenkeel

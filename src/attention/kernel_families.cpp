@@ -212,7 +212,8 @@ constexpr KernelFamily kFamilies[] = {
      nullptr,
      hopper_fp8_prepare,
      hopper_fp8_forward,
-     hopper_fp8_backward},
+     hopper_fp8_backward,
+     nullptr},
     // flash2's sites with one of the fast stabilisers (TMA, wgmma).
     {"hopper",
      "the Hopper kernels",
@@ -227,7 +228,8 @@ constexpr KernelFamily kFamilies[] = {
      hopper_gives_score_facts,
      hopper_prepare,
      hopper_forward,
-     hopper_backward},
+     hopper_backward,
+     hopper_facts},
     // hopper's plans and forms by mma.sync; every form with every head size.
     {"ampere",
      "the Ampere-class kernels",
@@ -242,7 +244,8 @@ constexpr KernelFamily kFamilies[] = {
      nullptr,
      ampere_prepare,
      ampere_forward,
-     ampere_backward},
+     ampere_backward,
+     nullptr},
     // Any plan, any stabiliser (mma.sync on bf16).
     {"any_plan",
      "the any-plan kernels",
@@ -257,7 +260,8 @@ constexpr KernelFamily kFamilies[] = {
      nullptr,
      any_plan_prepare,
      any_plan_forward,
-     any_plan_backward},
+     any_plan_backward,
+     nullptr},
     // Any plan; fp64 is the definition itself, which rounds nothing.
     {"cpu",
      "the CPU kernels",
@@ -273,7 +277,8 @@ constexpr KernelFamily kFamilies[] = {
      nullptr,
      cpu_prepare,
      cpu_forward,
-     cpu_backward},
+     cpu_backward,
+     nullptr},
 };
 
 // --- What a problem asks for
@@ -319,6 +324,11 @@ std::string types_taken(const FamilyLimits& limits) {
 }
 
 std::span<const KernelFamily> kernel_families() { return kFamilies; }
+
+// Its tiles have the shapes of the instance with facts of scores.
+bool has_fact_pass(const KernelFamily& family, const AttentionProblem& problem) {
+  return family.facts && family.gives_score_facts(problem);
+}
 
 const KernelFamily& kernel_family(std::string_view name) {
   for (const KernelFamily& family : kFamilies)

@@ -79,7 +79,13 @@ struct KernelFamily {
   void (*backward)(const AttentionProblem& problem, const FamilyPlan& plan, const PassInputs& in,
                    const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
                    void* workspace, void* stream);
+  // Facts of rows by a pass of its own (FactPass), of problems with facts of scores. Null: the family has none.
+  void (*facts)(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
+                const ForwardPass& saved, const FactPass& out, void* stream);
 };
+
+// Of a problem that the family takes.
+bool has_fact_pass(const KernelFamily& family, const AttentionProblem& problem);
 
 std::string types_taken(const FamilyLimits& limits);  // "bf16, fp32"
 
@@ -103,5 +109,8 @@ void check_forward(const AttentionProblem& problem, const KernelFamily& family, 
 void check_backward(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
                     const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
                     const BackwardPass& out, const void* workspace, const void* stream);
+void check_facts(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                 const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+                 const FactPass& out);
 
 }  // namespace evenkeel

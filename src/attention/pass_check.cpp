@@ -56,8 +56,9 @@ class PassCheck {
     rows("lse", data);
   }
 
-  void buffers(const void* saved, const void* workspace, const void* stream) const {
-    buffer("saved", saved, sizes_.saved);
+  void saved(const void* memory) const { buffer("saved", memory, sizes_.saved); }
+  void buffers(const void* saved_memory, const void* workspace, const void* stream) const {
+    saved(saved_memory);
     buffer("workspace", workspace, sizes_.workspace);
     require(family_.on_gpu || stream == nullptr, "[attention] expected no stream on the CPU, got one");
   }
@@ -145,11 +146,32 @@ void check_backward(const AttentionProblem& problem, const KernelFamily& family,
   check.rows("dsinks", out.dsinks);
   require(!out.dsinks || !problem.sinks.empty(),
           "[attention] expected sinks where dsinks is asked for, got none");
-  check.fact("delta", out.delta);
+  if (has_fact_pass(family, problem))
+    check.rows("delta", out.delta);
+  else
+    check.fact("delta", out.delta);
   check.fact("residual", out.residual);
   check.fact("residual_floor", out.residual_floor);
   check.fact("delta_error", out.delta_error);
   check.buffers(saved.saved, workspace, stream);
+}
+
+void check_facts(const AttentionProblem& problem, const KernelFamily& family, const PassSizes& sizes,
+                 const PassInputs& in, const DeviceTensor& grad_output, const ForwardPass& saved,
+                 const FactPass& out) {
+  const PassCheck check(problem, family, sizes);
+  require(has_fact_pass(family, problem),
+          "[attention] {} have no pass for facts of this problem's rows (has_fact_pass says so)",
+          family.words);
+  check.inputs(in);
+  check.query("grad_output", grad_output, problem.Dv, /*written=*/false);
+  check.lse(saved.lse);
+  check.saved(saved.saved);
+  require(out.delta && out.residual,
+          "[attention] expected delta, as the backward pass gave it, and residual, got null");
+  check.rows("delta", out.delta);
+  check.rows("residual", out.residual);
+  check.rows("ties", out.ties);
 }
 
 }  // namespace evenkeel

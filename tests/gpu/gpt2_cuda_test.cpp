@@ -121,35 +121,40 @@ TEST(ModelCuda, FactsAsTheCpuHasThem) {
   }
 }
 
-// Where the Hopper kernels train, the any-plan kernels compute the facts in a pass of their own: the same facts as where these
-// kernels train.
-TEST(ModelCuda, FactsToldAsideAreTheAnyPlanKernels) {
-  const ModelConfig config = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
-  const Tokens tokens(config, 4, 150);
-  for (const int64_t sequences : {1, 3, 0}) {
-    std::vector<HeadFacts> facts[2];
-    for (const bool any_plan : {false, true}) {
-      const auto model = make_model_cuda(config, 5);
-      Floats parameters = parameters_of(*model);
-      const ParameterTensor* w = model->table().find("h.0.attn.c_attn.weight");
-      for (int64_t n = 0; n < w->count(); ++n) parameters[at(w->offset + n)] *= 8;
-      model->write_parameters(parameters);
-      if (any_plan) setenv("EVENKEEL_KERNELS", "any_plan", 1);
-      model->set_plan(ScopedPlan::parse("flash2"));
-      const StepContext context{.tie_facts = true, .residual_facts = true, .fact_sequences = sequences};
-      for (int call = 0; call < 3; ++call) model->forward_backward(tokens.batch(), 1, context);
-      facts[any_plan] = model->facts();
-      unsetenv("EVENKEEL_KERNELS");
-    }
-    for (size_t h = 0; h < facts[0].size(); ++h) {
-      const HeadFacts &aside = facts[0][h], &direct = facts[1][h];
-      EXPECT_EQ(aside.tied_rows, direct.tied_rows) << h;  // q and k have the same bits
-      // dO comes behind O, whose last bits differ: some numbers of dS are rounded the other way.
-      EXPECT_NEAR(aside.delta_rms, direct.delta_rms, 1e-2 * direct.delta_rms) << h;
-      EXPECT_NEAR(aside.residual_rms, direct.residual_rms, 0.2 * direct.residual_rms) << h;
-      EXPECT_NEAR(aside.residual_mean, direct.residual_mean, 4 * direct.residual_error) << h;
-      EXPECT_GT(aside.residual_rms, 0) << h;
-      EXPECT_NEAR(aside.mean_lse, direct.mean_lse, 1e-3 * direct.largest_lse) << h;
+// Where the Hopper kernels train, a pass of their own finds the facts; with a soft cap, which that one does not take, the
+// any-plan kernels compute them aside. Either has what these find where they train.
+TEST(ModelCuda, FactsToldAsideAreThoseOfTheAnyPlanKernels) {
+  for (const bool softcap : {false, true}) {
+    const ModelConfig plain = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
+    const ModelConfig config = softcap ? changed(plain, [](auto& c) { c.softcap = 30; }) : plain;
+    const Tokens tokens(config, 4, 150);
+    for (const int64_t sequences : {1, 3, 0}) {
+      SCOPED_TRACE(fmt::format("{} sequences{}", sequences, softcap ? ", soft cap" : ""));
+      std::vector<HeadFacts> facts[2];
+      for (const bool any_plan : {false, true}) {
+        const auto model = make_model_cuda(config, 5);
+        Floats parameters = parameters_of(*model);
+        const ParameterTensor* w = model->table().find("h.0.attn.c_attn.weight");
+        for (int64_t n = 0; n < w->count(); ++n) parameters[at(w->offset + n)] *= 8;
+        model->write_parameters(parameters);
+        if (any_plan) setenv("EVENKEEL_KERNELS", "any_plan", 1);
+        model->set_plan(ScopedPlan::parse("flash2"));
+        const StepContext context{.tie_facts = true, .residual_facts = true, .fact_sequences = sequences};
+        for (int call = 0; call < 3; ++call) model->forward_backward(tokens.batch(), 1, context);
+        facts[any_plan] = model->facts();
+        unsetenv("EVENKEEL_KERNELS");
+      }
+      for (size_t h = 0; h < facts[0].size(); ++h) {
+        const HeadFacts &aside = facts[0][h], &direct = facts[1][h];
+        // q and k have the same bits. Sums in another order may move one row's score across the tolerance.
+        EXPECT_NEAR(aside.tied_rows, direct.tied_rows, softcap ? 0 : 1.1 / 150) << h;
+        // dO comes behind O, whose last bits differ: some numbers of dS are rounded the other way.
+        EXPECT_NEAR(aside.delta_rms, direct.delta_rms, 1e-2 * direct.delta_rms) << h;
+        EXPECT_NEAR(aside.residual_rms, direct.residual_rms, 0.2 * direct.residual_rms) << h;
+        EXPECT_NEAR(aside.residual_mean, direct.residual_mean, 4 * direct.residual_error) << h;
+        EXPECT_GT(aside.residual_rms, 0) << h;
+        EXPECT_NEAR(aside.mean_lse, direct.mean_lse, 1e-3 * direct.largest_lse) << h;
+      }
     }
   }
 }
@@ -234,7 +239,7 @@ TEST(ModelCuda, SmallSameBitsTwiceRecordedOrNot) {
   }
 }
 
-// Facts of some or of all sequences: returned by the pass, computed separately, or one way in each layer.
+// Facts of some or of all sequences: returned by the pass, found behind it, computed aside, or another way in each layer.
 TEST(ModelCuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 3, 37);

@@ -33,7 +33,7 @@ AttentionLayers::LayerCalls AttentionLayers::resolve_layer(int64_t layer) const 
   asked.with_facts = true;
   if (calls.train.could_give_facts()) {
     calls.train = resolve(asked, device);
-  } else {
+  } else if (!calls.train.has_fact_pass()) {
     // The batch's first sequences, so that their random numbers are the same.
     asked.B = kind_.fact_sequences;
     calls.facts = resolve(asked, device);
@@ -110,10 +110,25 @@ void AttentionLayers::backward(int64_t layer) {
     out.residual = m.residual;
     out.delta = m.delta;
   }
-  call.backward(inputs(m), heads_of(a_->d_o, 0, Q), outputs(layer, m, false), out, workspace(), stream_);
+  const bool fact_pass = kind_.attention_has_facts() && call.has_fact_pass();
+  if (fact_pass) out.delta = m.delta;
+  const DeviceTensor d_o = heads_of(a_->d_o, 0, Q);
+  const ForwardPass saved = outputs(layer, m, false);
+  call.backward(inputs(m), d_o, saved, out, workspace(), stream_);
+  if (!fact_pass) return;
+  fork();
+  call.facts(inputs(m), d_o, saved, {m.delta, m.residual, kind_.tie_facts ? m.ties : nullptr},
+             second_stream_);
+  joined_.set(second_stream_);
 }
 
-// --- Facts by a second pass
+// --- Facts aside: by the kernels that train, or by a second pass of others
+
+void AttentionLayers::fork() {
+  forked_.set(stream_);
+  forked_.wait_in(second_stream_);
+  facts_run_aside_ = true;
+}
 
 AttentionLayers::SecondPass AttentionLayers::carve_second_pass(const AttentionCall& call,
                                                                Carver& carver) const {
@@ -138,9 +153,7 @@ void AttentionLayers::compute_facts_separately(int64_t layer) {
   const AttentionCall& call = *calls(layer).facts;
   Carver carver(memory_.as<char>() + layout_->second_pass);
   SecondPass second = carve_second_pass(call, carver);
-  forked_.set(stream_);
-  forked_.wait_in(second_stream_);
-  second_pass_runs_ = true;
+  fork();
   if (kind_.tie_facts) second.forward.ties = m.ties;
   call.forward(inputs(m), second.forward, second.workspace, second_stream_);
   if (kind_.residual_facts) {
@@ -153,7 +166,7 @@ void AttentionLayers::compute_facts_separately(int64_t layer) {
 }
 
 void AttentionLayers::join_facts() {
-  if (std::exchange(second_pass_runs_, false)) joined_.wait_in(stream_);
+  if (std::exchange(facts_run_aside_, false)) joined_.wait_in(stream_);
 }
 
 }  // namespace evenkeel::device

@@ -1,10 +1,10 @@
 // Attention of all layers of a model on a GPU: its problems, its memory, its facts. Internal to src/model.
 //
-// Facts change no bit of a step. The any-plan kernels return them beside their outputs. The Hopper kernels do not, so the
-// any-plan kernels compute attention of their layers a second time, for the sequences that are asked for. This runs
-// on a stream of its own (a thirty-second of the batch costs half a percent of a step of `nano`, and nothing waits
-// for it). The facts are then those of the plan's arithmetic, not of the order in which the Hopper kernels add. The
-// log-sum-exps are the Hopper kernels' own. So are the largest scores and row means, which they find as they go.
+// Facts change no bit of a step. The any-plan kernels return them beside their outputs. The Hopper kernels have a pass of
+// their own for them, behind the other two. Where a family has neither (or the Hopper kernels not for this problem), the
+// any-plan kernels compute attention of their layers a second time; these facts are then of the plan's arithmetic, not of the
+// kernels that train. Either runs on a stream of its own, of the sequences that are asked for, and nothing waits for it. The
+// log-sum-exps, and the largest scores and row means, are those of the kernels that train.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +52,7 @@ class AttentionLayers {
   size_t bytes() const { return memory_.bytes(); }
   void reserve(size_t bytes);  // every address so far becomes void
   // The layout must outlive the call.
-  void use(const Layout& layout) { layout_ = &layout, second_pass_runs_ = false; }
+  void use(const Layout& layout) { layout_ = &layout, facts_run_aside_ = false; }
 
   // --- The call that was started
   void forward(int64_t layer);
@@ -90,6 +90,7 @@ class AttentionLayers {
                                             [](const LayerCalls& c) { return c.train.gives_score_facts(); });
   }
   const LayerCalls& calls(int64_t layer) const { return layout_->calls[static_cast<size_t>(layer)]; }
+  void fork();  // the second stream goes on from here
   SecondPass carve_second_pass(const AttentionCall& call, Carver& carver) const;
 
   const Model& model_;
@@ -106,7 +107,7 @@ class AttentionLayers {
   CallKind kind_{};
   const Activations* a_ = nullptr;
   const Layout* layout_ = nullptr;
-  bool second_pass_runs_ = false;
+  bool facts_run_aside_ = false;
 };
 
 }  // namespace evenkeel::device
