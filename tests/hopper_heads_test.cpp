@@ -172,8 +172,11 @@ TEST(HopperHeads, the_other_stabilisers_in_fp16_and_packed) {
                      {.type = TensorType::fp16});
 }
 
+// One feature of O is zero throughout: beside it the poison of a residue that nobody wrote is NaN.
 TEST(HopperHeads, plans_that_differ_by_head) {
-  const Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
+  Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
+  for (int64_t g = 0; g < p.shape.G; ++g)
+    for (int64_t j = 0; j < p.shape.N; ++j) *p.v().at(0, g, j, 3) = 0;
   std::vector<PrecisionPlan> plans;
   for (const char* stabiliser : {"none", "consistent", "wide_output", "zero_sum"})
     plans.push_back(plan_of(stabiliser));
