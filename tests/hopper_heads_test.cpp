@@ -146,6 +146,32 @@ TEST(HopperHeads, the_other_masks) {
   }
 }
 
+// What lies behind the end of a sequence may be anything: here NaN, in every tensor.
+TEST(HopperHeads, nothing_behind_the_end_is_seen) {
+  const Case cases[] = {
+      {{3, 1, 1, 150, 190, 256}, {.ragged = true, .scale = 0.0625f}, "256"},
+      {{3, 1, 1, 130, 150, 160}, {.causal = true, .ragged = true, .scale = 0.0625f}, "160"},
+  };
+  for (const Case& c : cases) {
+    const Problem p = make_problem(c);
+    Problem poisoned = make_problem(c);
+    const auto poison = [](View<float> x, const std::vector<int32_t>& lengths) {
+      for (int64_t b = 0; b < x.shape[0]; ++b)
+        for (int64_t h = 0; h < x.shape[1]; ++h)
+          for (int64_t i = lengths[static_cast<size_t>(b)]; i < x.shape[2]; ++i)
+            for (int64_t d = 0; d < x.shape[3]; ++d) *x.at(b, h, i, d) = attention_runs::kNan;
+    };
+    poison(poisoned.q(), p.query_lengths), poison(poisoned.grad(), p.query_lengths);
+    poison(poisoned.k(), p.key_lengths), poison(poisoned.v(), p.key_lengths);
+    for (const char* stabiliser : {"wide_output", "zero_sum"}) {
+      const AttentionProblem config = p.with(plan_of(stabiliser));
+      attention_runs::expect_narrowed(run_on_hopper(config, p), run_on_hopper(config, poisoned),
+                                      c.name + std::string(", ") + stabiliser);
+    }
+    if (kSanitized) break;
+  }
+}
+
 // One row, one key, rows that see nothing, more query tiles than multiprocessors, heads that share keys.
 TEST(HopperHeads, odd_sizes) {
   const Case odd[] = {
