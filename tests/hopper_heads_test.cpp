@@ -172,6 +172,28 @@ TEST(HopperHeads, nothing_behind_the_end_is_seen) {
   }
 }
 
+// Rows that see one key, far away: O is that key's V to the bit, in every query tile. So the second launch did them all.
+TEST(HopperHeads, far_rows) {
+  for (const int64_t D : {160, 256}) {
+    Problem p = make_problem({{1, 4, 2, 130, 1, D}, {.scale = 0.0625f}, "far"});
+    cases::Draw draw(1, 7);
+    cases::fill_view(p.q(), [&](int64_t, int64_t, int64_t, int64_t d) {
+      return d < 16 ? cases::to_bf16(280 + 20 * draw.unit()) : 0.0f;
+    });
+    cases::fill_view(p.k(), [](int64_t, int64_t, int64_t, int64_t d) { return d < 16 ? 280.0f : 0.0f; });
+    for (const char* stabiliser : {"none", "wide_output", "zero_sum"}) {
+      const AttentionBuffers got = run_on_hopper(p.with(plan_of(stabiliser)), p);
+      int others = 0;
+      for (int64_t h = 0; h < p.shape.H; ++h)
+        for (int64_t i = 0; i < p.shape.T; ++i)
+          for (int64_t d = 0; d < D; ++d)
+            others += *got.o.view().at(0, h, i, d) != *p.in.v.at(0, h / 2, 0, d);
+      EXPECT_EQ(others, 0) << D << ", " << stabiliser;
+      if (kSanitized) return;
+    }
+  }
+}
+
 // One row, one key, rows that see nothing, more query tiles than multiprocessors, heads that share keys.
 TEST(HopperHeads, odd_sizes) {
   const Case odd[] = {
