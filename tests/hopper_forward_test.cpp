@@ -105,14 +105,16 @@ std::string name_of(const Case& c, const Far& far) {
 // for these. Returns how many there are. O is that key's V, to the bit; so delta is its dP, and the row of dS is zero.
 int expect_values(const Problem& p, const AttentionBuffers& got, const std::string& name) {
   int rows = 0;
-  for (int64_t i = 0; i < p.shape.T; ++i) {
+  for (int64_t n = 0; n < p.shape.B * p.shape.H * p.shape.T; ++n) {
+    const int64_t b = n / p.shape.T / p.shape.H, h = n / p.shape.T % p.shape.H, i = n % p.shape.T,
+                  g = h * p.shape.G / p.shape.H;
     double first = -INFINITY, second = -INFINITY;
     int64_t key = -1;
     for (int64_t j = 0; j < p.shape.N; ++j) {
-      if (!cases::sees(p, 0, 0, i, j)) continue;
+      if (!cases::sees(p, b, h, i, j)) continue;
       double score = 0;
       for (int64_t d = 0; d < p.shape.D; ++d)
-        score += double{*p.in.q.at(0, 0, i, d)} * double{*p.in.k.at(0, 0, j, d)};
+        score += double{*p.in.q.at(b, h, i, d)} * double{*p.in.k.at(b, g, j, d)};
       score *= double{p.shape.scale};
       if (score > first)
         second = first, first = score, key = j;
@@ -122,9 +124,9 @@ int expect_values(const Problem& p, const AttentionBuffers& got, const std::stri
     if (key < 0 || first - second < 60 + 1e-5 * std::fabs(first)) continue;
     ++rows;
     for (int64_t d = 0; d < p.shape.D; ++d)
-      if (const float o = *got.o.view().at(0, 0, i, d), v = *p.in.v.at(0, 0, key, d); o != v) {
-        ADD_FAILURE() << name << ": row " << i << " sees key " << key << " alone, and O is " << o
-                      << " where V is " << v << " (feature " << d << ")";
+      if (const float o = *got.o.view().at(b, h, i, d), v = *p.in.v.at(b, g, key, d); o != v) {
+        ADD_FAILURE() << name << ": row " << i << " of head " << h << " sees key " << key
+                      << " alone, and O is " << o << " where V is " << v << " (feature " << d << ")";
         return rows;
       }
   }
@@ -217,6 +219,11 @@ TEST(HopperForward, far_scores) {
     for (const double offset : {8e4, -8e4}) expect_sound(kHeads64, {offset, 2e4, order});
   expect_sound(kHeads128, {8e4, 5e3});
   expect_sound<true>(kWindow, {8e4, 5e3});
+}
+
+// More query tiles than blocks: each launch counts for itself.
+TEST(HopperForward, far_scores_of_many_heads) {
+  expect_sound({{1, 6, 3, 70, 70, 64}, {.causal = true, .scale = 0.125f}, "six heads"}, {8e4, 5e3});
 }
 
 // The same where a shift may lag behind the largest score.

@@ -146,6 +146,54 @@ TEST(HopperHeads, the_other_masks) {
   }
 }
 
+// What lies behind the end of a sequence may be anything: here NaN, in every tensor.
+TEST(HopperHeads, nothing_behind_the_end_is_seen) {
+  const Case cases[] = {
+      {{3, 1, 1, 150, 190, 256}, {.ragged = true, .scale = 0.0625f}, "256"},
+      {{3, 1, 1, 130, 150, 160}, {.causal = true, .ragged = true, .scale = 0.0625f}, "160"},
+  };
+  for (const Case& c : cases) {
+    const Problem p = make_problem(c);
+    Problem poisoned = make_problem(c);
+    const auto poison = [](View<float> x, const std::vector<int32_t>& lengths) {
+      for (int64_t b = 0; b < x.shape[0]; ++b)
+        for (int64_t h = 0; h < x.shape[1]; ++h)
+          for (int64_t i = lengths[static_cast<size_t>(b)]; i < x.shape[2]; ++i)
+            for (int64_t d = 0; d < x.shape[3]; ++d) *x.at(b, h, i, d) = attention_runs::kNan;
+    };
+    poison(poisoned.q(), p.query_lengths), poison(poisoned.grad(), p.query_lengths);
+    poison(poisoned.k(), p.key_lengths), poison(poisoned.v(), p.key_lengths);
+    for (const char* stabiliser : {"wide_output", "zero_sum"}) {
+      const AttentionProblem config = p.with(plan_of(stabiliser));
+      attention_runs::expect_narrowed(run_on_hopper(config, p), run_on_hopper(config, poisoned),
+                                      c.name + std::string(", ") + stabiliser);
+    }
+    if (kSanitized) break;
+  }
+}
+
+// Rows that see one key, far away: O is that key's V to the bit, in every query tile. So the second launch did them all.
+TEST(HopperHeads, far_rows) {
+  for (const int64_t D : {160, 256}) {
+    Problem p = make_problem({{1, 4, 2, 130, 1, D}, {.scale = 0.0625f}, "far"});
+    cases::Draw draw(1, 7);
+    cases::fill_view(p.q(), [&](int64_t, int64_t, int64_t, int64_t d) {
+      return d < 16 ? cases::to_bf16(280 + 20 * draw.unit()) : 0.0f;
+    });
+    cases::fill_view(p.k(), [](int64_t, int64_t, int64_t, int64_t d) { return d < 16 ? 280.0f : 0.0f; });
+    for (const char* stabiliser : {"none", "wide_output", "zero_sum"}) {
+      const AttentionBuffers got = run_on_hopper(p.with(plan_of(stabiliser)), p);
+      int others = 0;
+      for (int64_t h = 0; h < p.shape.H; ++h)
+        for (int64_t i = 0; i < p.shape.T; ++i)
+          for (int64_t d = 0; d < D; ++d)
+            others += *got.o.view().at(0, h, i, d) != *p.in.v.at(0, h / 2, 0, d);
+      EXPECT_EQ(others, 0) << D << ", " << stabiliser;
+      if (kSanitized) return;
+    }
+  }
+}
+
 // One row, one key, rows that see nothing, more query tiles than multiprocessors, heads that share keys.
 TEST(HopperHeads, odd_sizes) {
   const Case odd[] = {
@@ -172,8 +220,11 @@ TEST(HopperHeads, the_other_stabilisers_in_fp16_and_packed) {
                      {.type = TensorType::fp16});
 }
 
+// One feature of O is zero throughout: beside it the poison of a residue that nobody wrote is NaN.
 TEST(HopperHeads, plans_that_differ_by_head) {
-  const Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
+  Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
+  for (int64_t g = 0; g < p.shape.G; ++g)
+    for (int64_t j = 0; j < p.shape.N; ++j) *p.v().at(0, g, j, 3) = 0;
   std::vector<PrecisionPlan> plans;
   for (const char* stabiliser : {"none", "consistent", "wide_output", "zero_sum"})
     plans.push_back(plan_of(stabiliser));

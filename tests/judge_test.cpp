@@ -121,6 +121,19 @@ TEST(Judge, TheSummaryCountsForms) {
   EXPECT_NE(told.out.find("every family above passes; forms fail"), std::string::npos) << told.out;
 }
 
+// What one plan does not take is not said of another.
+TEST(Judge, WhatIsNotJudgedIsSaidByPlan) {
+  const Output told =
+      run_shell(EVENKEEL_PROGRAM " conform --quick --summary --rows 64 --plan sage_int8 --plan flash2 2>&1");
+  EXPECT_NE(told.out.find("not judged, since the CPU's kernels do not offer it: type: fp16"),
+            std::string::npos)
+      << told.out;
+  EXPECT_NE(told.out.find("not judged of sage_int8, since the CPU's kernels do not offer it: softcap: 20\n"),
+            std::string::npos)
+      << told.out;
+  EXPECT_EQ(told.out.find("not judged of flash2"), std::string::npos) << told.out;
+}
+
 TEST(Judge, IsQuietOnATiledKernelWithoutFault) {
   const FormsReport report = judge_forms(flash::kernel({}), quick("flash2"));
   EXPECT_TRUE(report.passes()) << text_of(report);

@@ -293,6 +293,60 @@ TEST_F(RecordsTest, a_healthy_verdict_says_what_it_rests_on) {
   EXPECT_EQ(mended.find("step 40"), std::string::npos) << mended;
 }
 
+// Offsets long before the end, losses that begin late or are too few, several runs: a sentence of health covers what is there.
+TEST_F(RecordsTest, a_healthy_verdict_covers_what_is_recorded) {
+  const std::string level = ", \"offset\": [[20, 18]]";
+  const auto symptom_of = [&](int first, int end, int every, int offsets_until, const char* last = "") {
+    std::string text;
+    for (int step = first; step < end; step += every)
+      text += fmt::format("{{\"step\": {}, \"loss\": 2.5{}}}\n", step, step < offsets_until ? level : "");
+    return find_symptom(run_record(parse_metrics(text + last), {}));
+  };
+  const auto has = [](const std::string& text, const char* words) {
+    EXPECT_NE(text.find(words), std::string::npos) << words << "\nin\n" << text;
+  };
+  has(symptom_of(5000, 5020, 1, 9999).certainty, "hardly sure: 20 steps are few");
+  has(symptom_of(5000, 5020, 1, 9999).words, "in 20 steps");
+  has(symptom_of(0, 300000, 1000, 300000).words, "too few losses are recorded");
+  has(symptom_of(0, 300000, 1000, 300000).certainty, "not sure: too few losses");
+  has(symptom_of(0, 3000, 1, 1).certainty, "not sure: no offsets are recorded behind step 0");
+  // Old offsets do not acquit drift, and heads that came back had drifted.
+  const char* const ended = "{\"step\": 3000, \"loss\": null}\n";
+  EXPECT_EQ(symptom_of(0, 3000, 1, 1, ended).words.find("drift"), std::string::npos);
+  has(symptom_of(0, 3000, 1, 2990, ended).words, "just before, no head drifted");
+  // The page of several runs is as sure as each of them.
+  std::vector<fs::path> runs;
+  for (const char* name : {"long", "short"}) {
+    runs.push_back(folder / name);
+    fs::create_directories(runs.back());
+    write_whole_file(runs.back() / "config.toml", to_toml(to_toml_table(tiny())));
+    std::string text;
+    for (int step = 0; step < (name == std::string("long") ? 1000 : 30); ++step)
+      text += fmt::format("{{\"step\": {}, \"loss\": 2.5{}}}\n", step, level);
+    write_whole_file(runs.back() / "metrics.jsonl", text);
+  }
+  const std::string shown = page(runs);
+  has(shown, "All runs are healthy");
+  has(shown, "hardly sure: 30 steps are few; no run of the study failed before step 350 (short)");
+}
+
+// A loss that rises or jumps is seen where only some steps are recorded, and where a run goes on in a folder of its own.
+TEST_F(RecordsTest, losses_that_are_not_recorded_hide_no_symptom) {
+  const auto kind_of = [](int first, int every, bool rises) {
+    std::string text;
+    for (int n = 0; n < 1000; ++n) {
+      const double noise = 0.01 * (n * 37 % 11 - 5),
+                   rise = rises ? std::max(0, n - 600) / 150.0 : n % 100 == 50;
+      text += fmt::format("{{\"step\": {}, \"loss\": {}}}\n", first + n * every, 2.5 + noise + rise);
+    }
+    return find_symptom(run_record(parse_metrics(text), {})).kind;
+  };
+  for (const auto& [first, every] : {std::pair{0, 1}, {10000, 1}, {0, 5}}) {
+    EXPECT_EQ(kind_of(first, every, true), Symptom::Kind::loss) << first << ", " << every;
+    EXPECT_EQ(kind_of(first, every, false), Symptom::Kind::spikes) << first << ", " << every;
+  }
+}
+
 TEST_F(RecordsTest, no_record_is_an_error_and_a_loss_that_is_not_finite_a_finding) {
   write("config.toml", to_toml(to_toml_table(tiny())));
   const auto verdict = [&] { return run_shell(EVENKEEL_PROGRAM " verdict " + folder.string() + " 2>&1"); };

@@ -350,12 +350,21 @@ void print_forms(const std::vector<KernelJudgement>& judgements) {
                j.forms.named.empty() ? "" : ": " + j.forms.named.front().words);
     if (j.risk) fmt::print("  {:<34} {}\n", "", in_words(*j.risk));
   }
-  if (judgements.empty()) return;
-  std::string not_judged;
-  for (const std::string& what : judgements.front().forms.not_judged)
-    not_judged += (not_judged.empty() ? "" : ", ") + what;
-  if (!not_judged.empty())
-    fmt::print("  not judged, since the CPU's kernels do not offer it: {}\n", not_judged);
+  // Of every plan, then what only some of them do not take.
+  const auto of_all = [&](const std::string& what) {
+    return std::ranges::all_of(judgements, [&](const KernelJudgement& j) {
+      return std::ranges::find(j.forms.not_judged, what) != j.forms.not_judged.end();
+    });
+  };
+  const auto print_not_judged = [&](const KernelJudgement& j, bool wanted, const std::string& whose) {
+    std::string words;
+    for (const std::string& what : j.forms.not_judged)
+      if (of_all(what) == wanted) words += (words.empty() ? "" : ", ") + what;
+    if (!words.empty())
+      fmt::print("  not judged{}, since the CPU's kernels do not offer it: {}\n", whose, words);
+  };
+  if (!judgements.empty()) print_not_judged(judgements.front(), true, "");
+  for (const KernelJudgement& j : judgements) print_not_judged(j, false, " of " + j.name);
 }
 
 }  // namespace

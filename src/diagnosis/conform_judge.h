@@ -112,7 +112,7 @@ FormsReport judge_forms(const FormKernel& kernel, const JudgeOptions& options,
 FormResult smallest_failure(FormResult failure, const FormKernel& kernel, const JudgeOptions& options);
 
 // attention_forward and attention_backward of the CPU with a plan. Not offered: sinks, packed sequences, the gradient
-// of L, FP16.
+// of L, FP16; a soft cap where the plan does not take one.
 FormKernel cpu_form_kernel(const PrecisionPlan& plan);
 // The definition itself, rounded to the form's type at the end: nothing a kernel can do better. Offers everything.
 FormKernel definition_form_kernel();

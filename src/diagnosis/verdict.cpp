@@ -20,7 +20,8 @@ constexpr size_t kNeighbours = 20;  // steps on either side, that a step's loss 
 // Deviations of a step's loss that count as a jump: of normal noise, one in three million.
 constexpr double kJump = 5;
 constexpr size_t kFewestSpikes = 3;
-// No run of docs/curves failed earlier (study_test.py): of fewer steps, health says little.
+// No run of docs/curves failed earlier (study_test.py): of fewer steps health says little, and offsets older than that say
+// nothing of the end.
 constexpr size_t kFewSteps = 350;
 constexpr double kSmallestRise = 0.05;  // of the loss: smaller ones are another run's seed
 
@@ -31,15 +32,24 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
+// Steps whose loss is there. A run that goes on in a folder of its own has none before, and some write one step in ten.
+std::vector<size_t> steps_with_loss(const std::vector<double>& loss) {
+  std::vector<size_t> steps;
+  for (size_t n = 0; n < loss.size(); ++n)
+    if (!std::isnan(loss[n])) steps.push_back(n);
+  return steps;
+}
+
 // What each step's loss is above the median of its neighbours on both sides, so that a loss that falls is no jump; NaN for
-// the first few, where it falls too fast.
+// the first few, where it falls too fast, and where there is none.
 std::vector<double> jumps(const std::vector<double>& loss) {
+  const std::vector<size_t> steps = steps_with_loss(loss);
   std::vector<double> above(loss.size(), kUnknown);
-  for (size_t n = kNeighbours; n < loss.size(); ++n) {
-    const auto at = [&](size_t m) { return loss.begin() + static_cast<std::ptrdiff_t>(m); };
-    std::vector<double> neighbours(at(n - kNeighbours), at(n));
-    neighbours.insert(neighbours.end(), at(n + 1), at(std::min(n + 1 + kNeighbours, loss.size())));
-    above[n] = loss[n] - median(std::move(neighbours));
+  for (size_t n = kNeighbours; n < steps.size(); ++n) {
+    std::vector<double> neighbours;
+    for (size_t m = n - kNeighbours; m < std::min(n + 1 + kNeighbours, steps.size()); ++m)
+      if (m != n) neighbours.push_back(loss[steps[m]]);
+    above[steps[n]] = loss[steps[n]] - median(std::move(neighbours));
   }
   return above;
 }
@@ -154,19 +164,26 @@ std::string level_offsets(const RunRecord& record) {
                      record.fact_steps[rows - 1], *std::max_element(last.begin(), last.end()), limit.limit);
 }
 
+// Are there offsets of few steps before `end`?
+bool knows_offsets(const RunRecord& record, int64_t end) {
+  const size_t rows = rows_to_judge(record);
+  return rows > 0 && end - record.fact_steps[rows - 1] < static_cast<int64_t>(kFewSteps);
+}
+
 // The loss: means of as many steps as the trainer's own watch, against the best.
 std::optional<Symptom> find_rise(const RunRecord& record, double noise) {
   const std::vector<double>& loss = record.loss;
+  const std::vector<size_t> steps = steps_with_loss(loss);
   constexpr size_t kWindow = DivergenceWatch::kWindow;
   double best = std::numeric_limits<double>::infinity(), mean = 0;
   size_t best_at = 0;
-  for (size_t n = 0; n < loss.size(); ++n) {
-    mean += loss[n] / kWindow;
-    if (n >= kWindow) mean -= loss[n - kWindow] / kWindow;
-    if (n + 1 >= kWindow && mean < best) best = mean, best_at = n;
+  for (size_t n = 0; n < steps.size(); ++n) {
+    mean += loss[steps[n]] / kWindow;
+    if (n >= kWindow) mean -= loss[steps[n - kWindow]] / kWindow;
+    if (n + 1 >= kWindow && mean < best) best = mean, best_at = steps[n];
   }
   const bool ended = record.finding.has_value();
-  const bool risen = loss.size() > kWindow &&
+  const bool risen = steps.size() > kWindow &&
                      mean > best + std::max(kSmallestRise * best, kJump * noise * std::sqrt(2.0 / kWindow));
   if (!ended && !risen && !record.not_finite) return {};
   Symptom symptom;
@@ -181,26 +198,35 @@ std::optional<Symptom> find_rise(const RunRecord& record, double noise) {
                         kWindow, mean, mean - best, best_at);
   // No head drifts, or the offset would be the symptom.
   const bool not_finite = record.not_finite || (ended && record.finding->kind == "not_finite");
-  if (const std::string level = level_offsets(record); not_finite && !level.empty())
+  if (const std::string level = level_offsets(record);
+      not_finite && !level.empty() &&
+      knows_offsets(record, record.not_finite ? *record.not_finite : record.finding->step))
     symptom.words += fmt::format(
-        "; no head drifted before ({}), so drift is not what ended it; an overflow may be", level);
+        "; just before, no head drifted ({}), so drift is not what ended it; an overflow may be", level);
   return symptom;
 }
 
 // What "nothing is wrong" rests on.
 void find_nothing(const RunRecord& record, Symptom& symptom) {
-  const size_t steps = record.loss.size();
+  // Losses that are too far apart are none (Metrics::by_step).
+  const std::vector<size_t> recorded = steps_with_loss(record.loss);
+  const size_t steps = recorded.empty() ? 0 : recorded.back() - recorded.front() + 1;
   const std::string level = level_offsets(record);
-  symptom.words = fmt::format("{}no rise of the loss and no jumps in {} step{}",
-                              level.empty() ? "" : fmt::format("no head drifts ({}), ", level), steps,
-                              steps == 1 ? "" : "s");
+  symptom.words = fmt::format("{}{}", level.empty() ? "" : fmt::format("no head drifts ({}), ", level),
+                              steps == 0 ? "too few losses are recorded to see a rise"
+                                         : fmt::format("no rise of the loss and no jumps in {} step{}", steps,
+                                                       steps == 1 ? "" : "s"));
   symptom.certainty =
       level.empty()
           ? "not sure: no offsets are recorded, and drift shows in them long before it shows in the "
             "loss (train --facts-every N)"
+      : steps == 0 ? "not sure: too few losses are recorded"
       : steps < kFewSteps
           ? fmt::format("hardly sure: {} steps are few; no run of the study failed before step {}", steps,
                         kFewSteps)
+      : !knows_offsets(record, static_cast<int64_t>(recorded.back()))
+          ? fmt::format("not sure: no offsets are recorded behind step {}",
+                        record.fact_steps[rows_to_judge(record) - 1])
           : "as sure as records are: nothing was replayed, and a later drift is forecast's to say";
 }
 

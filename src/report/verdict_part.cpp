@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "diagnosis/forecast.h"
 #include "diagnosis/next_command.h"
@@ -31,6 +33,25 @@ std::pair<std::string, std::string> first_sentence(const std::string& text) {
 struct Statement {
   std::string sentence, more, sure;
 };
+// Of runs that are all healthy: how sure each of them is, those of one certainty together.
+std::string certainty_of(const PageData& data) {
+  std::vector<std::pair<std::string, std::string>> found;  // certainty, runs
+  for (size_t n = 0; n < data.runs.size(); ++n) {
+    const std::string& sure = data.symptoms[n].certainty;
+    const auto same =
+        std::find_if(found.begin(), found.end(), [&](const auto& one) { return one.first == sure; });
+    if (same == found.end())
+      found.emplace_back(sure, data.runs[n].label);
+    else
+      same->second += ", " + data.runs[n].label;
+  }
+  if (found.size() == 1) return found[0].first;
+  std::string text;
+  for (const auto& [sure, runs] : found)
+    text += fmt::format("{}{} ({})", text.empty() ? "" : "; ", sure, runs);
+  return text;
+}
+
 Statement statement_of(const PageData& data) {
   const RunRecords& run = data.runs[data.subject];
   const Symptom& symptom = data.symptoms[data.subject];
@@ -47,7 +68,7 @@ Statement statement_of(const PageData& data) {
               "loss, no "
               "jumps."
             : healthy_sentence(symptom);
-    s.sure = symptom.certainty;
+    s.sure = certainty_of(data);
   } else {
     s.sentence = fmt::format("Something is wrong in {}: {}.", run.label, symptom.words);
     s.more = "The cause is not established: no replay was made.";

@@ -44,7 +44,7 @@ struct RowFacts {
         eights[n].o = *reinterpret_cast<const uint4*>(p.o.at(band.s.query_batch, h, at) + feature);
         eights[n].residue = {0, 0};
       }
-      if (p.residue) {
+      if (rules.wide) {  // of other heads nobody may have written one (Hopper's forward pass does not)
 #pragma unroll
         for (int n = 0; n < kRounds; ++n)
           eights[n].residue = *reinterpret_cast<const uint2*>(

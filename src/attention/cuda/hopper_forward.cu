@@ -1,5 +1,5 @@
 // The forward pass on Hopper: O = softmax(a Q K^T) V, tile by tile, never in memory. Heads with one plan are one launch, and
-// each launch is the kernel that their plan alone would have.
+// one more for far rows. Each is the kernel that their plan alone would have.
 #include "attention/cuda/hopper_forward.cuh"
 
 #include "attention/cuda/hopper_forward_block.cuh"
