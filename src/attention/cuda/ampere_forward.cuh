@@ -15,9 +15,9 @@ template <int kCount>
 struct Rows {
   float shift[kCount];  // in force, in powers of two; -inf: no key yet
   float sum[kCount];    // l: this thread's part of it
-  float unit;           // dither: added to the shift; paper_capped: the row's own random number
-  float max;            // paper_capped: the largest score so far, scaled
-  int ties;             // paper_capped
+  float unit;  // dither: added to the shift; paper_capped: the row's own random number; exact: its residue
+  float max;   // paper_capped: the largest score so far, scaled; exact: the score that set the shift
+  int ties;    // paper_capped
 
   EK_DEVICE void start() {
 #pragma unroll
@@ -34,6 +34,19 @@ struct Rows {
     ties = 0;
   }
 
+  // Of a number for each row, that of row lane % kCount; and of one that is spread over the quad, that of row r.
+  EK_DEVICE static float own(const float (&of_row)[kCount]) {
+    const int row = static_cast<int>(threadIdx.x) % kCount;
+    float number = of_row[0];
+#pragma unroll
+    for (int r = 1; r < kCount; ++r)
+      if (row == r) number = of_row[r];
+    return number;
+  }
+  EK_DEVICE static float of(int r, float spread) {
+    return __shfl_sync(~0u, spread, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
+  }
+
   // The shifts with a tile whose rows' largest scores (as the products left them; -inf: none) are `most`, of which `tied`
   // tie: in `most`'s place.
   EK_DEVICE void move(const Problem& p, const HeadRules& rules, float (&most)[kCount],
@@ -44,17 +57,16 @@ struct Rows {
         most[r] = rules.consistent ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
       return;
     }
-    const int own = static_cast<int>(threadIdx.x) % kCount;
-    float tile_max = most[0];
+    const int row = static_cast<int>(threadIdx.x) % kCount;
+    const float tile_max = own(most);
     int tile_ties = tied[0];
 #pragma unroll
     for (int r = 1; r < kCount; ++r)
-      if (own == r) tile_max = most[r], tile_ties = tied[r];
+      if (row == r) tile_ties = tied[r];
     const float moved = rules.dither ? fmaf(tile_max, p.score_log2, unit)
                                      : paper_shift(rules, tile_max * p.score_unit, tile_ties);
 #pragma unroll
-    for (int r = 0; r < kCount; ++r)
-      most[r] = __shfl_sync(~0u, moved, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
+    for (int r = 0; r < kCount; ++r) most[r] = of(r, moved);
   }
   EK_DEVICE float paper_shift(const HeadRules& rules, float tile_max, int tile_ties) {
     if (tile_max == -kInfinity) return -kInfinity;
@@ -70,9 +82,23 @@ struct Rows {
     return m * kLog2E;
   }
   // paper_capped: the largest score of row r so far.
-  EK_DEVICE float largest(int r) const {
-    return __shfl_sync(~0u, max, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
+  EK_DEVICE float largest(int r) const { return of(r, max); }
+
+  // exact: what rounding took from a far shift is the score that set it less the shift, exactly. That score's probability is one,
+  // and BF16 must not round it. A fused multiply-add alone leaves 2^residue, and BF16 rounds that while the sum l does not: O of
+  // a row that sees one key is then not that key's V, and its row of dS does not add up to zero. Nearer than kFar the residue is
+  // left out, so that near rows have the bits of plain shifts.
+  // After a shift moved from `before` to `after`, set by `score` (all of row lane % kCount): returns how far the residue fell.
+  EK_DEVICE float move_residue(const Problem& p, float score, float before, float after) {
+    if (before == after) return 0;
+    const float was = unit;
+    unit = is_far(after) ? fmaf(score, p.score_log2, -after) : 0.0f;
+    max = score;
+    return was - unit;
   }
+  EK_DEVICE float residue(int r) const { return of(r, unit); }
+  // The score that is subtracted in place of row r's shift; 0: none is, the shift has no residue.
+  EK_DEVICE float subtracted(int r) const { return of(r, unit != 0 ? max : 0.0f); }
 };
 
 // Registers of a thread: O takes kBlocks kHead / 2, scores kBlocks kKeys / 2, Q where it is kept kBlocks kHead / 4. kSmall: for
@@ -83,7 +109,8 @@ struct ForwardTiles {
   static constexpr int kBlocks = 2;            // of 16 rows, a warp's
   static constexpr int kKeys = 64;             // of a tile
   static constexpr bool kKeepQ = kHead == 64;  // in registers
-  static constexpr int kBlocksAtOnce = 2;      // on a multiprocessor, by registers
+  static constexpr int kRows = 128;
+  static constexpr int kBlocksAtOnce = 2;  // on a multiprocessor, by registers
 };
 // O alone takes 128 registers with 16 rows a warp.
 template <bool kSmall>
@@ -92,6 +119,7 @@ struct ForwardTiles<256, kSmall> {
   static constexpr int kBlocks = 1;
   static constexpr int kKeys = kSmall ? 32 : 64;
   static constexpr bool kKeepQ = false;
+  static constexpr int kRows = kSmall ? 64 : 128;
   static constexpr int kBlocksAtOnce = kSmall ? 2 : 1;
 };
 
@@ -99,8 +127,7 @@ template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles =
 struct Forward {
   static constexpr bool kAll = kInstance == Instance::all;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kBlocks = Tiles::kBlocks,
-                       kRows = kWarps * kBlocks * 16, kKeys = Tiles::kKeys,
-                       kBlocksAtOnce = Tiles::kBlocksAtOnce;
+                       kRows = Tiles::kRows, kKeys = Tiles::kKeys, kBlocksAtOnce = Tiles::kBlocksAtOnce;
   static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
   static constexpr bool kKeepQ = Tiles::kKeepQ;
   static constexpr int kSteps = kHead / 16;  // of the product over features
@@ -109,6 +136,7 @@ struct Forward {
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
   static_assert(!kSmall || kSharedBytes <= kSmallSharedBytes);
+  static_assert(kRows == kWarps * kBlocks * 16);
 
   const Problem& p;
   const int thread, warp, lane;
@@ -147,7 +175,18 @@ struct Forward {
 
   EK_DEVICE bool consistent() const { return kAll ? rules.consistent : kInstance == Instance::consistent; }
 
-  EK_DEVICE static void run(const Problem& p) { Forward(p).run(); }
+  EK_DEVICE bool exact() const { return kAll && p.exact; }
+
+  EK_DEVICE static void run(const Problem& p) {
+    if (kAll && p.exact && !has_far_rows(p)) return;
+    Forward(p).run();
+  }
+  // The first launch noted a byte for each warp of this block.
+  EK_DEVICE static bool has_far_rows(const Problem& p) {
+    using Warps = std::conditional_t<kWarps == 4, uint32_t, uint64_t>;
+    static_assert(sizeof(Warps) == kWarps);
+    return reinterpret_cast<const Warps*>(p.far_rows)[blockIdx.x] != 0;
+  }
 
   EK_DEVICE void run() {
     state.start();
@@ -269,7 +308,9 @@ struct Forward {
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) most[r] = quad_max(most[r]);
     int ties[kRowCount] = {};
+    float score = 0;  // that may set the shift of row lane % kRowCount
     if constexpr (kAll) {
+      if (exact()) score = state.own(most);
       if (rules.paper_capped) count_ties(most, ties);
       state.move(p, rules, most, ties);
     } else {
@@ -280,18 +321,29 @@ struct Forward {
     bool moves = false;
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) moves |= most[r] > state.shift[r] + rules.slack;
-    if (__any_sync(~0u, moves)) scale_by(most);
+    if (__any_sync(~0u, moves)) scale_by(most, score);
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) used[r] = state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
+    if (exact()) subtract_scores();
   }
   // New shifts for the rows whose shift lags too far behind `most`.
-  EK_DEVICE void scale_by(const float (&most)[kRowCount]) {
+  EK_DEVICE void scale_by(const float (&most)[kRowCount], float score) {
     float factor[kRowCount];
+    const float before = state.own(state.shift);
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
-      const float before = state.shift[r];
-      if (most[r] > before + rules.slack) state.shift[r] = most[r];
-      factor[r] = exp2_approx(before - (state.shift[r] == -kInfinity ? 0.0f : state.shift[r]));
+      factor[r] = state.shift[r];
+      if (most[r] > state.shift[r] + rules.slack) state.shift[r] = most[r];
+      factor[r] -= state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
+    }
+    if (exact()) {
+      const float fallen = state.move_residue(p, score, before, state.own(state.shift));
+#pragma unroll
+      for (int r = 0; r < kRowCount; ++r) factor[r] += state.of(r, fallen);
+    }
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      factor[r] = exp2_approx(factor[r]);
       state.sum[r] *= factor[r];
     }
 #pragma unroll
@@ -302,6 +354,17 @@ struct Forward {
         for (int n = 0; n < kChunk<kHead> / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) o[c][i][n][e] *= factor[2 * i + e / 2];
+  }
+  // exact: scores less the one that set their row's shift, where that has a residue. It is exact for those near it, and gives that
+  // one an exponent of zero.
+  EK_DEVICE void subtract_scores() {
+    float taken[kRowCount];
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) {
+      taken[r] = state.subtracted(r);
+      if (taken[r] != 0) used[r] = 0;
+    }
+    each_score(s, lane, [&](float& x, int r, int) { x -= taken[r]; });
   }
   EK_DEVICE void count_ties(const float (&most)[kRowCount], int (&ties)[kRowCount]) {
     float threshold[kRowCount];
@@ -365,12 +428,14 @@ struct Forward {
   EK_DEVICE void write() {
     const int T = p.sequences.T;
     const float sink = sink_log2(p, h);
+    if (p.far_rows && !exact()) note_far_rows();
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
       const int i = row_of(r);
-      const float of_keys = quad_sum(state.sum[r]);
+      float of_keys = quad_sum(state.sum[r]);
+      const float residue = exact() ? state.residue(r) : 0.0f;
       // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
-      const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
+      const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r] - residue);
       const float factor = sum == 0 ? 0.0f : 1.0f / sum;  // no key in sight: O = 0
 #pragma unroll
       for (int n = 0; n < kHead / 8; ++n) {
@@ -378,6 +443,9 @@ struct Forward {
         numbers[r % 2 * 2] *= factor, numbers[r % 2 * 2 + 1] *= factor;
       }
       if (lane % 4 != 0 || i >= T) continue;
+      // A residue is at most half an ulp of its shift. Beyond 64, where 2^residue would soon leave FP32, what is cut off is
+      // less than that of L.
+      if (residue != 0) of_keys *= exp2_approx(fminf(fmaxf(residue, -64.0f), 64.0f));
       const bool exists = i < band.s.rows, sees = exists && sum != 0;
       const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
       p.lse[at] = exists ? log_sum(state.shift[r], of_keys, sink) : -kInfinity;
@@ -388,6 +456,14 @@ struct Forward {
     }
     write_output();
     if (p.residue) write_residue();
+  }
+
+  EK_DEVICE void note_far_rows() const {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) far |= row_of(r) < band.s.rows && is_far(state.shift[r]);
+    const bool some = __any_sync(~0u, far) && (!kAll || has_second_launch(p.rules_of(h)));
+    if (lane == 0) p.far_rows[static_cast<int64_t>(blockIdx.x) * kWarps + warp] = some;
   }
 
   // The warp's part of the query tile, which it needs no more, takes its rows before they go to memory as whole pieces.

@@ -51,6 +51,10 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
   p.next_item = parts.take<int>(kMostKernels);
   p.turn = of_dq == Parts::added ? parts.take<int>(heads * p.row_tiles) : nullptr;
+  using Queries = ForwardTiles<kHead, kSmall && kChunked<kHead>>;
+  p.far_rows = any_head(problem, has_second_launch)
+                   ? parts.take<uint8_t>(heads * divide_up(problem.T, Queries::kRows) * Queries::kWarps)
+                   : nullptr;
   p.shift = parts.take<float>(heads * p.padded_rows);
   p.delta = parts.take<float>(heads * p.padded_rows);
   const auto where = [&](bool needed, int64_t count) { return needed ? parts.take<float>(count) : nullptr; };
@@ -165,12 +169,16 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
 template <class Pairs, int kHead, bool kSmall, class Launch>
 void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                   void* workspace, Launch& launch) {
-  const Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
+  Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
   constexpr bool kSmaller = kSmall && kChunked<kHead>;  // the others need at most 80 KB
+  const int64_t tiles = problem.B * problem.H * divide_up(problem.T, ForwardTiles<kHead, kSmaller>::kRows);
   with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
-    using Kernel = Forward<Pairs, kHead, kSmaller, kInstance>;
-    launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
+    launch.template run<Forward<Pairs, kHead, kSmaller, kInstance>>(tiles, p);
   });
+  if (!p.far_rows) return;
+  // The same tiles again, where some row is far; the other blocks end at once.
+  p.exact = true;
+  launch.template run<Forward<Pairs, kHead, kSmaller, Instance::all>>(tiles, p);
 }
 
 // What comes before the kernels of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns those kernels'

@@ -91,6 +91,11 @@ struct Problem : ScoreForms {
   uint32_t step, layer;
   const uint32_t* device_step;
 
+  // Of the forward pass: a byte for each warp of each query tile, whether it has far rows. The first launch writes it; the second
+  // one has `exact` shifts and reads it. Null: no head takes a second launch.
+  uint8_t* far_rows;
+  bool exact;
+
   Strided q, k, v, o, grad_output, dq, dk, dv;
   float* lse;                // (B, H, T)
   int8_t* residue;           // (B, H, T, D) or null: no head is wide
