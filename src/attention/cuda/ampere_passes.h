@@ -7,8 +7,10 @@
 
 #include "attention/attention_call.h"
 #include "attention/cuda/ampere_backward.cuh"
+#include "attention/cuda/ampere_decode.cuh"
 #include "attention/cuda/ampere_forward.cuh"
 #include "attention/cuda/ampere_rows.cuh"
+#include "attention/kernel_families.h"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
 
@@ -52,6 +54,14 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   p.next_item = parts.take<int>(kMostKernels);
   p.turn = of_dq == Parts::added ? parts.take<int>(heads * p.row_tiles) : nullptr;
   using Queries = ForwardTiles<kHead, kSmall && kChunked<kHead>>;
+  if (has_few_rows(problem)) {
+    const KeySplits keys(problem, DecodeTiles<kHead>::kKeys);
+    p.row_tiles_of_group = static_cast<int>(keys.row_tiles);
+    p.splits = static_cast<int>(keys.splits);
+    p.split_tiles = static_cast<int>(keys.split_tiles);
+    p.parts = parts.take<RowPart>(heads * problem.T * keys.splits);
+    p.part_outputs = parts.take<float>(heads * problem.T * keys.splits * problem.Dv);
+  }
   p.far_rows = any_head(problem, has_second_launch)
                    ? parts.take<uint8_t>(heads * divide_up(problem.T, Queries::kRows) * Queries::kWarps)
                    : nullptr;
@@ -170,6 +180,12 @@ template <class Pairs, int kHead, bool kSmall, class Launch>
 void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                   void* workspace, Launch& launch) {
   Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
+  if (has_few_rows(problem)) {
+    p.exact = has_second_launch(p.rules);
+    launch.template run<Decode<Pairs, kHead>>(problem.B * problem.G * p.splits * p.row_tiles_of_group, p);
+    launch.template run<AddUpParts<Pairs>>(AddUpParts<Pairs>::blocks(p), p);
+    return;
+  }
   constexpr bool kSmaller = kSmall && kChunked<kHead>;  // the others need at most 80 KB
   const int64_t tiles = problem.B * problem.H * divide_up(problem.T, ForwardTiles<kHead, kSmaller>::kRows);
   with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
