@@ -247,8 +247,8 @@ TEST(Ampere, slopes_sinks_and_the_gradient_of_the_log_sum) {
 
 // Warps in either order or in random ones, blocks one by one or many at once and waiting for each other.
 TEST(Ampere, the_same_bits_in_any_order) {
-  const auto expect_same_bits = [](const Case& c, bool small) {
-    const Problem p = make_problem(c);
+  const auto expect_same_bits = [](const Case& c, bool small, const Far& far = {}) {
+    const Problem p = far.offset == 0 ? make_problem(c) : far_problem(c, far);
     const AttentionProblem config = p.with(plan_of("zero_sum"));
     const AttentionBuffers first = emulated::run(config, p, {.small = small});
     for (const How& how : {How{.order = Order::descending, .small = small},
@@ -264,6 +264,7 @@ TEST(Ampere, the_same_bits_in_any_order) {
   expect_same_bits(kFull96, false);
   for (const Case* c : {&kCausal64, &kWindowCausal, &kCausal256}) expect_same_bits(*c, false);
   expect_same_bits(kCausal256, true);
+  expect_same_bits(kFull96, false, {.offset = 8e4, .spread = 5e3});  // both launches
 }
 
 // The mean error of delta over rows, as a part of delta.

@@ -21,7 +21,7 @@ using cases::to_bf16;
 // the first tile that the kernel meets (rising) or in the last one.
 enum class Order { random, rising, falling };
 struct Far {
-  double offset, spread;
+  double offset = 0, spread = 0;
   Order order = Order::random;
 };
 

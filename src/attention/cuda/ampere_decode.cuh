@@ -11,18 +11,23 @@
 
 namespace evenkeel::ampere {
 
-// Adds up parts of a row in their order, under the largest of their shifts: add(n, factor) takes part n's O. Returns the
-// whole without its O. The part that the largest score is in has a factor of exactly one.
+// Adds up parts of a row in their order, under the largest of their shifts: add(n, factor) takes part n's O. Returns the whole
+// without its O. The part that the largest score is in has a factor of exactly one. No branch: loads of several parts are on
+// their way at once.
 template <class PartOf, class Add>
 EK_DEVICE RowPart add_up(int count, PartOf part_of, Add add) {
   RowPart all = {-kInfinity, 0, 0, 0};
-  for (int n = 0; n < count; ++n)
-    if (const RowPart part = part_of(n); part.shift > all.shift)
-      all.shift = part.shift, all.residue = part.residue;
+#pragma unroll 4
   for (int n = 0; n < count; ++n) {
     const RowPart part = part_of(n);
-    if (part.shift == -kInfinity) continue;
-    const float factor = exp2_approx(part.shift - all.shift + (part.residue - all.residue));
+    all.residue = part.shift > all.shift ? part.residue : all.residue;
+    all.shift = fmaxf(all.shift, part.shift);
+  }
+#pragma unroll 4
+  for (int n = 0; n < count; ++n) {
+    const RowPart part = part_of(n);
+    const float exponent = part.shift - all.shift + (part.residue - all.residue);
+    const float factor = part.shift == -kInfinity ? 0.0f : exp2_approx(exponent);  // no key: O and sum are 0
     all.sum = fmaf(factor, part.sum, all.sum);
     add(n, factor);
   }
@@ -41,8 +46,8 @@ struct DecodeTiles {
 struct KeySplits {
   static constexpr int kRows = 16;  // of a tile
   // Some 1024 blocks: four or five rounds on any GPU, so that the last one, which does not fill it, matters little. A part is
-  // written and read in FP32, 8 bytes a feature of each row, where a key takes 4: with 256 keys for 16 rows that is an
-  // eighth, most of it in the cache. More than 128 parts would make the kernel that adds them up wait longer than it saves.
+  // written and read in FP32, 8 bytes a feature of each row, where a key takes 4 with its value: with 256 keys for 16 rows that is
+  // an eighth, most of it in the cache. At most 128 parts a row: then each of the eight groups of AddUpParts (128 features) has 16.
   static constexpr int64_t kBlocks = 1024, kLeastKeys = 256, kMost = 128;
   int64_t row_tiles, splits, split_tiles;  // split_tiles: key tiles of a split
 
@@ -200,35 +205,62 @@ struct Decode : WarpTile<Pairs, kHead, 1, 16, Instance::all> {
   }
 };
 
-// The blocks' parts to O, L and what the backward pass needs: a thread has eight features of a row.
+// The blocks' parts to O, L and what the backward pass needs. A block has a row, a thread eight features of it; Dv / 8 threads
+// have the row once. So there are several such groups: each adds up its share of the parts, and the first one the groups'.
 template <class Pairs>
 struct AddUpParts {
   static constexpr int kThreads = 128, kBlocksAtOnce = 4;
-  static constexpr size_t kSharedBytes = 0;
-  static int64_t blocks(const Problem& p) {
-    return divide_up(static_cast<int64_t>(p.B) * p.H * p.sequences.T * (p.Dv / 8), kThreads);
-  }
+  struct Shared {
+    float o[kThreads][8];
+    RowPart part[kThreads];
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared);
+  static int64_t blocks(const Problem& p) { return static_cast<int64_t>(p.B) * p.H * p.sequences.T; }
 
   EK_DEVICE static void run(const Problem& p) {
-    const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, at = item / (p.Dv / 8);
-    const int feature = static_cast<int>(item % (p.Dv / 8)) * 8, T = p.sequences.T;
-    const int head = static_cast<int>(at / T), row = static_cast<int>(at % T), b = head / p.H, h = head % p.H;
-    if (b >= p.B) return;
-    const Sequence s = sequence(p.sequences, b);
+    auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+    const int thread = static_cast<int>(threadIdx.x), lanes = p.Dv / 8, groups = kThreads / lanes,
+              group = thread / lanes, feature = thread % lanes * 8;
+    const int T = p.sequences.T, head = static_cast<int>(blockIdx.x) / T,
+              row = static_cast<int>(blockIdx.x) % T;
+    const int64_t at = blockIdx.x;
+    const Sequence s = sequence(p.sequences, head / p.H);
     const bool exists = row < s.rows;
+
+    const int first = p.splits * group / groups, end = p.splits * (group + 1) / groups;
     float o[8] = {};
-    RowPart all = {-kInfinity, 0, 0, 0};
-    if (exists)
-      all = add_up(
-          p.splits, [&](int n) { return p.parts[at * p.splits + n]; },
-          [&](int n, float factor) {
-            const auto* const more =
-                reinterpret_cast<const float4*>(p.part_outputs + (at * p.splits + n) * p.Dv + feature);
-            const float4 low = more[0], high = more[1];
-            const float of_part[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const RowPart own = add_up(
+        exists && group < groups ? end - first : 0, [&](int n) { return p.parts[at * p.splits + first + n]; },
+        [&](int n, float factor) {
+          const float* const more = p.part_outputs + (at * p.splits + first + n) * p.Dv + feature;
+          add_eight(o, factor, *reinterpret_cast<const float4*>(more),
+                    *reinterpret_cast<const float4*>(more + 4));
+        });
 #pragma unroll
-            for (int i = 0; i < 8; ++i) o[i] = fmaf(factor, of_part[i], o[i]);
-          });
+    for (int i = 0; i < 8; ++i) shared.o[thread][i] = o[i];
+    if (feature == 0) shared.part[group] = own;
+    __syncthreads();
+    if (group != 0) return;
+
+#pragma unroll
+    for (int i = 0; i < 8; ++i) o[i] = 0;
+    const RowPart all = add_up(
+        groups, [&](int n) { return shared.part[n]; },
+        [&](int n, float factor) {
+          const float* const more = shared.o[n * lanes + thread];
+          add_eight(o, factor, *reinterpret_cast<const float4*>(more),
+                    *reinterpret_cast<const float4*>(more + 4));
+        });
+    write(p, s, head % p.H, row, at, feature, exists, all, o);
+  }
+  EK_DEVICE static void add_eight(float (&o)[8], float factor, const float4& low, const float4& high) {
+    const float more[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) o[i] = fmaf(factor, more[i], o[i]);
+  }
+
+  EK_DEVICE static void write(const Problem& p, const Sequence& s, int h, int row, int64_t at, int feature,
+                              bool exists, const RowPart& all, float (&o)[8]) {
     const RowEnd end(p, h, all.shift, all.residue, all.sum);
 #pragma unroll
     for (int i = 0; i < 8; ++i) o[i] *= end.factor;
