@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include "attention_bounds.h"
+#include "diagnosis/conform.h"
 #include "emulated_attention.h"
+#include "far_scores.h"
 
 namespace evenkeel {
 namespace {
@@ -17,6 +19,9 @@ using cases::make_problem;
 using cases::Problem;
 using emulated::How;
 using emulated::Order;
+using far_scores::expect_values;
+using far_scores::Far;
+using far_scores::far_problem;
 
 constexpr const char* kStabilisers[] = {"none",        "paper_capped", "dither",
                                         "wide_output", "consistent",   "zero_sum"};
@@ -242,8 +247,8 @@ TEST(Ampere, slopes_sinks_and_the_gradient_of_the_log_sum) {
 
 // Warps in either order or in random ones, blocks one by one or many at once and waiting for each other.
 TEST(Ampere, the_same_bits_in_any_order) {
-  const auto expect_same_bits = [](const Case& c, bool small) {
-    const Problem p = make_problem(c);
+  const auto expect_same_bits = [](const Case& c, bool small, const Far& far = {}) {
+    const Problem p = far.offset == 0 ? make_problem(c) : far_problem(c, far);
     const AttentionProblem config = p.with(plan_of("zero_sum"));
     const AttentionBuffers first = emulated::run(config, p, {.small = small});
     for (const How& how : {How{.order = Order::descending, .small = small},
@@ -259,6 +264,7 @@ TEST(Ampere, the_same_bits_in_any_order) {
   expect_same_bits(kFull96, false);
   for (const Case* c : {&kCausal64, &kWindowCausal, &kCausal256}) expect_same_bits(*c, false);
   expect_same_bits(kCausal256, true);
+  expect_same_bits(kFull96, false, {.offset = 8e4, .spread = 5e3});  // both launches
 }
 
 // The mean error of delta over rows, as a part of delta.
@@ -296,6 +302,198 @@ TEST(Ampere, rows_of_dscores_sum_to_zero_with_zero_sum) {
     return std::fabs(sum / 64);
   };
   EXPECT_LT(mean_dq("zero_sum"), 0.05 * mean_dq("none"));
+}
+
+// --- Far rows
+
+// The second launch left out, as before there was one.
+struct FirstLaunch : emulated::Launch {
+  template <class Kernel, class Arguments>
+  void run(int64_t blocks, const Arguments& arguments) {
+    if constexpr (requires { arguments.exact; })
+      if (arguments.exact) return;
+    emulated::Launch::run<Kernel>(blocks, arguments);
+  }
+};
+AttentionBuffers run_first(const AttentionProblem& config, const Problem& p, const How& how = {}) {
+  return run_passes(config, p, how, emulated::AmperePasses<FirstLaunch>{how});
+}
+
+constexpr const char* kSecondLaunches[] = {"none", "wide_output", "zero_sum"};
+
+// O of a row that sees one key is that key's V, to the bit. Its delta is that key's dP, so its dS and its dQ are zero, but
+// for FP32's errors. All of it within the bounds.
+void expect_sound(const Case& c, const Far& far, const std::string& stabiliser, const How& how = {}) {
+  const bool halves = how.type == TensorType::fp16;
+  const Problem p = halves ? in_fp16(far_problem(c, far)) : far_problem(c, far);
+  const AttentionProblem config = p.with(plan_of(stabiliser, how.type));
+  const AttentionBuffers got = emulated::run(config, p, how);
+  if (kSanitized) return;
+  const std::string name = far_scores::name_of(c, far) + ", " + stabiliser;
+  if (far.spread >= 1000) {
+    EXPECT_GT(expect_values(p, got, name), p.shape.T / 3) << name;
+  }
+  const Ratios r = ratios_of(config, p, attention_bounds::error_bounds(config, p), got,
+                             attention_reference(config, p.in, p.grad_output));
+  EXPECT_LE(r.largest(), 1) << name << ": o " << r.o << ", lse " << r.lse << ", delta " << r.delta << ", dq "
+                            << r.dq << ", dk " << r.dk << ", dv " << r.dv;
+}
+
+const Case kFar64{{1, 2, 1, 150, 150, 64}, {.causal = true, .scale = 0.125f}, "far_64"},
+    kFar128{{1, 1, 1, 140, 200, 128}, {.causal = true, .scale = 0.125f}, "far_128"},
+    kFar256{{1, 1, 1, 70, 90, 192}, {.causal = true, .scale = 0.125f}, "far_192"},
+    kFarMasked{{1, 1, 1, 70, 90, 64}, {.hide = cases::Hide::some, .scale = 0.125f}, "far_masked"};
+
+TEST(Ampere, far_scores) {
+  for (const char* stabiliser : kSecondLaunches) {
+    for (const double offset : {8e4, -8e4, 1e3})
+      for (const double spread : {1.0, 5e3}) expect_sound(kFar64, {offset, spread}, stabiliser);
+    for (const auto order : {far_scores::Order::rising, far_scores::Order::falling})
+      expect_sound(kFar64, {8e4, 2e4, order}, stabiliser);
+  }
+  for (const Case* c : {&kFar128, &kFar256, &kFarMasked}) expect_sound(*c, {8e4, 5e3}, "wide_output");
+  expect_sound(kFar256, {-8e4, 5e3}, "none", {.small = true});
+  expect_sound(kFar64, {2e4, 5e3}, "wide_output", {.type = TensorType::fp16});
+}
+
+// From one tile to the next, shifts that have a residue follow ones that have none, and the other way round.
+TEST(Ampere, shifts_that_become_far_or_near) {
+  for (const double offset : {600.0, -800.0})
+    for (const auto order : {far_scores::Order::rising, far_scores::Order::falling})
+      expect_sound(kFar64, {offset, 250, order}, "none");
+}
+
+// Scores that FP32 has exactly, around 4 and 7 million. Their products with log2(e) are rounded by up to a quarter and a half, and
+// parts of O that were added up under one shift must be worth the same under the next.
+TEST(Ampere, far_scores_from_tile_to_tile) {
+  for (const double base : {0x1p14, 0x1.cp14}) {
+    Problem p = make_problem(kFar64);
+    cases::Draw draw(1, 7);
+    cases::fill_view(p.q(), [](int64_t, int64_t, int64_t, int64_t d) {
+      return d == 0 ? 0x1p11f : d == 1 ? 1.0f : 0.0f;
+    });
+    cases::fill_view(p.k(), [&](int64_t, int64_t, int64_t j, int64_t d) {
+      // Steps of 4 are 1/2 after the scale. The kernel meets the last keys first.
+      if (d == 1) return 4.0f * static_cast<float>(draw.below(4) + (j < 64 ? 3 : j < 128 ? 1 : 0));
+      return d == 0 ? static_cast<float>(base) : 0.0f;
+    });
+    const AttentionProblem config = p.with(plan_of("none"));
+    const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+    const AttentionBuffers got = emulated::run(config, p);
+    double worst = 0, largest = 0;
+    for (size_t n = 0; n < got.o.values().size(); ++n) {
+      worst = std::max(worst, std::fabs(double{got.o.values()[n]} - exact.o.values()[n]));
+      largest = std::max(largest, std::fabs(exact.o.values()[n]));
+    }
+    // Half an ulp, and what FP32's log2(e) times its log(2) lacks of one.
+    for (size_t n = 0; n < got.lse.values().size(); ++n)
+      EXPECT_LE(std::fabs(double{got.lse.values()[n]} - exact.lse.values()[n]),
+                0.25 + 1.2e-8 * exact.lse.values()[n])
+          << "keys of " << base << ", row " << n;
+    EXPECT_LE(worst, 0x1p-8 * largest) << "keys of " << base;  // half an ulp of BF16 for P, and for O
+  }
+}
+
+// Far and near rows in one tile, and heads of every stabiliser: the second launch changes far rows of those that take one, and
+// nothing else.
+TEST(Ampere, the_second_launch_leaves_near_rows_and_other_heads_alone) {
+  Problem p =
+      far_problem({{1, 6, 3, 150, 150, 64}, {.causal = true, .scale = 0.125f}, "by head"}, {8e4, 5e3});
+  const auto is_near = [](int64_t i) { return i % 3 == 0; };
+  cases::fill_view(p.q(), [&](int64_t, int64_t h, int64_t i, int64_t d) {
+    return *p.q().at(0, h, i, d) * (is_near(i) ? 0x1p-10f : 1.0f);
+  });
+  std::vector<PrecisionPlan> plans;
+  for (const char* stabiliser : kStabilisers) plans.push_back(plan_of(stabiliser));
+  const AttentionProblem config = p.with(plans);
+  const AttentionBuffers both = emulated::run(config, p), first = run_first(config, p);
+  for (int64_t h = 0; h < 6; ++h) {
+    const std::string name = kStabilisers[h];
+    const bool has_second = has_second_launch(head_rules(plans[static_cast<size_t>(h)]));
+    EXPECT_EQ(has_second, name == "none" || name == "wide_output" || name == "zero_sum");
+    int64_t changed = 0;
+    for (int64_t i = 0; i < 150; ++i) {
+      bool same = *both.lse.view().at(0, h, i, 0) == *first.lse.view().at(0, h, i, 0);
+      for (int64_t d = 0; d < 64; ++d)
+        same &= *both.o.view().at(0, h, i, d) == *first.o.view().at(0, h, i, d);
+      changed += !same;
+      if (!has_second || is_near(i)) {
+        EXPECT_TRUE(same) << name << ", row " << i;
+      }
+    }
+    if (has_second) {
+      EXPECT_GT(changed, 10) << name;  // of 100 far rows: the others are rounded to the same bits
+    }
+    const AttentionBuffers alone = emulated::run(p.with(plans[static_cast<size_t>(h)]), p);
+    for (int64_t i = 0; i < 150; ++i)
+      for (int64_t d = 0; d < 64; ++d)
+        ASSERT_EQ(*both.o.view().at(0, h, i, d), *alone.o.view().at(0, h, i, d)) << name << ", row " << i;
+  }
+}
+
+// Forms, far away: a sink and slopes beside far scores, soft caps of 100,000, packed sequences.
+TEST(Ampere, far_scores_with_forms) {
+  const Problem p =
+      far_problem({{1, 2, 1, 90, 100, 64}, {.causal = true, .scale = 0.125f}, "forms"}, {8e4, 5e3});
+  const std::vector<float> slopes = {0.25f, 0.03125f}, sinks = {8e4f, -1e9f};
+  for (const char* stabiliser : kSecondLaunches)
+    for (const bool capped : {false, true}) {
+      AttentionProblem config = p.with(plan_of(stabiliser));
+      if (capped)
+        config.softcap = 1e5f;
+      else
+        config.slopes = slopes;
+      config.sinks = sinks;
+      const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
+      const AttentionBuffers got = emulated::run(config, p);
+      for (int64_t h = 0; h < 2; ++h)
+        for (int64_t i = 0; i < 90; ++i) {
+          const double lse = *exact.lse.view().at(0, h, i, 0);
+          // tanh is good to 2^-23 of its cap.
+          ASSERT_NEAR(*got.lse.view().at(0, h, i, 0), lse, 3e-7 * std::fabs(lse) + (capped ? 0.03 : 0));
+          // Where the next score, be it the sink's, is far below, O is a row of V.
+          for (int64_t d = 0; d < 64; ++d) {
+            const double o = *exact.o.view().at(0, h, i, d),
+                         v = round_to(Rounding{kBf16}, static_cast<float>(o));
+            if (o != 0 && std::fabs(o - v) < 1e-12 * std::fabs(o)) {
+              ASSERT_EQ(*got.o.view().at(0, h, i, d), static_cast<float>(v)) << stabiliser << ", row " << i;
+            }
+          }
+        }
+    }
+  const Case ragged{{5, 2, 1, 90, 140, 64}, {.causal = true, .ragged = true, .scale = 0.125f}, "far_ragged"};
+  for (const bool sequences : {true, false})
+    expect_sound(ragged, {8e4, 5e3}, "wide_output", {.sequences = sequences});
+}
+
+// The judge's families of scores far from zero: O, dQ, dK, dV and the leak in rows that see one key.
+TEST(Ampere, the_judge_passes_far_rows_and_finds_them_without_the_second_launch) {
+  std::vector<ConformCase> families;
+  for (const ConformCase& c : conform_cases())
+    if (c.one_key > 0) families.push_back(c);
+  ASSERT_EQ(families.size(), 2u);
+  const auto judge = [&](const char* stabiliser, bool with_second) {
+    std::vector<ConformPlan> plans = {{stabiliser, plan_of(stabiliser), {}}};
+    const auto kernel = [&](const AttentionProblem& config, const AttentionInputs& in,
+                            View<const float> grad_output, AttentionBuffers& out) {
+      Problem p;
+      p.in = in, p.grad_output = grad_output;
+      AttentionBuffers got = with_second ? emulated::run(config, p) : run_first(config, p);
+      for (auto member : {&AttentionBuffers::o, &AttentionBuffers::lse, &AttentionBuffers::dq,
+                          &AttentionBuffers::dk, &AttentionBuffers::dv})
+        (out.*member).values() = (got.*member).values();
+    };
+    conform(
+        plans, families, 64, 1, kernel, [] {}, /*constant_feature=*/true);
+    return plans[0].results;
+  };
+  for (const char* stabiliser : kSecondLaunches) {
+    for (const ConformResult& r : judge(stabiliser, true))
+      EXPECT_TRUE(r.passes()) << stabiliser << ", " << r.case_name << ": " << r.verdict();
+    for (const ConformResult& r : judge(stabiliser, false))
+      EXPECT_TRUE(r.wrong()) << stabiliser << ", " << r.case_name << ": " << r.verdict();
+  }
+  for (const ConformResult& r : judge("consistent", true)) EXPECT_TRUE(r.passes()) << r.case_name;
 }
 
 }  // namespace

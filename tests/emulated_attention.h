@@ -10,6 +10,7 @@
 namespace evenkeel::emulated {
 
 // The passes of the Ampere class.
+template <class Launch = Launch>
 struct AmperePasses {
   const How& how;
   PassSizes sizes(const AttentionProblem& p) const { return ampere::pass_sizes(p, how.small); }
@@ -77,7 +78,7 @@ AttentionBuffers run_passes(const AttentionProblem& config, const Problem& host,
   return out;
 }
 inline AttentionBuffers run(const AttentionProblem& config, const Problem& host, const How& how = {}) {
-  return run_passes(config, host, how, AmperePasses{how});
+  return run_passes(config, host, how, AmperePasses<>{how});
 }
 
 }  // namespace evenkeel::emulated

@@ -7,6 +7,7 @@
 #include "attention_bounds.h"
 #include "attention_runs.h"
 #include "emulated_memory.h"
+#include "far_scores.h"
 
 namespace evenkeel {
 namespace {
@@ -19,6 +20,10 @@ using cases::Problem;
 using cases::to_bf16;
 using emulated::How;
 using emulated::Operand;
+using far_scores::expect_values;
+using far_scores::Far;
+using far_scores::far_problem;
+using far_scores::Order;
 
 struct ScoreFacts {
   std::vector<float> largest_score, largest_row_mean;  // (H)
@@ -62,76 +67,9 @@ AttentionBuffers run(const AttentionProblem& config, const Problem& host, const 
   return out;
 }
 
-// How the scores of a row, which share an offset, differ: at random, or by their key's place, so that the largest one is in
-// the first tile that the kernel meets (rising) or in the last one.
-enum class Order { random, rising, falling };
-struct Far {
-  double offset, spread;
-  Order order = Order::random;
-};
-
-Problem far_problem(const Case& shape, const Far& far) {
-  Problem p = make_problem(shape);
-  constexpr int64_t kCommon = 16;  // features that carry the offset; the next one carries the order
-  const double scale = double{shape.scale}, common = std::sqrt(std::fabs(far.offset) / scale / kCommon),
-               others = std::sqrt(far.spread / scale / std::sqrt(double(shape.D - kCommon)));
-  for (const bool keys : {false, true}) {
-    const View<float> x = keys ? p.k() : p.q();
-    fill_view(x, [&](int64_t b, int64_t h, int64_t i, int64_t d) {
-      double value = others * double{*x.at(b, h, i, d)};
-      if (far.order != Order::random) value = *x.at(b, h, i, d);
-      if (d < kCommon) value = keys && far.offset < 0 ? -common : common;
-      if (d == kCommon && far.order != Order::random) {
-        const double place = double(far.order == Order::rising ? i : shape.N - i);
-        // Up to 256 places times a power of two: BF16 keeps them apart.
-        value = keys ? place * std::exp2(std::round(std::log2(far.spread / scale / double(shape.N)))) : 1.0;
-      }
-      return to_bf16(static_cast<float>(value));
-    });
-  }
-  return p;
-}
-
 const Case kHeads64{{1, 1, 1, 150, 150, 64}, {.causal = true, .scale = 0.125f}, "head size 64"},
     kHeads128{{1, 1, 1, 140, 200, 128}, {.causal = true, .scale = 0.125f}, "head size 128"},
     kWindow{{1, 1, 1, 150, 150, 64}, {.causal = true, .window_left = 70, .scale = 0.125f}, "window"};
-
-std::string name_of(const Case& c, const Far& far) {
-  return std::string(c.name) + ", offset " + std::to_string(far.offset) + ", spread " +
-         std::to_string(far.spread) + ", order " + std::to_string(static_cast<int>(far.order));
-}
-
-// Rows whose softmax sees one key: the score of that key is so far above the others, as FP32 has them, that nothing is left
-// for these. Returns how many there are. O is that key's V, to the bit; so delta is its dP, and the row of dS is zero.
-int expect_values(const Problem& p, const AttentionBuffers& got, const std::string& name) {
-  int rows = 0;
-  for (int64_t n = 0; n < p.shape.B * p.shape.H * p.shape.T; ++n) {
-    const int64_t b = n / p.shape.T / p.shape.H, h = n / p.shape.T % p.shape.H, i = n % p.shape.T,
-                  g = h * p.shape.G / p.shape.H;
-    double first = -INFINITY, second = -INFINITY;
-    int64_t key = -1;
-    for (int64_t j = 0; j < p.shape.N; ++j) {
-      if (!cases::sees(p, b, h, i, j)) continue;
-      double score = 0;
-      for (int64_t d = 0; d < p.shape.D; ++d)
-        score += double{*p.in.q.at(b, h, i, d)} * double{*p.in.k.at(b, g, j, d)};
-      score *= double{p.shape.scale};
-      if (score > first)
-        second = first, first = score, key = j;
-      else
-        second = std::max(second, score);
-    }
-    if (key < 0 || first - second < 60 + 1e-5 * std::fabs(first)) continue;
-    ++rows;
-    for (int64_t d = 0; d < p.shape.D; ++d)
-      if (const float o = *got.o.view().at(b, h, i, d), v = *p.in.v.at(b, g, key, d); o != v) {
-        ADD_FAILURE() << name << ": row " << i << " of head " << h << " sees key " << key
-                      << " alone, and O is " << o << " where V is " << v << " (feature " << d << ")";
-        return rows;
-      }
-  }
-  return rows;
-}
 
 template <bool kForms = false>
 void expect_sound(const Case& c, const Far& far, const char* stabiliser = "none") {

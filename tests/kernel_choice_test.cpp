@@ -281,6 +281,34 @@ TEST(KernelChoice, the_fast_kernels_run_on_their_machines_and_take_every_form) {
   EXPECT_NE(not_taken(kernel_family("ampere"), mixed, kHopper).find("probs=bf16"), std::string::npos);
 }
 
+// Few query rows and many keys: on Hopper, too, by the class whose kernels split the keys.
+TEST(KernelChoice, few_rows) {
+  AttentionProblem p = problem();
+  p.H = 32, p.G = 8, p.T = 16, p.N = 512;
+  for (const CudaDevice& on : {kHopper, device(8, 0)}) {
+    const KernelChoice choice = choose_kernel(p, on);
+    EXPECT_EQ(choice.kernel, "ampere");
+    EXPECT_NE(choice.why.find("few query rows, keys split over blocks"), std::string::npos) << choice.why;
+  }
+  const auto expect_hopper = [&](auto change) {
+    AttentionProblem other = p;
+    change(other);
+    const KernelChoice choice = choose_kernel(other, kHopper);
+    EXPECT_EQ(choice.kernel, "hopper");
+    EXPECT_EQ(choice.why.find("few query rows"), std::string::npos) << choice.why;
+  };
+  expect_hopper([](auto& other) { other.T = 17; });
+  expect_hopper([](auto& other) { other.N = 511; });
+  expect_hopper([](auto& other) { other.plans[0].stabiliser = Stabiliser::paper_capped; });
+  expect_hopper([](auto& other) {
+    other.plans.resize(32, other.plans[0]);
+    other.plans[1].stabiliser = Stabiliser::zero_sum;
+  });
+  setenv("EVENKEEL_KERNELS", "hopper", 1);
+  EXPECT_EQ(choose_kernel(p, kHopper).kernel, "hopper");
+  unsetenv("EVENKEEL_KERNELS");
+}
+
 TEST(KernelChoice, alignment) {
   const std::array<int64_t, 4> sizes = {2, 4, 128, 64};
   const auto at = [](uintptr_t address, std::array<int64_t, 4> stride) {

@@ -10,10 +10,10 @@ set(slow_tests ampere_test hopper_heads_test attention_bounds_test browser_test 
                ranks_cli_test rounding_test study_test torch_attention_test torch_run_test torch_watch_test)
 
 # Those whose own code computes for long.
-set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_test hopper_backward_test hopper_heads_test judge_test conform_test)
+set(computing_tests attention_bounds_test attention_rows_test rounding_test ampere_decode_test ampere_test hopper_backward_test hopper_heads_test judge_test conform_test)
 
 # Those with include folders or definitions of their own, set below.
-set(other_options cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_forward_test hopper_fp8_test hopper_heads_test cli_test rounding_test attention_problem_test)
+set(other_options cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_decode_test ampere_test hopper_backward_test hopper_forward_test hopper_fp8_test hopper_heads_test cli_test rounding_test attention_problem_test)
 
 # evenkeel_label(TEST...): quick or slow. Slow ones start first, so that none of them runs alone at the end.
 function(evenkeel_label)
@@ -89,7 +89,7 @@ endif()
 
 # Kernels compiled for the CPU: the emulator's instructions stand before the device's. nvcc's pragmas mean nothing there. An index
 # outside of an array of registers ends the program.
-foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_test hopper_backward_test hopper_forward_test hopper_fp8_test hopper_heads_test)
+foreach(test cuda_emulator_test any_plan_prepare_test any_plan_variants_test ampere_decode_test ampere_test hopper_backward_test hopper_forward_test hopper_fp8_test hopper_heads_test)
   if(TARGET ${test})
     target_include_directories(${test} BEFORE PRIVATE tests/cuda_emulator)
     target_compile_options(${test} PRIVATE -Wno-unknown-pragmas -Wno-unused-function -Wno-sign-compare)

@@ -132,6 +132,9 @@ std::string hopper_reason(const AttentionProblem& p) {
                           : "");
 }
 
+// Their tiles have 128 rows and more.
+bool hopper_chosen_for(const AttentionProblem& p, const CudaDevice&) { return !has_few_rows(p); }
+
 bool hopper_gives_score_facts(const AttentionProblem& p) {
   return p.type == TensorType::bf16 && !has_forms(p) && !has_large_heads(p);
 }
@@ -168,8 +171,8 @@ std::string hopper_fp8_reason(const AttentionProblem& p) {
 }
 
 std::string ampere_reason(const AttentionProblem& p) {
-  return fmt::format("{}, {}, flash2's sites on compute capability 8.0 or newer", name(p.type),
-                     head_words(p));
+  return fmt::format("{}, {}, flash2's sites on compute capability 8.0 or newer{}", name(p.type),
+                     head_words(p), has_few_rows(p) ? "; few query rows, keys split over blocks" : "");
 }
 
 // By machine code of their own, and on 12.0 by PTX. On Hopper they come after its own kernels, which are faster, and take what
@@ -223,7 +226,7 @@ constexpr KernelFamily kFamilies[] = {
      hopper_device_not_taken,
      fused_plan_not_taken,
      hopper_shape_not_taken,
-     /*chosen_for=*/nullptr,
+     hopper_chosen_for,
      hopper_reason,
      hopper_gives_score_facts,
      hopper_prepare,

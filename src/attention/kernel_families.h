@@ -57,6 +57,14 @@ inline bool has_forms(const AttentionProblem& p) {
 // Has the problem heads above 128, or values of another size? The fast kernels have tiles of their own for those.
 inline bool has_large_heads(const AttentionProblem& p) { return p.D > 128 || p.Dv != p.D; }
 
+// Few query rows for each key head, and many keys (decoding)? The Ampere class has kernels for that, whatever the head size and
+// the form: they read each key once for all rows that see it. Not where heads differ, or ties are counted over all keys in order.
+inline bool has_few_rows(const AttentionProblem& p) {
+  constexpr int64_t kMostRows = 64, kLeastKeys = 512;  // four tiles of rows; two splits of the keys
+  return p.T * (p.H / p.G) <= kMostRows && p.N >= kLeastKeys && p.plans.size() == 1 &&
+         rules_of(p.plans[0].stabiliser).shift != ShiftRule::paper_capped;
+}
+
 struct KernelFamily {
   const char* name;   // "hopper"
   const char* words;  // "the Hopper kernels"

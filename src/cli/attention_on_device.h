@@ -26,7 +26,7 @@ inline AttentionProblem causal_problem(int64_t B, int64_t H, int64_t T, int64_t 
   return p;
 }
 
-// q, k, v, dO and everything that a pass writes, contiguous (B, H, T, D or Dv). REQUIRES: H = G, T = N, tensors of 16 bits.
+// q, k, v, dO and everything that a pass writes, contiguous (B, H or G, T or N, D or Dv). REQUIRES: tensors of 16 bits.
 class AttentionOnDevice {
  public:
   // With `score_facts`, forward also finds the largest score and row mean of each head.
@@ -38,7 +38,8 @@ class AttentionOnDevice {
     // Uniform with variance 1; a block that repeats at no multiple of a head is as good as fresh numbers here.
     std::vector<uint16_t> values(1'000'003);
     for (size_t n = 0; n < tensors_.size(); ++n) {
-      const size_t elements = rows * static_cast<size_t>(features(n));
+      const std::array<int64_t, 4> shape = shape_of(n);
+      const auto elements = static_cast<size_t>(shape[0] * shape[1] * shape[2] * shape[3]);
       tensors_[n] = DeviceMemory(elements * sizeof(uint16_t));
       if (n >= kInputs) continue;
       for (size_t i = 0; i < values.size(); ++i) {
@@ -75,14 +76,14 @@ class AttentionOnDevice {
                                  (bits >> 13 & 1023));
   }
   bool has_facts() const { return call_.problem().with_facts; }
-  // Of tensor n: v, dO, o and dv have Dv.
-  int64_t features(size_t n) const {
-    return (n >= 2 && n <= 4) || n == 7 ? call_.problem().Dv : call_.problem().D;
-  }
-  DeviceTensor tensor(size_t n) const {
+  // Of tensor n: v, dO, o and dv have Dv; k, v, dk and dv have the keys' heads.
+  std::array<int64_t, 4> shape_of(size_t n) const {
     const AttentionProblem& p = call_.problem();
-    return {tensors_[n].data(), contiguous_strides({p.B, p.H, p.T, features(n)})};
+    const int64_t features = (n >= 2 && n <= 4) || n == 7 ? p.Dv : p.D;
+    if (n == 1 || n == 2 || n >= 6) return {p.B, p.G, p.N, features};
+    return {p.B, p.H, p.T, features};
   }
+  DeviceTensor tensor(size_t n) const { return {tensors_[n].data(), contiguous_strides(shape_of(n))}; }
   PassInputs inputs() const { return {tensor(0), tensor(1), tensor(2)}; }
   ForwardPass results() const {
     ForwardPass out{tensor(4), rows_[0].as<float>(), saved_.data(),

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ struct GpuBenchOptions {
 int bench_attention_gpu(const GpuBenchOptions& options);
 int bench_train_gpu(const GpuBenchOptions& options);
 int bench_attention_forms(const GpuBenchOptions& options);
+// Its last part: decoding. Prints a table unless `quiet`; returns the rows.
+nlohmann::ordered_json bench_decoding(int64_t rounds, bool quiet);
 
 // --- What the benches share
 

@@ -1,7 +1,7 @@
 // `evenkeel bench attention --gpu --forms`: what each form of a problem costs on the kernels that are chosen for it, against
 // the same work without it. One run has facts of scores, stabilisers, plans that differ by head, FP16, windows, soft caps,
 // slopes, sinks. Each form is timed beside the problem without forms, in turns: what the GPU's clock does meets both. Windows
-// also stand beside PyTorch's FlexAttention (python/bench_windows.py).
+// also stand beside PyTorch's FlexAttention (python/bench_windows.py). Decoding comes last (bench_decoding.cpp).
 #include <fmt/format.h>
 
 #include <functional>
@@ -256,7 +256,10 @@ int bench_attention_forms(const GpuBenchOptions& options) {
     }
     json.push_back({{"shape", {shape.B, shape.H, shape.T, shape.D}}, {"forms", list}});
   }
-  if (options.json) fmt::print("{}\n", Json{{"schema", 1}, {"rivals", rivals}, {"shapes", json}}.dump(2));
+  const Json decoding = bench_decoding(rounds, /*quiet=*/options.json);
+  if (options.json)
+    fmt::print("{}\n",
+               Json{{"schema", 1}, {"rivals", rivals}, {"shapes", json}, {"decoding", decoding}}.dump(2));
   return options.check && !ok ? 1 : 0;
 }
 

@@ -47,6 +47,19 @@ TEST(ConformGpu, remedies_pass) {
   }
 }
 
+// Rows that see one key, far away: exact on the kernels that are chosen here, by a second launch of their forward pass.
+TEST(ConformGpu, far_rows_pass) {
+  const auto on = cases({"far_one_key", "far_padding"});
+  for (const ConformPlan& plan :
+       judged({"flash2", "flash2,stabiliser=wide_output", "flash2,stabiliser=zero_sum"}, on, 6400)) {
+    print(plan);
+    for (const ConformResult& r : plan.results) {
+      if (r.one_key_rows == 0) continue;  // EVENKEEL_SLOW: other families
+      EXPECT_TRUE(r.passes()) << plan.name << " on " << r.case_name << ": " << r.verdict();
+    }
+  }
+}
+
 TEST(ConformGpu, any_plan_remedies_pass) {
   const auto on = cases({"ties_2_tail", "sink", "scores_100"});
   for (const ConformPlan& plan :

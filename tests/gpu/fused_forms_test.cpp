@@ -320,6 +320,28 @@ TEST_P(FusedForms, windows_and_odd_sizes) {
     }
 }
 
+// Few query rows and many keys (decoding): the Ampere class splits the keys, Hopper's kernels take them where they are asked for.
+TEST_P(FusedForms, few_rows) {
+  const Case few[] = {
+      {{2, 8, 2, 1, 3000, 128}, {.causal = true, .scale = 0.125f}, "one_row"},
+      {{1, 32, 4, 1, 5000, 64}, {}, "eight_heads_a_key_head"},
+      {{1, 4, 1, 16, 1000, 64}, {.causal = true}, "sixteen_rows"},
+      {{5, 4, 2, 8, 700, 64}, {.causal = true, .ragged = true}, "ragged"},
+      {{1, 4, 1, 4, 2000, 128}, {.window_left = 600, .window_right = 5, .scale = 0.125f}, "window"},
+      {{1, 4, 1, 4, 900, 256}, {.scale = 0.0625f}, "head_256"},
+      {{1, 4, 1, 4, 600, 64}, {.causal = true, .softcap = 3}, "softcap"},
+      {{2, 4, 2, 4, 600, 64}, {.hide = cases::Hide::rows}, "hidden_rows"},
+  };
+  for (const Case& c : few)
+    for (const char* stabiliser : {"none", "wide_output", "consistent", "zero_sum"})
+      for (TensorType type : {TensorType::bf16, TensorType::fp16}) {
+        const Problem p = make_problem(c);
+        const AttentionProblem config = p.with(plan_of(stabiliser, type));
+        if (is_taken(GetParam(), config, p, type))
+          expect_in_bounds(config, p, std::string(c.name) + ", " + stabiliser, type);
+      }
+}
+
 // Within the bounds; and each head has the bits that it has alone.
 TEST_P(FusedForms, plans_that_differ_by_head) {
   const Case mixed[] = {{{2, 6, 6, 300, 300, 64}, {.causal = true}, "by_head"},

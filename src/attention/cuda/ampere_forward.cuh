@@ -5,75 +5,9 @@
 // behind V's barrier, with the products that use them: the compiler lets both run at once.
 #pragma once
 
-#include "attention/cuda/ampere_problem.cuh"
+#include "attention/cuda/ampere_softmax.cuh"
 
 namespace evenkeel::ampere {
-
-// The softmax of the rows that a quad of lanes holds. What only some stabilisers need is spread over the quad: lane t
-// keeps it for row t % kCount.
-template <int kCount>
-struct Rows {
-  float shift[kCount];  // in force, in powers of two; -inf: no key yet
-  float sum[kCount];    // l: this thread's part of it
-  float unit;           // dither: added to the shift; paper_capped: the row's own random number
-  float max;            // paper_capped: the largest score so far, scaled
-  int ties;             // paper_capped
-
-  EK_DEVICE void start() {
-#pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      shift[r] = -kInfinity;
-      sum[r] = 0;
-    }
-  }
-  // `row`: the number of row lane % kCount among all of the problem.
-  EK_DEVICE void draw(const Problem& p, const HeadRules& rules, int64_t row) {
-    max = -kInfinity;
-    unit = rules.dither || rules.paper_capped ? row_random_unit(p.random(rules), static_cast<uint64_t>(row))
-                                              : 0.0f;
-    ties = 0;
-  }
-
-  // The shifts with a tile whose rows' largest scores (as the products left them; -inf: none) are `most`, of which `tied`
-  // tie: in `most`'s place.
-  EK_DEVICE void move(const Problem& p, const HeadRules& rules, float (&most)[kCount],
-                      const int (&tied)[kCount]) {
-    if (!rules.dither && !rules.paper_capped) {
-#pragma unroll
-      for (int r = 0; r < kCount; ++r)
-        most[r] = rules.consistent ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
-      return;
-    }
-    const int own = static_cast<int>(threadIdx.x) % kCount;
-    float tile_max = most[0];
-    int tile_ties = tied[0];
-#pragma unroll
-    for (int r = 1; r < kCount; ++r)
-      if (own == r) tile_max = most[r], tile_ties = tied[r];
-    const float moved = rules.dither ? fmaf(tile_max, p.score_log2, unit)
-                                     : paper_shift(rules, tile_max * p.score_unit, tile_ties);
-#pragma unroll
-    for (int r = 0; r < kCount; ++r)
-      most[r] = __shfl_sync(~0u, moved, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
-  }
-  EK_DEVICE float paper_shift(const HeadRules& rules, float tile_max, int tile_ties) {
-    if (tile_max == -kInfinity) return -kInfinity;
-    const float before = max;
-    max = fmaxf(before, tile_max);
-    ties = (max - before <= rules.tie_tolerance ? ties : 0) + tile_ties;
-    float m = max;
-    if (ties > 1) {
-      const float least = kLn2 * (0.25f + 0.75f * unit);
-      const float most = fmaxf(least, rules.cap * (0.5f + 0.5f * unit));
-      m += fminf(fmaxf(max > 0 ? (rules.beta - 1) * max : -max, least), most);
-    }
-    return m * kLog2E;
-  }
-  // paper_capped: the largest score of row r so far.
-  EK_DEVICE float largest(int r) const {
-    return __shfl_sync(~0u, max, static_cast<int>(threadIdx.x) % kWarpThreads / 4 * 4 + r);
-  }
-};
 
 // Registers of a thread: O takes kBlocks kHead / 2, scores kBlocks kKeys / 2, Q where it is kept kBlocks kHead / 4. kSmall: for
 // less shared memory.
@@ -83,7 +17,8 @@ struct ForwardTiles {
   static constexpr int kBlocks = 2;            // of 16 rows, a warp's
   static constexpr int kKeys = 64;             // of a tile
   static constexpr bool kKeepQ = kHead == 64;  // in registers
-  static constexpr int kBlocksAtOnce = 2;      // on a multiprocessor, by registers
+  static constexpr int kRows = 128;
+  static constexpr int kBlocksAtOnce = 2;  // on a multiprocessor, by registers
 };
 // O alone takes 128 registers with 16 rows a warp.
 template <bool kSmall>
@@ -92,62 +27,65 @@ struct ForwardTiles<256, kSmall> {
   static constexpr int kBlocks = 1;
   static constexpr int kKeys = kSmall ? 32 : 64;
   static constexpr bool kKeepQ = false;
+  static constexpr int kRows = kSmall ? 64 : 128;
   static constexpr int kBlocksAtOnce = kSmall ? 2 : 1;
 };
 
 template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles = ForwardTiles<kHead, kSmall>>
-struct Forward {
+struct Forward : WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance> {
+  using Tile = WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance>;
+  using Tile::exact, Tile::lane, Tile::p, Tile::row_in_warp, Tile::rules, Tile::size, Tile::state;
   static constexpr bool kAll = kInstance == Instance::all;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kBlocks = Tiles::kBlocks,
-                       kRows = kWarps * kBlocks * 16, kKeys = Tiles::kKeys,
-                       kBlocksAtOnce = Tiles::kBlocksAtOnce;
+                       kRows = Tiles::kRows, kKeys = Tiles::kKeys, kBlocksAtOnce = Tiles::kBlocksAtOnce;
   static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
   static constexpr bool kKeepQ = Tiles::kKeepQ;
   static constexpr int kSteps = kHead / 16;  // of the product over features
-  static constexpr int kChunks = kHead / kChunk<kHead>;
   static constexpr int kSlots = 3;
   static constexpr uint32_t kQueryBytes = kRows * kHead * 2, kSlotBytes = kKeys * kHead * 2;
   static constexpr size_t kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
   static_assert(!kSmall || kSharedBytes <= kSmallSharedBytes);
+  static_assert(kRows == kWarps * kBlocks * 16);
 
-  const Problem& p;
-  const int thread, warp, lane;
+  const int thread, warp;
   int b, h, row;  // row: the block's first
   Band band;
-  const HeadRules rules;
-  int first_tile, end_tile;               // of keys
-  uint32_t q, slots;                      // addresses
-  int slot = 0;                           // of the tile in use
-  const uint16_t *next_key, *next_value;  // this thread's first pieces of the tiles to be loaded next
-  bool has_queries = false;               // in `kept`
+  int first_tile, end_tile;  // of keys
+  uint32_t q, slots;         // addresses
+  int slot = 0;              // of the tile in use
+  const uint16_t *next_key,
+      *next_value;           // this thread's first pieces of the tiles to be loaded next
+  bool has_queries = false;  // in `kept`
 
-  uint32_t kept[kKeepQ ? kSteps : 1][kBlocks][4];
-  float s[kBlocks][kKeys / 8][4];
-  float o[kChunks][kBlocks][kChunk<kHead> / 8][4] = {};
-  float used[kRowCount];  // the shift of `s`
-  Rows<kRowCount> state;
+  using Left = uint32_t[kBlocks][4];
+  Left kept[kKeepQ ? kSteps : 1];
 
   EK_DEVICE static int tiles_per_head(const Problem& p) { return (p.sequences.T + kRows - 1) / kRows; }
 
   // Blocks of one head follow each other, the longest rows first.
   EK_DEVICE explicit Forward(const Problem& problem)
-      : p(problem),
+      : Tile(problem, static_cast<int>(blockIdx.x) / tiles_per_head(problem) % problem.H),
         thread(static_cast<int>(threadIdx.x)),
         warp(thread / kWarpThreads),
-        lane(thread % kWarpThreads),
         b(static_cast<int>(blockIdx.x) / tiles_per_head(p) / p.H),
         h(static_cast<int>(blockIdx.x) / tiles_per_head(p) % p.H),
         row((tiles_per_head(p) - 1 - static_cast<int>(blockIdx.x) % tiles_per_head(p)) * kRows),
         band(p, b),
-        rules(p.rules_of(h)),
         first_tile(band.first_key_tile(row, kKeys)),
         end_tile(band.end_key_tile(row, kRows, kKeys)),
         q(shared_address(dynamic_shared())),
         slots(q + kQueryBytes) {}
 
-  EK_DEVICE bool consistent() const { return kAll ? rules.consistent : kInstance == Instance::consistent; }
-
-  EK_DEVICE static void run(const Problem& p) { Forward(p).run(); }
+  EK_DEVICE static void run(const Problem& p) {
+    if (kAll && p.exact && !has_far_rows(p)) return;
+    Forward(p).run();
+  }
+  // The first launch noted a byte for each warp of this block.
+  EK_DEVICE static bool has_far_rows(const Problem& p) {
+    using Warps = std::conditional_t<kWarps == 4, uint32_t, uint64_t>;
+    static_assert(sizeof(Warps) == kWarps);
+    return reinterpret_cast<const Warps*>(p.far_rows)[blockIdx.x] != 0;
+  }
 
   EK_DEVICE void run() {
     state.start();
@@ -172,7 +110,6 @@ struct Forward {
   EK_DEVICE int row_of(int r) const { return warp_row() + row_in_warp(r); }
   EK_DEVICE int warp_row() const { return row + warp * kBlocks * 16; }
   EK_DEVICE uint32_t slot_at(int n) const { return slots + n * kSlotBytes; }
-  EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
 
   EK_DEVICE void load_keys(const uint16_t*& from, int64_t stride, int tile, int to, Side side) {
     if (tile >= first_tile) {
@@ -188,12 +125,15 @@ struct Forward {
     next_slot(next_key, p.k.stride[2], tile, Side::keys);
     if (seen) {
       find_scores();
-      mask(tile);
-      move_shifts();
+      const int key = tile * kKeys;
+      this->mask(
+          band, b, key, band.all_seen(warp_row(), kBlocks * 16, key, kKeys), [&](int) { return h; },
+          [&](int r) { return row_of(r); });
+      this->move_shifts();
     }
     slot = slot == kSlots - 1 ? 0 : slot + 1;
     next_slot(next_value, p.v.stride[2], tile, Side::values);
-    if (seen) add_values();
+    if (seen) this->add_values(slot_at(slot), 0);
     slot = slot == kSlots - 1 ? 0 : slot + 1;
   }
   EK_DEVICE void next_slot(const uint16_t*& from, int64_t stride, int tile, Side side) {
@@ -203,217 +143,64 @@ struct Forward {
   }
 
   EK_DEVICE void find_scores() {
-    clear(s);
     if (kKeepQ && !has_queries) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_queries(kept[kKeepQ ? step : 0], step);
       has_queries = true;
     }
-    const auto keys = Piece<kHead>::along(slot_at(slot), 0, lane);
-    each_chunk<kHead>(size(Side::keys), [&](int first_step) {
+    Tile::find_scores(Piece<kHead>::along(slot_at(slot), 0, lane), [&](Left& left, int step) {
+      if constexpr (kKeepQ) {
 #pragma unroll
-      for (int n = 0; n < kChunk<kHead> / 16; ++n) {
-        const int step = first_step + n;
-        uint32_t left[kBlocks][4];
-        if constexpr (!kKeepQ) load_queries(left, step);
-        multiply_step<Pairs, kKeys / 16>(
-            s, kKeepQ ? kept[kKeepQ ? step : 0] : left,
-            [&](uint32_t(&right)[4], int m) { load_matrices(right, keys.at(m, step)); });
+        for (int i = 0; i < kBlocks; ++i)
+#pragma unroll
+          for (int n = 0; n < 4; ++n) left[i][n] = kept[step][i][n];
+      } else {
+        load_queries(left, step);
       }
     });
-    if (kAll && p.softcap > 0) {
-      const float factor = p.scale / p.softcap;
-      each_score(s, lane, [&](float& x, int, int) { x = tanh_of(x * factor); });
-    }
   }
-  EK_DEVICE void load_queries(uint32_t (&left)[kBlocks][4], int step) {
+  EK_DEVICE void load_queries(Left& left, int step) {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
       load_matrices(left[i], Piece<kHead>::across(q, warp * kBlocks * 16, lane).at(i, step));
   }
 
-  EK_DEVICE void mask(int tile) {
-    const int key = tile * kKeys;
-    if (kAll && p.slopes) {
-      const float slope = slope_of(p, h);
-      each_score(s, lane, [&](float& x, int r, int column) {
-        x = fmaf(-slope, fabsf(static_cast<float>(row_of(r) + band.offset - key - column)), x);
-      });
-    }
-    if (!band.all_seen(warp_row(), kBlocks * 16, key, kKeys)) {
-      int first[kRowCount], end[kRowCount];
-#pragma unroll
-      for (int r = 0; r < kRowCount; ++r) {
-        first[r] = band.first_key(row_of(r)) - key;
-        end[r] = band.end_key(row_of(r)) - key;
-      }
-      each_score(s, lane, [&](float& x, int r, int column) {
-        if (column < first[r] || column >= end[r]) x = -kInfinity;
-      });
-    }
-    if (kAll && p.visible) {
-      const Visible visible(p, b, h);
-      each_score(s, lane, [&](float& x, int r, int column) {
-        if (row_of(r) < band.s.rows && key + column < band.s.keys && !visible(row_of(r), key + column))
-          x = -kInfinity;
-      });
-    }
-  }
-
-  // Moves the rows' shifts, and O with them, if the scores ask for it.
-  EK_DEVICE void move_shifts() {
-    float most[kRowCount];
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) most[r] = -kInfinity;
-    each_score(s, lane, [&](float& x, int r, int) { most[r] = fmaxf(most[r], x); });
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) most[r] = quad_max(most[r]);
-    int ties[kRowCount] = {};
-    if constexpr (kAll) {
-      if (rules.paper_capped) count_ties(most, ties);
-      state.move(p, rules, most, ties);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kRowCount; ++r)
-        most[r] = consistent() ? ceilf(most[r] * p.score_log2) : most[r] * p.score_log2;
-    }
-    bool moves = false;
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) moves |= most[r] > state.shift[r] + rules.slack;
-    if (__any_sync(~0u, moves)) scale_by(most);
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) used[r] = state.shift[r] == -kInfinity ? 0.0f : state.shift[r];
-  }
-  // New shifts for the rows whose shift lags too far behind `most`.
-  EK_DEVICE void scale_by(const float (&most)[kRowCount]) {
-    float factor[kRowCount];
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) {
-      const float before = state.shift[r];
-      if (most[r] > before + rules.slack) state.shift[r] = most[r];
-      factor[r] = exp2_approx(before - (state.shift[r] == -kInfinity ? 0.0f : state.shift[r]));
-      state.sum[r] *= factor[r];
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-        for (int n = 0; n < kChunk<kHead> / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[c][i][n][e] *= factor[2 * i + e / 2];
-  }
-  EK_DEVICE void count_ties(const float (&most)[kRowCount], int (&ties)[kRowCount]) {
-    float threshold[kRowCount];
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r)
-      threshold[r] = fmaxf(state.largest(r), most[r] * p.score_unit) - rules.tie_tolerance;
-    each_score(s, lane, [&](float& x, int r, int) { ties[r] += x * p.score_unit >= threshold[r]; });
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r) ties[r] = quad_sum(ties[r]);
-  }
-
-  // O += P V, with P rounded. l sums P, or the rounded P where they are consistent.
-  EK_DEVICE void add_values() {
-    const auto values = Piece<kHead>::across(slot_at(slot), 0, lane);
-    const auto multiply = [&](int chunk, const uint32_t(&left)[kBlocks][4], int step) {
-      multiply_step<Pairs, kChunk<kHead> / 16>(o[chunk], left, [&](uint32_t(&right)[4], int n) {
-        load_matrices_transposed(right, values.at(step, chunk * (kChunk<kHead> / 16) + n));
-      });
-    };
-    if constexpr (kChunked<kHead>) {  // one branch a chunk, and long products behind it
-      uint32_t left[kKeys / 16][kBlocks][4];
-#pragma unroll
-      for (int step = 0; step < kKeys / 16; ++step) find_probs(left[step], step);
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-        if (chunk * kChunk<kHead> < size(Side::values)) {
-#pragma unroll
-          for (int step = 0; step < kKeys / 16; ++step) multiply(chunk, left[step], step);
-        }
-    } else {
-#pragma unroll
-      for (int step = 0; step < kKeys / 16; ++step) {
-        uint32_t left[kBlocks][4];
-        find_probs(left, step);
-        multiply(0, left, step);
-      }
-    }
-  }
-  // P of 16 keys, packed.
-  EK_DEVICE void find_probs(uint32_t (&left)[kBlocks][4], int step) {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int n = 2 * step; n < 2 * step + 2; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[i][n][e];
-          x = exp2_approx(fmaf(x, p.score_log2, -used[2 * i + e / 2]));
-          if (!consistent()) state.sum[2 * i + e / 2] += x;
-        }
-      pack_left<Pairs>(left[i], s[i][2 * step], s[i][2 * step + 1]);
-      if (consistent()) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          state.sum[2 * i + n % 2] += Pairs::low(left[i][n]) + Pairs::high(left[i][n]);
-      }
-    }
-  }
-
   // O / l, L and what the backward pass needs. Rows behind a sequence's end: zeros in a padded tensor, none in a packed one.
   EK_DEVICE void write() {
-    const int T = p.sequences.T;
-    const float sink = sink_log2(p, h);
+    if (p.far_rows && !exact()) note_far_rows();
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r) {
-      const int i = row_of(r);
-      const float of_keys = quad_sum(state.sum[r]);
-      // A sink that leaves the keys nothing makes the sum infinite: O = 0, and so is P.
-      const float sum = of_keys == 0 ? 0.0f : of_keys + exp2_approx(sink - state.shift[r]);
-      const float factor = sum == 0 ? 0.0f : 1.0f / sum;  // no key in sight: O = 0
+      const RowEnd end(p, h, state.shift[r], exact() ? state.residue(r) : 0.0f, quad_sum(state.sum[r]));
 #pragma unroll
       for (int n = 0; n < kHead / 8; ++n) {
-        float(&numbers)[4] = block(r / 2, n);
-        numbers[r % 2 * 2] *= factor, numbers[r % 2 * 2 + 1] *= factor;
+        float(&numbers)[4] = this->block(r / 2, n);
+        numbers[r % 2 * 2] *= end.factor, numbers[r % 2 * 2 + 1] *= end.factor;
       }
-      if (lane % 4 != 0 || i >= T) continue;
-      const bool exists = i < band.s.rows, sees = exists && sum != 0;
-      const int64_t at = static_cast<int64_t>(b * p.H + h) * T + i;
-      p.lse[at] = exists ? log_sum(state.shift[r], of_keys, sink) : -kInfinity;
-      if (p.row_max) {
-        p.row_max[at] = sees ? state.shift[r] : -kInfinity;
-        p.row_sum[at] = sees ? sum : 0.0f;
-      }
+      const int i = row_of(r), T = p.sequences.T;
+      if (lane % 4 == 0 && i < T) end.write(p, static_cast<int64_t>(b * p.H + h) * T + i, i < band.s.rows);
     }
     write_output();
     if (p.residue) write_residue();
   }
 
+  EK_DEVICE void note_far_rows() const {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < kRowCount; ++r) far |= row_of(r) < band.s.rows && is_far(state.shift[r]);
+    const bool some = __any_sync(~0u, far) && (!kAll || has_second_launch(p.rules_of(h)));
+    if (lane == 0) p.far_rows[static_cast<int64_t>(blockIdx.x) * kWarps + warp] = some;
+  }
+
   // The warp's part of the query tile, which it needs no more, takes its rows before they go to memory as whole pieces.
-  static constexpr int kWarpRows = kBlocks * 16, kPieces = kHead / 8,  // pieces of eight features
+  static constexpr int kWarpRows = kBlocks * 16,
+                       kPieces = kHead / 8,  // pieces of eight features
       kRowsAtOnce = kWarpThreads / kPieces;
   EK_DEVICE uint8_t* staged(int i, int piece) const {
     return dynamic_shared() + tile_offset<kHead>(warp * kWarpRows + i, piece);
   }
-  // This thread's row r, of the warp's.
-  EK_DEVICE int row_in_warp(int r) const { return r / 2 * 16 + r % 2 * 8 + lane / 4; }
-  // Eight features of O, of a block of 16 rows.
-  EK_DEVICE float (&block(int i, int n))[4] {
-    constexpr int kInChunk = kChunk<kHead> / 8;
-    return o[n / kInChunk][i][n % kInChunk];
-  }
-  // f(which of the thread's rows, block of eight features, this thread's pair of them)
-  template <class F>
-  EK_DEVICE void each_pair(F f) {
-#pragma unroll
-    for (int r = 0; r < kRowCount; ++r)
-#pragma unroll
-      for (int n = 0; n < kHead / 8; ++n) f(r, n, block(r / 2, n)[r % 2 * 2], block(r / 2, n)[r % 2 * 2 + 1]);
-  }
   EK_DEVICE void write_output() {
     __syncwarp();
-    each_pair([&](int r, int n, float low, float high) {
+    this->each_pair([&](int r, int n, float low, float high) {
       *reinterpret_cast<uint32_t*>(staged(row_in_warp(r), n) + lane % 4 * 4) = Pairs::pack(low, high);
     });
     __syncwarp();
@@ -438,19 +225,15 @@ struct Forward {
     const bool wide = of_head.wide;
     const RandomKey key = p.random(of_head);
     const int64_t first = static_cast<int64_t>(b * p.H + h) * p.sequences.T + warp_row();
-    // Every feature's noise is uniform; those of a row lie sixteen steps apart, so that errors of features whose
-    // gradients have one sign do not add up.
     uint32_t noise[kRowCount];
 #pragma unroll
     for (int r = 0; r < kRowCount; ++r)
-      noise[r] = row_noise(key, static_cast<uint32_t>(first + row_in_warp(r))) + lane % 4 * 0x1000u;
+      noise[r] = row_noise(key, static_cast<uint32_t>(first + row_in_warp(r)));
     __syncwarp();
     if (wide)
-      each_pair([&](int r, int n, float low, float high) {
-        const uint32_t start = noise[r] + n % 2 * 0x8000u;
+      this->each_pair([&](int r, int n, float low, float high) {
         *reinterpret_cast<uint16_t*>(staged(row_in_warp(r), n / 2) + n % 2 * 8 + lane % 4 * 2) =
-            static_cast<uint16_t>(Pairs::residues(low, high, Pairs::pack(low, high), start & 0xffffu,
-                                                  (start + 0x4000u) & 0xffffu));
+            static_cast<uint16_t>(residues_of<Pairs>(noise[r], n, lane % 4, low, high));
       });
     __syncwarp();
     const int feature = lane % kPieces * 8;

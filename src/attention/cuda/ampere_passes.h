@@ -7,8 +7,10 @@
 
 #include "attention/attention_call.h"
 #include "attention/cuda/ampere_backward.cuh"
+#include "attention/cuda/ampere_decode.cuh"
 #include "attention/cuda/ampere_forward.cuh"
 #include "attention/cuda/ampere_rows.cuh"
+#include "attention/kernel_families.h"
 #include "base/sizes.h"
 #include "gpu/device_memory.h"
 
@@ -51,6 +53,18 @@ size_t lay_out_work(const AttentionProblem& problem, void* workspace, Problem& p
   table = problem.plans.size() > 1 ? parts.take<HeadRules>(problem.H) : nullptr;
   p.next_item = parts.take<int>(kMostKernels);
   p.turn = of_dq == Parts::added ? parts.take<int>(heads * p.row_tiles) : nullptr;
+  using Queries = ForwardTiles<kHead, kSmall && kChunked<kHead>>;
+  if (has_few_rows(problem)) {
+    const KeySplits keys(problem, DecodeTiles<kHead>::kKeys);
+    p.row_tiles_of_group = static_cast<int>(keys.row_tiles);
+    p.splits = static_cast<int>(keys.splits);
+    p.split_tiles = static_cast<int>(keys.split_tiles);
+    p.parts = parts.take<RowPart>(heads * problem.T * keys.splits);
+    p.part_outputs = parts.take<float>(heads * problem.T * keys.splits * problem.Dv);
+  }
+  p.far_rows = any_head(problem, has_second_launch)
+                   ? parts.take<uint8_t>(heads * divide_up(problem.T, Queries::kRows) * Queries::kWarps)
+                   : nullptr;
   p.shift = parts.take<float>(heads * p.padded_rows);
   p.delta = parts.take<float>(heads * p.padded_rows);
   const auto where = [&](bool needed, int64_t count) { return needed ? parts.take<float>(count) : nullptr; };
@@ -165,12 +179,22 @@ Problem arguments(const AttentionProblem& problem, const PassInputs& in, const F
 template <class Pairs, int kHead, bool kSmall, class Launch>
 void forward_pass(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                   void* workspace, Launch& launch) {
-  const Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
+  Problem p = arguments<kHead, kSmall>(problem, in, out, workspace, launch);
+  if (has_few_rows(problem)) {
+    p.exact = has_second_launch(p.rules);
+    launch.template run<Decode<Pairs, kHead>>(problem.B * problem.G * p.splits * p.row_tiles_of_group, p);
+    launch.template run<AddUpParts<Pairs>>(AddUpParts<Pairs>::blocks(p), p);
+    return;
+  }
   constexpr bool kSmaller = kSmall && kChunked<kHead>;  // the others need at most 80 KB
+  const int64_t tiles = problem.B * problem.H * divide_up(problem.T, ForwardTiles<kHead, kSmaller>::kRows);
   with_instance_of<kHead>(problem, [&]<Instance kInstance>() {
-    using Kernel = Forward<Pairs, kHead, kSmaller, kInstance>;
-    launch.template run<Kernel>(problem.B * problem.H * divide_up(problem.T, Kernel::kRows), p);
+    launch.template run<Forward<Pairs, kHead, kSmaller, kInstance>>(tiles, p);
   });
+  if (!p.far_rows) return;
+  // The same tiles again, where some row is far; the other blocks end at once.
+  p.exact = true;
+  launch.template run<Forward<Pairs, kHead, kSmaller, Instance::all>>(tiles, p);
 }
 
 // What comes before the kernels of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns those kernels'

@@ -83,6 +83,11 @@ struct Strided {
   }
 };
 
+// A part of a row's softmax: sum and O are those under the shift and its residue. shift -inf: no key.
+struct alignas(16) RowPart {
+  float shift, residue, sum, unused;
+};
+
 // A whole problem and its tensors: what every kernel of both passes is given.
 struct Problem : ScoreForms {
   int B, H, G, D;
@@ -90,6 +95,15 @@ struct Problem : ScoreForms {
   const HeadRules* table;  // (H), or null: all heads have `rules`
   uint32_t step, layer;
   const uint32_t* device_step;
+
+  // Of the forward pass: a byte for each warp of each query tile, whether it has far rows. The first launch writes it; the second
+  // one has `exact` shifts and reads it. Null: no head takes a second launch.
+  uint8_t* far_rows;
+  bool exact;
+  // Of few rows (ampere_decode.cuh): tiles of a group's rows, splits of the keys and key tiles of each; the splits' parts.
+  int row_tiles_of_group, splits, split_tiles;
+  RowPart* parts;       // (B, H, T, splits)
+  float* part_outputs;  // (B, H, T, splits, Dv)
 
   Strided q, k, v, o, grad_output, dq, dk, dv;
   float* lse;                // (B, H, T)
@@ -145,7 +159,7 @@ template <int kHead, int kRows, int kThreads>
 EK_DEVICE void load_tile(uint32_t tile, const uint16_t* from, int64_t stride, int exist, int D) {
   constexpr int kPieces = kHead / 8, kStep = kThreads / kPieces;
   static_assert(kThreads % kPieces == 0 && kRows % kStep == 0);
-  static_assert(kStep % 8 == 0 || (kStep == 4 && kPieces >= 8));
+  static_assert(kStep % 8 == 0 || (8 % kStep == 0 && kPieces >= 8));
   const int thread = static_cast<int>(threadIdx.x), row = thread / kPieces, piece = thread % kPieces;
   const uint32_t to = tile + tile_offset<kHead>(row, piece);
   const int present = piece * 8 < D ? exist - row : 0;

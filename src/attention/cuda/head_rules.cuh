@@ -41,6 +41,15 @@ inline HeadRules head_rules(const PrecisionPlan& asked) {
   return rules;
 }
 
+// Shifts beyond this (in powers of two) are far: rounding them takes more than 2^-14 from the exponents. The first launch of a
+// forward pass has plain shifts and notes far rows; a second one computes those again, with exact shifts (numerics.md).
+inline constexpr float kFar = 1024;
+EK_DEVICE bool is_far(float shift) { return fabsf(shift) >= kFar && shift != -INFINITY; }
+// Do far rows of these heads take a second launch? (consistent rounds alike in both passes; random shifts are no score's.)
+EVENKEEL_HOST_DEVICE inline bool has_second_launch(const HeadRules& rules) {
+  return !rules.consistent && !rules.paper_capped && !rules.dither;
+}
+
 template <class F>
 bool any_head(const AttentionProblem& problem, F f) {
   return std::any_of(problem.plans.begin(), problem.plans.end(),

@@ -55,11 +55,6 @@ struct Block {
   }
 };
 
-// Far rows of these heads take a second launch. (consistent rounds alike in both passes; random shifts are no score's.)
-inline bool has_second_launch(const HeadRules& rules) {
-  return !rules.consistent && !rules.paper_capped && !rules.dither;
-}
-
 // f.operator()<Block>() with the one for the problem's head sizes and the heads' shift, then with that of the second launch, if
 // there is one.
 template <class Pairs, bool kLarge, bool kForms, bool kFacts, class F>

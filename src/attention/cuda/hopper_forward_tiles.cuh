@@ -16,8 +16,6 @@ enum class Shift {
   paper_capped,  // row_shift.h: ties are counted
   exact,         // plain, and the score that set it has a probability of exactly one in far rows, too (Rows)
 };
-// Shifts beyond this are far: rounding them takes more than 2^-14 from the exponents.
-inline constexpr float kFar = 1024;
 
 struct ForwardArguments : ScoreForms {
   uint16_t* o;          // (B, H, T, Dv)

@@ -450,8 +450,7 @@ struct Worker : WarpgroupThread {
       const bool exists = i < done.rows;
       const size_t at = static_cast<size_t>(done.head) * a.sequences.T + i;
       if constexpr (kShift == Shift::plain)
-        if (a.far_rows && exists && fabsf(state.shift[r]) >= kFar && state.shift[r] != kMinusInfinity)
-          atomicAdd(a.far_rows, 1u);
+        if (a.far_rows && exists && is_far(state.shift[r])) store_relaxed(a.far_rows, 1u);
       const float residue = state.residue(r);
       float keys = of_keys[r], log_of_sum = kForms ? 0.0f : __logf(sum[r]);
       // A residue is at most half an ulp of its shift. Beyond 64, where 2^residue would soon leave FP32, what is cut off is

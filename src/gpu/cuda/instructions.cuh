@@ -147,6 +147,9 @@ EK_DEVICE int load_relaxed(const int* at) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at));
   return value;
 }
+EK_DEVICE void store_relaxed(uint32_t* at, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value));
+}
 // From the memory that all blocks share, past the multiprocessor's own cache.
 EK_DEVICE float load_past_cache(const float* at) {
   float value;

@@ -184,6 +184,7 @@ inline int load_acquire(const int* at) {
   return *at;
 }
 inline int load_relaxed(const int* at) { return *at; }
+inline void store_relaxed(uint32_t* at, uint32_t value) { *at = value; }
 inline float load_past_cache(const float* at) { return *at; }
 inline void add_release(int* at, int value) {
   *at += value;
