@@ -69,10 +69,14 @@ set(cuda_files_hopper src/attention/cuda/hopper_forward.cu src/attention/cuda/ho
                       src/attention/cuda/hopper_forward_fp16.cu src/attention/cuda/hopper_forward_facts.cu
                       src/attention/cuda/hopper_forward_large_bf16.cu
                       src/attention/cuda/hopper_forward_large_fp16.cu
+                      src/attention/cuda/hopper_forward_large_forms_bf16.cu
+                      src/attention/cuda/hopper_forward_large_forms_fp16.cu
                       src/attention/cuda/hopper_backward.cu
                       src/attention/cuda/hopper_backward_bf16.cu src/attention/cuda/hopper_backward_fp16.cu
                       src/attention/cuda/hopper_backward_large_bf16.cu
                       src/attention/cuda/hopper_backward_large_fp16.cu
+                      src/attention/cuda/hopper_backward_large_forms_bf16.cu
+                      src/attention/cuda/hopper_backward_large_forms_fp16.cu
                       src/attention/cuda/hopper_delta.cu src/attention/cuda/hopper_fact_pass.cu
                       src/attention/cuda/hopper_fp8.cu)
 
@@ -98,7 +102,11 @@ set(cuda_files_alone ${cuda_files_ampere} ${cuda_files_any_plan} ${cuda_files_no
                      src/attention/cuda/hopper_forward_facts.cu src/attention/cuda/hopper_backward_bf16.cu
                      src/attention/cuda/hopper_backward_fp16.cu src/attention/cuda/hopper_forward_large_bf16.cu
                      src/attention/cuda/hopper_forward_large_fp16.cu src/attention/cuda/hopper_backward_large_bf16.cu
-                     src/attention/cuda/hopper_backward_large_fp16.cu)
+                     src/attention/cuda/hopper_backward_large_fp16.cu
+                     src/attention/cuda/hopper_forward_large_forms_bf16.cu
+                     src/attention/cuda/hopper_forward_large_forms_fp16.cu
+                     src/attention/cuda/hopper_backward_large_forms_bf16.cu
+                     src/attention/cuda/hopper_backward_large_forms_fp16.cu)
 
 # nvcc's -O is of host code, which launches kernels and computes nothing; kernels are optimised in any case.
 set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")

@@ -201,48 +201,12 @@ TEST(Ampere, plans_that_differ_by_head) {
   }
 }
 
-// Slopes by distance, sinks, a gradient of L: the kernels' errors at most 1.3 times those of the CPU with the same plan, root
-// mean square; and the CPU's are small.
 TEST(Ampere, slopes_sinks_and_the_gradient_of_the_log_sum) {
   const Problem p = make_problem({{2, 2, 1, 90, 100, 64}, {.causal = true}, "forms"});
-  const std::vector<float> slopes = {0.25f, 0.03125f}, sinks = {1.5f, -0.5f};
-  Tensor<float> grad_lse({2, 2, 90, 1});
-  cases::Draw draw(3, 9);
-  for (float& x : grad_lse.values()) x = draw.normal();
-  for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"}) {
-    PrecisionPlan plan = plan_of(stabiliser);
-    plan.at(Site::output_for_delta) = Rounding{};  // as the CPU has it
-    plan.keel = 1e-2f;
-    AttentionProblem config = p.with(plan);
-    config.slopes = slopes, config.sinks = sinks;
-    const AttentionReference exact = attention_reference(config, p.in, p.grad_output, grad_lse.view());
-    AttentionBuffers cpu(p.in, /*with_facts=*/true);
-    Tensor<float> cpu_dsinks({1, 2, 1, 1}), dsinks({1, 2, 1, 1});
-    AttentionBackward backward = cpu.backward();
-    backward.grad_lse = grad_lse.view(), backward.dsinks = cpu_dsinks.view();
-    attention_forward(config, p.in, cpu.forward());
-    attention_backward(config, p.in, p.grad_output, cpu.forward(), backward);
-    const AttentionBuffers got = emulated::run(config, p, {.grad_lse = &grad_lse, .dsinks = &dsinks});
-    const auto compare = [&](const char* name, const Tensor<float>& x, const Tensor<float>& y,
-                             const Tensor<double>& truth) {
-      double ours = 0, theirs = 0, size = 0;
-      for (size_t n = 0; n < truth.values().size(); ++n) {
-        const double t = truth.values()[n];
-        ours += (x.values()[n] - t) * (x.values()[n] - t),
-            theirs += (y.values()[n] - t) * (y.values()[n] - t);
-        size += t * t;
-      }
-      EXPECT_LE(ours, 1.69 * theirs + 1e-13 * size) << stabiliser << ", " << name;
-      EXPECT_LE(theirs, 1e-4 * size) << stabiliser << ", " << name;
-      EXPECT_GT(size, 0);
-    };
-    compare("o", got.o, cpu.o, exact.o);
-    compare("lse", got.lse, cpu.lse, exact.lse);
-    compare("dq", got.dq, cpu.dq, exact.dq);
-    compare("dk", got.dk, cpu.dk, exact.dk);
-    compare("dv", got.dv, cpu.dv, exact.dv);
-    compare("dsinks", dsinks, cpu_dsinks, exact.dsinks);
-  }
+  for (const char* stabiliser : {"wide_output", "consistent", "zero_sum"})
+    emulated::expect_as_near_as_the_cpu(
+        p, plan_of(stabiliser), stabiliser,
+        [&](const AttentionProblem& config, const How& how) { return emulated::run(config, p, how); });
 }
 
 // Warps in either order or in random ones, blocks one by one or many at once and waiting for each other.

@@ -28,11 +28,11 @@ struct Passes {
   void forward(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out,
                void* workspace) const {
     using namespace hopper::forward;
-    with_pairs(p, [&]<class Pairs>() {
+    with_instance(p, [&]<class Pairs, bool kForms>() {
       for_head_groups(p, out, [&](const ForwardArguments& group) {
         auto* const words = static_cast<LaunchWords*>(workspace);
         *words = {};
-        with_blocks_of<Pairs, true, false, false>(p, group.rules, [&]<class Block>() {
+        with_blocks_of<Pairs, true, kForms, false>(p, group.rules, [&]<class Block>() {
           using T = typename Block::T;
           const BlockMaps<T> maps(p, in, out);
           int blocks;
@@ -47,25 +47,31 @@ struct Passes {
   void backward(const AttentionProblem& p, const PassInputs& in, const DeviceTensor& grad_output,
                 const ForwardPass& saved, const BackwardPass& out, void* workspace) const {
     using namespace hopper::backward::large;
-    with_pairs(p, [&]<class Pairs>() {
+    with_instance(p, [&]<class Pairs, bool kForms>() {
       emulated::Launch launch{how};
       const ampere::Problem facts = ampere::find_row_facts<Pairs, 256, false>(
           p, in, grad_output, saved, out, workspace, launch, ampere::Parts::none);
-      for_both_kernels<Pairs>(p, in, grad_output, facts,
-                              [&]<class Block>(const Maps& maps, const Pass& pass) {
-                                run<typename Block::T>(std::min(multiprocessors, Block::items(pass)),
-                                                       [&] { Block::run(maps, pass); });
-                              });
+      for_both_kernels<Pairs, kForms>(p, in, grad_output, facts,
+                                      [&]<class Block>(const Maps& maps, const Pass& pass) {
+                                        run<typename Block::T>(std::min(multiprocessors, Block::items(pass)),
+                                                               [&] { Block::run(maps, pass); });
+                                      });
     });
   }
 
  private:
   template <class F>
-  static void with_pairs(const AttentionProblem& p, F f) {
-    if (p.type == TensorType::fp16)
-      f.template operator()<Fp16Pairs>();
+  static void with_instance(const AttentionProblem& p, F f) {
+    const auto with_pairs = [&]<bool kForms>() {
+      if (p.type == TensorType::fp16)
+        f.template operator()<Fp16Pairs, kForms>();
+      else
+        f.template operator()<Bf16Pairs, kForms>();
+    };
+    if (has_forms(p))
+      with_pairs.template operator()<true>();
     else
-      f.template operator()<Bf16Pairs>();
+      with_pairs.template operator()<false>();
   }
   template <class T>
   void run(int blocks, const std::function<void()>& block) const {
@@ -222,14 +228,17 @@ TEST(HopperHeads, the_other_stabilisers_in_fp16_and_packed) {
 
 // One feature of O is zero throughout: beside it the poison of a residue that nobody wrote is NaN.
 TEST(HopperHeads, plans_that_differ_by_head) {
-  Problem p = make_problem({{1, 4, 2, 70, 130, 136}, {.causal = true, .scale = 0.125f}, "by_head"});
-  for (int64_t g = 0; g < p.shape.G; ++g)
-    for (int64_t j = 0; j < p.shape.N; ++j) *p.v().at(0, g, j, 3) = 0;
   std::vector<PrecisionPlan> plans;
   for (const char* stabiliser : {"none", "consistent", "wide_output", "zero_sum"})
     plans.push_back(plan_of(stabiliser));
   plans[1].keel = 1e-2f;
-  expect_in_bounds(p.with(plans), p, "by head");
+  for (int64_t window : {-1, 40}) {
+    Problem p = make_problem(
+        {{1, 4, 2, 70, 130, 136}, {.causal = true, .window_left = window, .scale = 0.125f}, "by_head"});
+    for (int64_t g = 0; g < p.shape.G; ++g)
+      for (int64_t j = 0; j < p.shape.N; ++j) *p.v().at(0, g, j, 3) = 0;
+    expect_in_bounds(p.with(plans), p, "by head, window " + std::to_string(window));
+  }
 }
 
 TEST(HopperHeads, a_gradient_of_the_log_sum) {
@@ -247,7 +256,6 @@ TEST(HopperHeads, a_gradient_of_the_log_sum) {
 
 TEST(HopperHeads, values_of_another_size) {
   for (const cases::Narrowed& c : cases::kNarrowed) {
-    if (c.window_left >= 0 || c.hide != cases::Hide::nothing) continue;  // forms
     for (const char* stabiliser : {"wide_output", "consistent"}) {
       const Problem wide = c.wide(), narrow = c.narrow();
       const AttentionProblem config = wide.with(plan_of(stabiliser));
@@ -256,9 +264,155 @@ TEST(HopperHeads, values_of_another_size) {
   }
 }
 
+// Forms
+
+// Errors of every tensor have no sign: their sum is that of as many independent ones.
+void expect_no_sign(const AttentionBuffers& got, const AttentionReference& exact, const std::string& name) {
+  const auto expect = [&](const char* what, const Tensor<float>& x, const Tensor<double>& truth) {
+    double sum = 0, squares = 0;
+    for (size_t n = 0; n < truth.values().size(); ++n) {
+      const double error = x.values()[n] - truth.values()[n];
+      sum += error, squares += error * error;
+    }
+    EXPECT_LE(std::fabs(sum), 6 * std::sqrt(squares)) << name << ", " << what;
+    EXPECT_GT(squares, 0) << name << ", " << what;
+  };
+  expect("o", got.o, exact.o);
+  expect("dq", got.dq, exact.dq);
+  expect("dk", got.dk, exact.dk);
+  expect("dv", got.dv, exact.dv);
+}
+
+// What a problem with values of another size gave, as the problem filled up with zeros has it.
+AttentionBuffers widened(const AttentionBuffers& narrow, const AttentionInputs& in) {
+  AttentionBuffers wide(in, /*with_facts=*/true);
+  for (auto member : {&AttentionBuffers::o, &AttentionBuffers::lse, &AttentionBuffers::delta,
+                      &AttentionBuffers::dq, &AttentionBuffers::dk, &AttentionBuffers::dv}) {
+    const auto& from = (narrow.*member).view();
+    cases::fill_view((wide.*member).view(), [&](int64_t b, int64_t h, int64_t i, int64_t d) {
+      return d < from.shape[3] ? *from.at(b, h, i, d) : 0.0f;
+    });
+  }
+  return wide;
+}
+
+// Of the problem with D keys' features and Dv values', against FP64.
+void expect_form(const cases::Narrowed& c, const char* stabiliser, const How& how = {},
+                 bool without_sign = true) {
+  const std::string name = std::string(c.name) + ", " + stabiliser;
+  Problem wide = c.wide(), narrow = c.narrow();
+  if (how.type == TensorType::fp16) wide = in_fp16(std::move(wide)), narrow = in_fp16(std::move(narrow));
+  PrecisionPlan plan = plan_of(stabiliser, how.type);
+  plan.keel = 1e-2f;
+  const AttentionProblem config = wide.with(plan);
+  const AttentionBuffers got = widened(run_on_hopper(config, narrow, how), wide.in);
+  const AttentionReference exact = attention_reference(config, wide.in, wide.grad_output);
+  const Ratios r = ratios_of(config, wide, attention_bounds::error_bounds(config, wide), got, exact);
+  EXPECT_LE(r.largest(), 1) << name << ": o " << r.o << ", lse " << r.lse << ", delta " << r.delta << ", dq "
+                            << r.dq << ", dk " << r.dk << ", dv " << r.dv;
+  if (without_sign) expect_no_sign(got, exact, name);
+}
+
+// Windows on either side and on both, narrower than a tile and wider, with rows that see nothing; then soft caps and masks.
+const cases::Narrowed kForms[] = {
+    {{{1, 2, 1, 140, 270, 256}, {.window_left = 75, .window_right = 20, .scale = 0.0625f}, "both"}, 256, 256},
+    {{{1, 1, 1, 170, 200, 256}, {.causal = true, .window_left = 5, .scale = 0.0625f}, "narrow"}, 256, 256},
+    {{{1, 1, 1, 210, 120, 256}, {.window_left = 30, .window_right = 3, .scale = 0.0625f}, "no_keys"},
+     256,
+     256},
+    {{{1, 1, 1, 150, 190, 256}, {.window_right = 40, .scale = 0.0625f}, "right"}, 256, 256},
+    {{{1, 2, 1, 140, 300, 192}, {.causal = true, .window_left = 90, .scale = 0.0625f}, "mixed"}, 192, 128},
+    {{{1, 1, 1, 70, 130, 256}, {.causal = true, .softcap = 2, .scale = 0.0625f}, "capped"}, 256, 256},
+    {{{1, 2, 1, 70, 100, 192},
+      {.window_left = 40, .hide = cases::Hide::rows, .softcap = 3, .scale = 0.0625f},
+      "capped_and_hidden"},
+     192,
+     128},
+    {{{3, 2, 1, 140, 150, 256},
+      {.causal = true, .window_left = 50, .ragged = true, .scale = 0.0625f},
+      "ragged"},
+     256,
+     256},
+};
+
+TEST(HopperHeads, forms) {
+  const char* const stabilisers[] = {"wide_output", "consistent", "zero_sum"};
+  for (size_t n = 0; n < std::size(kForms); ++n) {
+    // The first problem and the first with a soft cap have every stabiliser, the others each another one.
+    for (size_t m = 0; m < std::size(stabilisers); ++m)
+      if (n == 0 || n == 5 || m == n % std::size(stabilisers))
+        expect_form(kForms[n], stabilisers[m],
+                    {.order = Order::random, .blocks_at_once = 2, .seed = static_cast<uint32_t>(n)});
+    if (kSanitized && n == 1) break;
+  }
+}
+
+// Boxes of 64 features that the three kernels load of a head: Q, dO, K and V of 256 are four each. A tile of 64 keys is loaded
+// for each tile of 128 rows (forward; dQ) of which some row sees some key of it, and so is one of 64 rows for 64 keys.
+int64_t boxes_of(const Problem& p) {
+  const auto sees = [&](int64_t row, int64_t rows, int64_t key) {
+    for (int64_t i = row; i < std::min(row + rows, p.shape.T); ++i)
+      for (int64_t j = key; j < std::min(key + 64, p.shape.N); ++j)
+        if (cases::sees(p, 0, 0, i, j)) return true;
+    return false;
+  };
+  int64_t boxes = 0;
+  for (int64_t row = 0; row < p.shape.T; row += 128) {
+    int64_t tiles = 0;
+    for (int64_t key = 0; key < p.shape.N; key += 64) tiles += sees(row, 128, key);
+    if (tiles > 0) boxes += 2 * 4 + tiles * 8;  // forward: Q in two parts
+    if (tiles > 0) boxes += 2 * 8 + tiles * 8;  // dQ: Q and dO in two parts
+  }
+  for (int64_t key = 0; key < p.shape.N; key += 64) {
+    int64_t tiles = 0;
+    for (int64_t row = 0; row < p.shape.T; row += 64) tiles += sees(row, 64, key);
+    if (tiles > 0) boxes += 8 + tiles * 8;
+  }
+  return boxes;
+}
+
+TEST(HopperHeads, tiles_outside_a_window_are_not_loaded) {
+  for (const auto& [T, N, left, right] : std::vector<std::array<int64_t, 4>>{
+           {200, 330, 40, 0}, {200, 330, 64, 64}, {330, 130, 20, 5}, {330, 330, -1, 0}}) {
+    const Problem p = make_problem(
+        {{1, 1, 1, T, N, 256}, {.window_left = left, .window_right = right, .scale = 0.0625f}, "window"});
+    const int64_t before = cuda_emulator::machine().boxes_loaded;
+    run_on_hopper(p.with(plan_of("wide_output")), p);
+    EXPECT_EQ(cuda_emulator::machine().boxes_loaded - before, boxes_of(p)) << T << ", " << N << ", " << left;
+    if (kSanitized) return;
+  }
+}
+
+TEST(HopperHeads, forms_in_fp16_packed_and_of_far_rows) {
+  expect_form(kForms[6], "wide_output", {.type = TensorType::fp16});
+  expect_form(kForms[7], "paper_capped", {.sequences = true});
+  if (kSanitized) return;
+  // Scores of 2,500: the forward pass's second launch. (dK is of queries as large, which have a sign.)
+  expect_form(
+      {{{1, 1, 1, 90, 200, 256}, {.fill = Fill::huge, .window_left = 60, .scale = 0.0625f}, "far"}, 256, 256},
+      "wide_output", {}, /*without_sign=*/false);
+}
+
+TEST(HopperHeads, slopes_sinks_and_the_gradient_of_the_log_sum) {
+  const cases::Narrowed problems[] = {
+      {{{2, 2, 1, 70, 100, 256}, {.causal = true, .window_left = 45, .scale = 0.0625f}, "256"}, 256, 256},
+      {{{1, 2, 1, 90, 80, 192}, {.causal = true, .scale = 0.0625f}, "192_128"}, 192, 128}};
+  for (const cases::Narrowed& c : problems)
+    for (const char* stabiliser : {"consistent", "zero_sum"}) {
+      const Problem p = c.narrow();
+      emulated::expect_as_near_as_the_cpu(
+          p, plan_of(stabiliser), c.name + std::string(", ") + stabiliser,
+          [&](const AttentionProblem& config, const How& how) { return run_on_hopper(config, p, how); });
+      if (kSanitized) return;
+    }
+}
+
 // Neither the order of warps nor the number of blocks changes a bit.
 TEST(HopperHeads, the_same_bits_in_any_order) {
-  for (const Case* c : {&kCausal256, &kRagged160}) {
+  const Case capped{{1, 2, 1, 140, 200, 256},
+                    {.window_left = 70, .window_right = 10, .softcap = 3, .scale = 0.0625f},
+                    "capped_256"};
+  for (const Case* c : {&kCausal256, &kRagged160, &capped}) {
     const Problem p = make_problem(*c);
     const AttentionProblem config = p.with(plan_of("consistent"));
     const AttentionBuffers first = run_on_hopper(config, p);

@@ -1,7 +1,8 @@
 // `evenkeel bench attention --gpu --forms`: what each form of a problem costs on the kernels that are chosen for it, against
 // the same work without it. One run has facts of scores, stabilisers, plans that differ by head, FP16, windows, soft caps,
-// slopes, sinks. Each form is timed beside the problem without forms, in turns: what the GPU's clock does meets both. Windows
-// also stand beside PyTorch's FlexAttention (python/bench_windows.py). Decoding comes last (bench_decoding.cpp).
+// slopes, sinks; with head size 256 windows and a soft cap. Each form is timed beside the problem without forms, in turns: what
+// the GPU's clock does meets both. Windows also stand beside PyTorch's FlexAttention (python/bench_windows.py). Decoding comes
+// last (bench_decoding.cpp).
 #include <fmt/format.h>
 
 #include <functional>
@@ -23,7 +24,7 @@ using Json = nlohmann::ordered_json;
 struct Shape {
   int64_t B, H, T, D;
 };
-constexpr Shape kShapes[] = {{64, 12, 1024, 64}, {8, 16, 4096, 64}, {8, 16, 4096, 128}};
+constexpr Shape kShapes[] = {{64, 12, 1024, 64}, {8, 16, 4096, 64}, {8, 16, 4096, 128}, {4, 16, 4096, 256}};
 
 // Numbers of each head on the device, for slopes and sinks.
 struct HeadNumbers {
@@ -39,11 +40,19 @@ struct HeadNumbers {
   }
 };
 
+// Head sizes with which a form is timed.
+enum class Heads { up_to_128, above_128, any };
 struct FormCase {
   const char* name;
-  double must;  // of the speed of "one plan", counted in pairs of a row and a key that it sees
+  // Of the speed of "one plan", counted in pairs of a row and a key that it sees; up to head size 128.
+  double must;
   std::function<void(AttentionProblem&, const HeadNumbers&)> change;
   bool score_facts = false;
+  Heads heads = Heads::up_to_128;
+
+  bool is_timed_with(const Shape& shape) const {
+    return heads == Heads::any || (heads == Heads::above_128) == (shape.D > 128);
+  }
 };
 
 void set_plans(AttentionProblem& p, const std::function<const char*(int64_t)>& plan) {
@@ -58,7 +67,7 @@ constexpr const char *kRemedy = "flash2,stabiliser=wide_output", *kStrong = "fla
 
 const std::vector<FormCase>& form_cases() {
   static const std::vector<FormCase> cases = {
-      {"one plan", 0, [](AttentionProblem&, const HeadNumbers&) {}},
+      {"one plan", 0, [](AttentionProblem&, const HeadNumbers&) {}, false, Heads::any},
       {"one plan again", 0, [](AttentionProblem&, const HeadNumbers&) {}},
       {"consistent", 0, [](AttentionProblem& p, const HeadNumbers&) { p.plans = {parse_plan(kStrong)}; }},
       {"zero_sum", 0, [](AttentionProblem& p, const HeadNumbers&) { p.plans = {parse_plan(kExact)}; }},
@@ -82,8 +91,11 @@ const std::vector<FormCase>& form_cases() {
          p.plans = {parse_plan(kInFp16)};
        }},
       {"window of 256", 0.9, [](AttentionProblem& p, const HeadNumbers&) { p.mask.window_left = 255; }},
-      {"window of half", 0.9, [](AttentionProblem& p, const HeadNumbers&) { p.mask.window_left = p.T / 2; }},
-      {"soft cap", 0, [](AttentionProblem& p, const HeadNumbers&) { p.softcap = 30; }},
+      {"window of 1024", 0, [](AttentionProblem& p, const HeadNumbers&) { p.mask.window_left = 1023; }, false,
+       Heads::above_128},
+      {"window of half", 0.9, [](AttentionProblem& p, const HeadNumbers&) { p.mask.window_left = p.T / 2; },
+       false, Heads::any},
+      {"soft cap", 0, [](AttentionProblem& p, const HeadNumbers&) { p.softcap = 30; }, false, Heads::any},
       {"slopes", 0,
        [](AttentionProblem& p, const HeadNumbers& numbers) {
          p.slopes = {numbers.slopes.as<const float>(), static_cast<size_t>(p.H)};
@@ -161,12 +173,13 @@ std::unique_ptr<Contestant> window_rival(const AttentionProblem& p, PythonScript
 Contestants contestants_for(const Shape& shape, const HeadNumbers& numbers, PythonScript* script) {
   Contestants list;
   for (const FormCase& form : form_cases()) {
+    if (!form.is_timed_with(shape)) continue;
     AttentionProblem p = causal_problem(shape.B, shape.H, shape.T, shape.D);
     p.plans = {parse_plan(kRemedy)};
     form.change(p, numbers);
     Contestant& ours = *list.emplace_back(std::make_unique<Contestant>());
     ours.name = form.name;
-    ours.must = form.must;
+    ours.must = shape.D > 128 ? 0 : form.must;
     ours.flops = forward_flops(p);
     try {
       const auto attention = std::make_shared<AttentionOnDevice>(p, form.score_facts);

@@ -146,6 +146,7 @@ class Machine {
   Index thread_index, block_index, grid;
   int64_t blocks_started = 0;                      // of all launches
   int64_t matrix_loads = 0, matrix_conflicts = 0;  // of ldmatrix: 8 rows at a time; rows that met in a bank
+  int64_t boxes_loaded = 0;                        // by the copy engine
 
   // Every thread of every block calls `kernel`. Throws KernelFault.
   void run(const Launch& launch, const std::function<void()>& kernel) {

@@ -82,14 +82,14 @@ std::vector<HeadGroup> head_groups(const AttentionProblem& problem, Alike alike)
 }
 
 // f.operator()<head size, that of values>() with the tiles that hold the problem's, where one of them is above 128 or they differ.
-template <class F>
+// With forms all take the largest: each size is seconds of the compiler's time, and few models have the others.
+template <bool kForms, class F>
 void with_large_sizes(const AttentionProblem& problem, F f) {
-  if (problem.D <= 192 && problem.Dv <= 128)
-    f.template operator()<192, 128>();
-  else if (problem.D <= 192 && problem.Dv <= 192)
-    f.template operator()<192, 192>();
-  else
-    f.template operator()<256, 256>();
+  if constexpr (!kForms) {
+    if (problem.D <= 192 && problem.Dv <= 128) return f.template operator()<192, 128>();
+    if (problem.D <= 192 && problem.Dv <= 192) return f.template operator()<192, 192>();
+  }
+  f.template operator()<256, 256>();
 }
 
 // Heads (of all sequences) whose keys and values fit the part of the second-level cache that is theirs.

@@ -110,10 +110,12 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   using namespace hopper;
   using namespace hopper::backward;
+  const bool fp16 = problem.type == TensorType::fp16;
   if (has_large_heads(problem))
-    return (problem.type == TensorType::fp16
-                ? launch_large_backward<Fp16Pairs>
-                : launch_large_backward<Bf16Pairs>)(problem, in, grad_output, saved, out, workspace, stream);
+    return (has_forms(problem)
+                ? (fp16 ? launch_large_backward_forms<Fp16Pairs> : launch_large_backward_forms<Bf16Pairs>)
+                : (fp16 ? launch_large_backward<Fp16Pairs> : launch_large_backward<Bf16Pairs>))(
+        problem, in, grad_output, saved, out, workspace, stream);
   const Saved kept = saved_layout(problem, saved.saved);
   Backward p{};
   Workspace work{};
@@ -154,9 +156,8 @@ void hopper_backward(const AttentionProblem& problem, const FamilyPlan&, const P
              problem, [](const HeadRules&a, const HeadRules&b) { return a.exact_delta == b.exact_delta; }))
       if (group.rules.exact_delta)
         exact_delta(problem, group, in, grad_output, saved.lse, work.exact_delta, work.log_sum, stream);
-  (problem.type == TensorType::fp16
-       ? launch_backward<Fp16Pairs>
-       : launch_backward<Bf16Pairs>)(problem, in, grad_output, p, key_groups(problem), stream);
+  (fp16 ? launch_backward<Fp16Pairs> : launch_backward<Bf16Pairs>)(problem, in, grad_output, p,
+                                                                   key_groups(problem), stream);
 }
 
 }  // namespace evenkeel

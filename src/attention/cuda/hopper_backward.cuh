@@ -16,11 +16,15 @@ template <class Pairs>
 void launch_backward(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                      Backward p, const std::vector<KeyGroup>& groups, cudaStream_t stream);
 
-// The whole pass, of large heads, without forms. `workspace`: as ampere::large_facts_sizes counts it.
+// The whole pass, of large heads, without forms and with them. `workspace`: as ampere::large_facts_sizes counts it.
 template <class Pairs>
 void launch_large_backward(const AttentionProblem& problem, const PassInputs& in,
                            const DeviceTensor& grad_output, const ForwardPass& saved, const BackwardPass& out,
                            void* workspace, cudaStream_t stream);
+template <class Pairs>
+void launch_large_backward_forms(const AttentionProblem& problem, const PassInputs& in,
+                                 const DeviceTensor& grad_output, const ForwardPass& saved,
+                                 const BackwardPass& out, void* workspace, cudaStream_t stream);
 
 }  // namespace evenkeel::hopper::backward
 

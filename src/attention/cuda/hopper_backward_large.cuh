@@ -1,4 +1,4 @@
-// Hopper's backward pass for head sizes above 128, for a causal or full mask: one kernel owns keys and makes dK and dV
+// Hopper's backward pass for head sizes above 128: one kernel owns keys and makes dK and dV
 // (hopper_backward_large_keys.cuh), then another one owns rows and makes dQ (hopper_backward_large_rows.cuh). Both find the
 // scores for themselves: seven products a tile where one kernel would need five, and nothing is added in memory. They take
 // the arguments of the Ampere class, whose kernels find the rows' facts for them (ampere_passes.h). The emulator of the tests
@@ -11,24 +11,26 @@
 namespace evenkeel::hopper::backward::large {
 
 // launch.operator()<Block>(maps, pass) for both kernels, with the instances that the problem needs.
-template <class Pairs, class Launch>
+template <class Pairs, bool kForms, class Launch>
 void for_both_kernels(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                       const ampere::Problem& facts, Launch launch) {
   const auto run = [&]<class Block>(int section_heads) {
     launch.template operator()<Block>(Maps(problem, in, grad_output, Block::T::kRows, Block::T::kKeys),
                                       Pass{facts, section_heads, -1.0f});
   };
-  const auto with_instance = [&]<int kHeadSize, int kValueSize, bool kConsistent>() {
-    run.template operator()<KeyBlock<Pairs, KeyTiles<kHeadSize, kValueSize>, kConsistent>>(
+  const auto with_instance = [&]<int kHeadSize, int kValueSize, Instance kInstance>() {
+    run.template operator()<KeyBlock<Pairs, KeyTiles<kHeadSize, kValueSize>, kInstance>>(
         key_heads_in_cache(problem, facts.B * facts.G));
-    run.template operator()<RowBlock<Pairs, RowTiles<kHeadSize, kValueSize>, kConsistent>>(
+    run.template operator()<RowBlock<Pairs, RowTiles<kHeadSize, kValueSize>, kInstance>>(
         heads_in_cache(problem, facts.B * facts.H));
   };
-  with_large_sizes(problem, [&]<int kHeadSize, int kValueSize>() {
-    if (any_head(problem, [](const HeadRules& rules) { return rules.consistent; }))
-      with_instance.template operator()<kHeadSize, kValueSize, true>();
+  with_large_sizes<kForms>(problem, [&]<int kHeadSize, int kValueSize>() {
+    if constexpr (kForms)
+      with_instance.template operator()<kHeadSize, kValueSize, Instance::forms>();
+    else if (any_head(problem, [](const HeadRules& rules) { return rules.consistent; }))
+      with_instance.template operator()<kHeadSize, kValueSize, Instance::consistent>();
     else
-      with_instance.template operator()<kHeadSize, kValueSize, false>();
+      with_instance.template operator()<kHeadSize, kValueSize, Instance::plain>();
   });
 }
 

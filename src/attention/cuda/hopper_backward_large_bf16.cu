@@ -7,7 +7,7 @@ template <>
 void launch_large_backward<Bf16Pairs>(const AttentionProblem& problem, const PassInputs& in,
                                       const DeviceTensor& grad_output, const ForwardPass& saved,
                                       const BackwardPass& out, void* workspace, cudaStream_t stream) {
-  launch_large<Bf16Pairs>(problem, in, grad_output, saved, out, workspace, stream);
+  launch_large<Bf16Pairs, false>(problem, in, grad_output, saved, out, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::backward

@@ -1,4 +1,4 @@
-// dK and dV on Hopper for head sizes above 128, for a causal or full mask: four products a tile.
+// dK and dV on Hopper for head sizes above 128: four products a tile.
 //
 // A block owns 64 keys of one kv head, and the queries that see them stream by. Scores are held transposed, [key][query], so
 // that P^T and dS^T are operands from registers as they come. dK and dV of 64 keys take 256 registers of a warpgroup's
@@ -63,14 +63,16 @@ struct KeyTiles {
     uint64_t item_full[kItems], item_empty[kItems];
     KeyItem item[kItems];
     bool consistent[kRowStages];  // are these rows' heads?
+    int head[kRowStages];         // Instance::forms: whose rows these are
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
 // The thread that loads everything.
-template <class T, bool kConsistent>
+template <class T, Instance kInstance>
 struct KeyLoader {
+  static constexpr bool kConsistent = kInstance != Instance::plain, kForms = kInstance == Instance::forms;
   static constexpr int kKeys = T::kKeys, kRows = T::kRows;
 
   typename T::Shared& sm;
@@ -100,10 +102,12 @@ struct KeyLoader {
     uint64_t *const q_full = &sm.q_full[stage], *const grad_full = &sm.grad_output_full[stage];
     barrier_wait(&sm.q_empty[stage], rows.parity ^ 1);
     if (kConsistent) sm.consistent[stage] = p.rules_of(h).consistent;
-    barrier_expect_bytes(q_full, sizeof(sm.q[0]) + kFactBytes * (kConsistent ? 2 : 1));
+    if (kForms) sm.head[stage] = h;
+    const bool has_inverse = kForms ? p.inverse != nullptr : kConsistent;
+    barrier_expect_bytes(q_full, sizeof(sm.q[0]) + kFactBytes * (has_inverse ? 2 : 1));
     load_boxes(sm.q[stage], maps.q, q_full, row, h, item.band.s.query_batch);
     load_bytes(sm.shift[stage], p.shift + fact, kFactBytes, q_full);
-    if (kConsistent) load_bytes(sm.inverse[stage], p.inverse + fact, kFactBytes, q_full);
+    if (has_inverse) load_bytes(sm.inverse[stage], p.inverse + fact, kFactBytes, q_full);
     barrier_wait(&sm.grad_output_empty[stage], rows.parity ^ 1);
     barrier_expect_bytes(grad_full, sizeof(sm.grad_output[0]) + kFactBytes);
     load_boxes(sm.grad_output[stage], maps.grad_output, grad_full, row, h, item.band.s.query_batch);
@@ -130,8 +134,9 @@ struct KeyLoader {
 // One of the two working warpgroups. kValues: the one that owns dV and finds P. Otherwise: the one that owns dK and finds dS.
 //
 // Arrays of products are handed from step to step and are not members, as in the kernel for smaller heads.
-template <class Pairs, class T, bool kConsistent, bool kValues>
+template <class Pairs, class T, Instance kInstance, bool kValues>
 struct KeyConsumer : Worker {
+  static constexpr bool kConsistent = kInstance != Instance::plain, kForms = kInstance == Instance::forms;
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   static constexpr int kKeys = T::kKeys, kRows = T::kRows;
   static constexpr int kRowsCleared = 1;  // named barrier
@@ -255,21 +260,31 @@ struct KeyConsumer : Worker {
                  high = *reinterpret_cast<const float2*>(&facts[16 * i + lane % 4 * 2 + 8]);
     four[0] = low.x, four[1] = low.y, four[2] = high.x, four[3] = high.y;
   }
-  // Where the tile crosses the diagonal or the keys' end (rows behind the end have P = 0 by their shift).
+  // Soft caps (the scores are then tanh), slopes, and what a mask of its own hides.
+  EK_DEVICE void shape(const KeyItem& item, int tile, int stage, Scores& scores) const {
+    const int head = *const_cast<const volatile int*>(&sm.head[stage]);
+    shape_scores<8>(p, item.band, item.b, head, tile * kRows, item.key_tile * kKeys, scores, [&](int i) {
+      return Place{i / 4 * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 % 2 * 8};
+    });
+  }
+  // Where the tile crosses the band's edges or the keys' end (rows behind the end have P = 0 by their shift).
   EK_DEVICE void mask(const KeyItem& item, int tile, Scores& scores) const {
-    // The first query that sees the tile's first key, from the row tile's first.
+    // The first query that sees the tile's first key, from the row tile's first; and the last one.
     const int begin = item.key_tile * kKeys - item.band.offset - tile * kRows - p.right;
+    const int end = begin + p.right + p.left;
     const int keys = item.band.s.keys - item.key_tile * kKeys;
-    if (begin <= -kKeys + 1 && keys >= kKeys) return;
+    if (begin <= -kKeys + 1 && keys >= kKeys && (!kForms || end >= kRows - 1)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = warp * 16 + lane / 4 + 8 * r;
       const int first_query = key < keys ? key + begin - 2 * (lane % 4) : kRows;
+      const int last_query = key + end - 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (8 * j + c < first_query) scores[4 * j + 2 * r + c] = -INFINITY;
+          if (8 * j + c < first_query || (kForms && 8 * j + c > last_query))
+            scores[4 * j + 2 * r + c] = -INFINITY;
     }
   }
   // What the first product left to what the second one takes, in FP32; the first one's rows are given back.
@@ -292,37 +307,74 @@ struct KeyConsumer : Worker {
   EK_DEVICE void hold_all(const Scores& scores) const { large::hold_all(scores, p.below_all); }
   // S^T to P^T, which the other warpgroup takes in FP32.
   EK_DEVICE void find_probs(const KeyItem& item, int tile, int stage, Scores& scores) {
+    if constexpr (kForms)
+      if (p.shaped) shape(item, tile, stage, scores);
     mask(item, tile, scores);
+    if (kForms && p.softcap > 0) return weigh(stage, scores);
 #pragma unroll
     for (int i = 0; i < kRows / 16; ++i) {
       float shift[4];
       four_facts(sm.shift[stage], i, shift);
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        scores[8 * i + e] = exp2_approx(fmaf(scores[8 * i + e], p.score_log2, -shift[e / 4 * 2 + e % 2]));
+      for (int e = 0; e < 8; ++e) exponentiate(scores[8 * i + e], shift[e / 4 * 2 + e % 2]);
     }
-    if (kConsistent && *const_cast<const volatile bool*>(&sm.consistent[stage])) use_rounded(stage, scores);
-    barrier_wait(&sm.probs_empty, probs_parity ^ 1);
-    probs_parity ^= 1;
+    if constexpr (kConsistent) {
+      if (is_consistent(stage)) {
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j)
-      *reinterpret_cast<float4*>(sm.probs[j][thread]) =
-          float4{scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]};
-    arrive(&sm.probs_full);
-  }
-  // The forward's rounded probabilities, over their sum.
-  EK_DEVICE void use_rounded(int stage, Scores& scores) const {
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      float inverse[4];
-      four_facts(sm.inverse[stage], i, inverse);
-#pragma unroll
-      for (int e = 0; e < 8; e += 2) {
-        const uint32_t rounded = Pairs::pack(scores[8 * i + e], scores[8 * i + e + 1]);
-        scores[8 * i + e] = Pairs::low(rounded) * inverse[e / 4 * 2];
-        scores[8 * i + e + 1] = Pairs::high(rounded) * inverse[e / 4 * 2 + 1];
+        for (int i = 0; i < kRows / 16; ++i) use_rounded(i, stage, scores);
       }
     }
+    await_place();
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j)
+      share(j, scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
+    arrive(&sm.probs_full);
+  }
+  // The same with a soft cap: tanh to P^T. The other warpgroup takes what dP - delta is multiplied by.
+  EK_DEVICE void weigh(int stage, Scores& scores) {
+    const bool rounded = is_consistent(stage);
+    await_place();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; ++i) {
+      float shift[4], weights[8];  // first the slopes of tanh
+      four_facts(sm.shift[stage], i, shift);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        weights[e] = 1 - scores[8 * i + e] * scores[8 * i + e];
+        exponentiate(scores[8 * i + e], shift[e / 4 * 2 + e % 2]);
+      }
+      if (rounded) use_rounded(i, stage, scores);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) weights[e] = weight_of(scores[8 * i + e], weights[e]);
+      share(2 * i, weights[0], weights[1], weights[2], weights[3]);
+      share(2 * i + 1, weights[4], weights[5], weights[6], weights[7]);
+    }
+    arrive(&sm.probs_full);
+  }
+  EK_DEVICE bool is_consistent(int stage) const {
+    return kConsistent && *const_cast<const volatile bool*>(&sm.consistent[stage]);
+  }
+  EK_DEVICE void exponentiate(float& score, float shift) const {
+    score = exp2_approx(fmaf(score, p.score_log2, -shift));
+  }
+  // The forward's rounded probabilities, over their sum, of 16 rows.
+  EK_DEVICE void use_rounded(int i, int stage, Scores& scores) const {
+    float inverse[4];
+    four_facts(sm.inverse[stage], i, inverse);
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const uint32_t rounded = Pairs::pack(scores[8 * i + e], scores[8 * i + e + 1]);
+      scores[8 * i + e] = Pairs::low(rounded) * inverse[e / 4 * 2];
+      scores[8 * i + e + 1] = Pairs::high(rounded) * inverse[e / 4 * 2 + 1];
+    }
+  }
+  // The place where the other warpgroup finds P.
+  EK_DEVICE void await_place() {
+    barrier_wait(&sm.probs_empty, probs_parity ^ 1);
+    probs_parity ^= 1;
+  }
+  EK_DEVICE void share(int j, float x, float y, float z, float w) const {
+    *reinterpret_cast<float4*>(sm.probs[j][thread]) = float4{x, y, z, w};
   }
   // dP^T to dS^T = P^T (dP^T - delta).
   EK_DEVICE void find_dscores(int stage, Scores& dprobs) {
@@ -367,7 +419,7 @@ struct KeyConsumer : Worker {
   }
 };
 
-template <class Pairs, class T_, bool kConsistent>
+template <class Pairs, class T_, Instance kInstance>
 struct KeyBlock {
   using T = T_;
   static int items(const Pass& p) { return p.B * p.G * p.key_tiles; }
@@ -391,13 +443,13 @@ struct KeyBlock {
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       give_registers<40>();
-      if (threadIdx.x == 0) KeyLoader<T, kConsistent>(sm, p, maps).run();
+      if (threadIdx.x == 0) KeyLoader<T, kInstance>(sm, p, maps).run();
     } else {
       take_registers<232>();
       if (warpgroup == 1)
-        KeyConsumer<Pairs, T, kConsistent, true>(sm, p).run();
+        KeyConsumer<Pairs, T, kInstance, true>(sm, p).run();
       else
-        KeyConsumer<Pairs, T, kConsistent, false>(sm, p).run();
+        KeyConsumer<Pairs, T, kInstance, false>(sm, p).run();
     }
   }
 };

@@ -16,12 +16,12 @@ __global__ void __launch_bounds__(Block::T::kThreads, 1)
   Block::run(maps, p);
 }
 
-template <class Pairs>
+template <class Pairs, bool kForms>
 void launch_large(const AttentionProblem& problem, const PassInputs& in, const DeviceTensor& grad_output,
                   const ForwardPass& saved, const BackwardPass& out, void* workspace, cudaStream_t stream) {
   const ampere::Problem facts =
       ampere::find_large_row_facts(problem, in, grad_output, saved, out, workspace, stream);
-  large::for_both_kernels<Pairs>(
+  large::for_both_kernels<Pairs, kForms>(
       problem, in, grad_output, facts, [&]<class Block>(const large::Maps& maps, const large::Pass& p) {
         const auto kernel = large_backward_kernel<Block>;
         allow_shared_memory(kernel, Block::T::kSharedBytes);

@@ -10,6 +10,13 @@ namespace evenkeel::hopper::backward::large {
 
 inline constexpr int kItems = 2;  // that are worked on or known
 
+// What an instance of the kernels takes.
+enum class Instance {
+  plain,       // a causal or full mask
+  consistent,  // the same with heads that are consistent
+  forms,       // that, windows, soft caps, slopes, masks and sinks: what is asked for is read at run time
+};
+
 // Arguments of a kernel.
 struct Pass : ampere::Problem {
   int section_heads;  // kv heads or heads whose other tensors fit the cache: a section of items
@@ -62,6 +69,46 @@ EK_DEVICE void add_product(const uint32_t (&left)[kWords], uint64_t tile, float 
     Wgmma<kFeatures, kFp16>::template rs<true>(sums, left[4 * i], left[4 * i + 1], left[4 * i + 2],
                                                left[4 * i + 3], advance(tile, i * kNext16Rows), true);
   products_commit();
+}
+
+// Scores of a tile as softmax sees them, but for the band: with a soft cap (they are then tanh), slopes, and without what a mask
+// of its own hides. place(i): the row and key of a thread's score i, from the tile's first. kAtOnce: elements of a mask that are
+// on their way at once, as registers allow.
+struct Place {
+  int row, key;
+};
+template <int kAtOnce, int kScores, class PlaceOf>
+EK_DEVICE void shape_scores(const Pass& p, const Band& band, int b, int h, int first_row, int first_key,
+                            float (&scores)[kScores], PlaceOf place) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) f(scores[i], place(i).row, place(i).key);
+  };
+  if (p.softcap > 0) {
+    const float factor = p.scale / p.softcap;
+    each([&](float& x, int, int) { x = tanh_of(x * factor); });
+  }
+  if (p.slopes) {
+    const float slope = slope_of(p, h);
+    const int distance = first_row + band.offset - first_key;
+    each([&](float& x, int row, int key) {
+      x = fmaf(-slope, fabsf(static_cast<float>(distance + row - key)), x);
+    });
+  }
+  if (!p.visible) return;
+  // As bits first. Which of the rows and keys behind the end are hidden does not matter.
+  const Visible visible(p, b, h);
+  static_assert(kScores <= 32);
+  uint32_t hidden = 0;
+#pragma unroll kAtOnce
+  for (int i = 0; i < kScores; ++i) {
+    const int row = min(first_row + place(i).row, band.s.rows - 1),
+              key = min(first_key + place(i).key, band.s.keys - 1);
+    hidden |= static_cast<uint32_t>(!visible(row, key)) << i;
+  }
+#pragma unroll
+  for (int i = 0; i < kScores; ++i)
+    if (hidden >> i & 1) scores[i] = -INFINITY;
 }
 
 // Nothing that follows starts before all of `numbers` are known: products that run beside their arithmetic are not waited for

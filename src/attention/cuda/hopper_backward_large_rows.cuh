@@ -1,4 +1,4 @@
-// dQ on Hopper for head sizes above 128, for a causal or full mask: three products a tile, and nothing is added in memory.
+// dQ on Hopper for head sizes above 128: three products a tile, and nothing is added in memory.
 //
 // A block owns 128 rows of one head, 64 for each of two warpgroups, and the keys that they see stream by. Q and dO of these rows
 // stay in shared memory, dQ in registers. A warpgroup asks for the scores S of the next key tile, for dS K of this one and for
@@ -14,17 +14,22 @@
 
 namespace evenkeel::hopper::backward::large {
 
-// The work of one block at a time: 128 rows of a head, and the key tiles that some of them see.
+// The work of one block at a time: 128 rows of a head, and the key tiles that some of them see: from the first one of the
+// sequence on, or the first in a window, up to `tiles`.
 struct RowItem {
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   int b, h, row;  // the first
-  int tiles;      // 0: there is no more work
+  int tiles;      // where they end; 0: there is no more work
   Band band;
 
   EVENKEEL_HOST_DEVICE static int row_tiles(const Pass& p) { return (p.sequences.T + kRows - 1) / kRows; }
-  // Key tiles that a warpgroup's rows see.
+  // Where the key tiles that a warpgroup's rows see end; 0: there are none.
   EK_DEVICE int tiles_of(int warpgroup, int tile_keys) const {
     return band.end_key_tile(row + warpgroup * kWarpgroupRows, kWarpgroupRows, tile_keys);
+  }
+  template <Instance kInstance>
+  EK_DEVICE int first_tile(int of_row, int tile_keys) const {
+    return kInstance == Instance::forms ? band.first_key_tile(of_row, tile_keys) : 0;
   }
   // Rows that see no key have no item: dQ of theirs is zero already (clear_unseen_row).
   EK_DEVICE void take(const Pass& p, int tile_keys) {
@@ -75,7 +80,7 @@ struct RowTiles {
 
 // The thread that takes items and loads keys and values, and the one that loads their rows: neither waits for what keeps the
 // other one waiting.
-template <class T>
+template <class T, Instance kInstance>
 struct RowLoader {
   typename T::Shared& sm;
   const Pass& p;
@@ -92,7 +97,8 @@ struct RowLoader {
       barrier_arrive(&sm.item_full[queue.stage]);
       if (item.tiles == 0) return;
       const int g = item.h / (p.H / p.G), batch = item.band.s.key_batch, tiles = item.tiles;
-      for (int tile = 0; tile < tiles; ++tile, k.next(), v.next()) {
+      for (int tile = item.template first_tile<kInstance>(item.row, T::kKeys); tile < tiles;
+           ++tile, k.next(), v.next()) {
         const int key = item.band.s.first_key + tile * T::kKeys;
         barrier_wait(&sm.k_empty[k.stage], k.parity ^ 1);
         barrier_expect_bytes(&sm.k_full[k.stage], sizeof(sm.k[0]));
@@ -126,8 +132,9 @@ struct RowLoader {
 
 // The working warpgroup kWhich: 64 rows. Arrays of products are handed from step to step and are not members. Registers are
 // short: every ring's place follows from two counters.
-template <class Pairs, class T, bool kConsistent, int kWhich>
+template <class Pairs, class T, Instance kInstance, int kWhich>
 struct RowConsumer : Worker {
+  static constexpr bool kConsistent = kInstance != Instance::plain, kForms = kInstance == Instance::forms;
   static constexpr bool kFp16 = std::is_same_v<Pairs, Fp16Pairs>;
   static constexpr int kNextBarrier = 1, kClearedBarrier = kNextBarrier + kConsumers;  // named barriers
   static constexpr int kScores = T::kKeys / 2;                                         // a thread's
@@ -163,16 +170,20 @@ struct RowConsumer : Worker {
     while (true) {
       barrier_wait(&sm.item_full[items % kItems], items / kItems % 2);
       if (item().tiles == 0) return;
-      const int tiles = item().tiles_of(kWhich, T::kKeys);
+      const int begin = item().template first_tile<kInstance>(item().row, T::kKeys),
+                tiles = item().tiles_of(kWhich, T::kKeys);
+      const int first =
+          kForms && tiles > 0 ? item().template first_tile<kInstance>(first_row(), T::kKeys) : begin;
 #pragma unroll
       for (int i = 0; i < T::kHeadSize / 2; ++i) dq[i] = 0;
       barrier_wait(&sm.q_full[kWhich], items % 2);
+      if (kForms) skip_keys(first - begin);
       if (tiles > 0)
-        walk_keys(tiles, dq);
+        walk_keys(first, tiles, dq);
       else
         leave_rows();
       settle(dq);
-      skip_keys(item().tiles - tiles);
+      skip_keys(item().tiles - (kForms ? max(begin, tiles) : tiles));
       write_gradient(tiles > 0, dq);
       ++items;
     }
@@ -193,27 +204,27 @@ struct RowConsumer : Worker {
     }
   }
 
-  // The key tiles [0, tiles). No branch leads around a product, and none is on its way where the loop begins again: the compiler
+  // The key tiles [first, end). No branch leads around a product, and none is on its way where the loop begins again: the compiler
   // would wait for every product.
-  EK_DEVICE void walk_keys(int tiles, Gradient& dq) {
+  EK_DEVICE void walk_keys(int first, int end, Gradient& dq) {
     const Facts facts = find_facts();
     Scores scores, dprobs;  // S, then P; dP
     ScoreOperand dscores;
-    await_keys(0);
+    await_keys(first);
     wait_turn();
     begin_scores(scores);
     barrier_wait(&sm.grad_output_full[kWhich], items % 2);
-    await_values(0);
+    await_values(first);
     begin_dprobs(dprobs);
     pass_turn();
     products_wait<1>();
     settle(scores);
-    find_probs(facts, 0, scores);
+    find_probs(facts, first * T::kKeys, scores);
     products_wait<0>();
     settle(dprobs);
     find_dscores(facts, scores, dprobs, dscores);
 #pragma unroll 1
-    for (int tile = 1; tile < tiles; ++tile) {
+    for (int tile = first + 1; tile < end; ++tile) {
       const uint32_t stage = k_stage();
       ++keys;
       await_keys(tile);
@@ -250,7 +261,7 @@ struct RowConsumer : Worker {
     for (int r = 0; r < 2; ++r) {
       facts.shift[r] = p.shift[head + row + 8 * r];
       facts.delta[r] = p.delta[head + row + 8 * r];
-      facts.inverse[r] = kConsistent ? p.inverse[head + row + 8 * r] : 0.0f;
+      facts.inverse[r] = (kForms ? p.inverse != nullptr : kConsistent) ? p.inverse[head + row + 8 * r] : 0.0f;
     }
     facts.consistent = kConsistent && p.rules_of(item().h).consistent;
     return facts;
@@ -296,35 +307,66 @@ struct RowConsumer : Worker {
     add_product<T::kHeadSize, kFp16>(dscores,
                                      stage_of(operand(sm.k[0][0], T::kKeyBox), stage * sizeof(sm.k[0])), dq);
   }
+  // Soft caps (the scores are then tanh), slopes, and what a mask of its own hides.
+  EK_DEVICE void shape(int key, Scores& scores) const {
+    const RowItem& item = this->item();
+    shape_scores<1>(p, item.band, item.b, item.h, first_row(), key, scores, [&](int i) {
+      return Place{warp * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
+    });
+  }
   // Where some row does not see all of the tile that begins with `key`.
   EK_DEVICE void mask(int key, Scores& scores) const {
     const Band& band = item().band;
     const int row = first_row();
-    if (key + T::kKeys <= band.end_key(row)) return;
+    const bool from_first = !kForms || key >= band.first_key(row + kWarpgroupRows - 1);
+    if (from_first && key + T::kKeys <= band.end_key(row)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int end = band.end_key(row + warp * 16 + lane / 4 + 8 * r) - key - lane % 4 * 2;
+      const int own = row + warp * 16 + lane / 4 + 8 * r;
+      const int end = band.end_key(own) - key - lane % 4 * 2,
+                first = kForms ? band.first_key(own) - key - lane % 4 * 2 : 0;
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (8 * j + c >= end) scores[4 * j + 2 * r + c] = -INFINITY;
+          if (8 * j + c >= end || (kForms && 8 * j + c < first)) scores[4 * j + 2 * r + c] = -INFINITY;
     }
   }
-  // S to P, of the tile that begins with `key`.
+  // S to P, of the tile that begins with `key`. With a soft cap to what dP - delta is multiplied by.
   EK_DEVICE void find_probs(const Facts& facts, int key, Scores& scores) const {
+    if constexpr (kForms)
+      if (p.shaped) shape(key, scores);
     mask(key, scores);
+    if (kForms && p.softcap > 0) return weigh(facts, scores);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i)
-      scores[i] = exp2_approx(fmaf(scores[i], p.score_log2, -facts.shift[i / 2 % 2]));
-    if (kConsistent && facts.consistent) {  // the forward's rounded probabilities, over their sum
+    for (int i = 0; i < kScores; ++i) scores[i] = exponentiated(facts, i, scores[i]);
+    if (kConsistent && facts.consistent) {
 #pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        const uint32_t rounded = Pairs::pack(scores[i], scores[i + 1]);
-        scores[i] = Pairs::low(rounded) * facts.inverse[i / 2 % 2];
-        scores[i + 1] = Pairs::high(rounded) * facts.inverse[i / 2 % 2];
-      }
+      for (int i = 0; i < kScores; i += 2) use_rounded(facts, i, scores);
     }
+  }
+  EK_DEVICE void weigh(const Facts& facts, Scores& scores) const {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      float slopes[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        slopes[c] = 1 - scores[i + c] * scores[i + c];
+        scores[i + c] = exponentiated(facts, i, scores[i + c]);
+      }
+      if (facts.consistent) use_rounded(facts, i, scores);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) scores[i + c] = weight_of(scores[i + c], slopes[c]);
+    }
+  }
+  EK_DEVICE float exponentiated(const Facts& facts, int i, float score) const {
+    return exp2_approx(fmaf(score, p.score_log2, -facts.shift[i / 2 % 2]));
+  }
+  // The forward's rounded probabilities, over their sum.
+  EK_DEVICE static void use_rounded(const Facts& facts, int i, Scores& scores) {
+    const uint32_t rounded = Pairs::pack(scores[i], scores[i + 1]);
+    scores[i] = Pairs::low(rounded) * facts.inverse[i / 2 % 2];
+    scores[i + 1] = Pairs::high(rounded) * facts.inverse[i / 2 % 2];
   }
   // dS = P (dP - delta), packed. V's tile is given back.
   EK_DEVICE void find_dscores(const Facts& facts, const Scores& probs, const Scores& dprobs,
@@ -349,7 +391,7 @@ struct RowConsumer : Worker {
   }
 };
 
-template <class Pairs, class T_, bool kConsistent>
+template <class Pairs, class T_, Instance kInstance>
 struct RowBlock {
   using T = T_;
   static int items(const Pass& p) { return p.B * p.H * RowItem::row_tiles(p); }
@@ -374,7 +416,7 @@ struct RowBlock {
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       give_registers<T::kLoadRegisters>();
-      const RowLoader<T> loader{sm, p, maps};
+      const RowLoader<T, kInstance> loader{sm, p, maps};
       if (threadIdx.x == 0)
         loader.load_keys();
       else if (threadIdx.x == 32)
@@ -382,9 +424,9 @@ struct RowBlock {
     } else {
       take_registers<T::kWorkRegisters>();
       if (warpgroup == 1)
-        RowConsumer<Pairs, T, kConsistent, 0>(sm, p).run();
+        RowConsumer<Pairs, T, kInstance, 0>(sm, p).run();
       else
-        RowConsumer<Pairs, T, kConsistent, 1>(sm, p).run();
+        RowConsumer<Pairs, T, kInstance, 1>(sm, p).run();
     }
   }
 };

@@ -200,8 +200,7 @@ struct ScoreWork {
     if (is_consistent(stage)) use_rounded(i, stage, scores);
     pack_probs(i, scores, probs);
 #pragma unroll
-    for (int e = 0; e < 8; ++e)  // a masked score is -inf: its P is 0, its slope is not a number
-      scores[8 * i + e] = scores[8 * i + e] == 0 ? 0.0f : scores[8 * i + e] * slopes[e];
+    for (int e = 0; e < 8; ++e) scores[8 * i + e] = weight_of(scores[8 * i + e], slopes[e]);
   }
   EK_DEVICE void pack_probs(int i, const Scores& scores, ScoreOperand& probs) {
 #pragma unroll

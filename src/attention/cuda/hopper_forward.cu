@@ -13,7 +13,10 @@ void hopper_forward(const AttentionProblem& problem, const FamilyPlan&, const Pa
   using namespace hopper::forward;
   const bool fp16 = problem.type == TensorType::fp16, forms = has_forms(problem);
   for_head_groups(problem, out, [&](const ForwardArguments& a) {
-    if (has_large_heads(problem))
+    if (has_large_heads(problem) && forms)
+      (fp16 ? launch_large_forward_forms<Fp16Pairs>
+            : launch_large_forward_forms<Bf16Pairs>)(problem, in, out, a, workspace, stream);
+    else if (has_large_heads(problem))
       (fp16 ? launch_large_forward<Fp16Pairs> : launch_large_forward<Bf16Pairs>)(problem, in, out, a,
                                                                                  workspace, stream);
     else if (a.largest_score)

@@ -12,10 +12,13 @@ namespace evenkeel::hopper::forward {
 template <class Pairs>
 void launch_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                     const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream);
-// Of large heads, without forms.
+// Of large heads, without forms and with them.
 template <class Pairs>
 void launch_large_forward(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                           const ForwardArguments& a, void* workspace, cudaStream_t stream);
+template <class Pairs>
+void launch_large_forward_forms(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                                const ForwardArguments& a, void* workspace, cudaStream_t stream);
 // With facts of the scores, where there are no forms; the bits of everything else are the same.
 void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
                           const ForwardArguments& a, void* workspace, cudaStream_t stream);

@@ -70,7 +70,7 @@ void with_blocks_of(const AttentionProblem& problem, const HeadRules& rules, F f
     if (has_second_launch(rules)) f.template operator()<Block<Pairs, T, Shift::exact, kForms, kFacts>>();
   };
   if constexpr (kLarge)
-    with_large_sizes(problem, with_tiles);
+    with_large_sizes<kForms>(problem, with_tiles);
   else if (problem.D <= 64)
     with_tiles.template operator()<64, 64>();
   else

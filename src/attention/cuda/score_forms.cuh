@@ -59,6 +59,10 @@ EK_DEVICE float tanh_of(float x) {
   return fmaf(-2.0f, gpu::reciprocal_approx(1.0f + gpu::exp2_approx(x * (2 * gpu::kLog2E))), 1.0f);
 }
 
+// With a soft cap: P times the slope of tanh, which dP - delta is multiplied by. A masked score is -inf: its P is 0, its slope
+// is not a number.
+EK_DEVICE float weight_of(float prob, float slope) { return prob == 0 ? 0.0f : prob * slope; }
+
 // log(2^shift of_keys + 2^sink), of either where there is none of the other.
 EK_DEVICE float log_sum(float shift, float of_keys, float sink) {
   if (sink == -kInfinity) return of_keys == 0 ? -kInfinity : fmaf(shift, gpu::kLn2, __logf(of_keys));

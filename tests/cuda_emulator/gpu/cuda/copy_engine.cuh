@@ -60,6 +60,7 @@ inline void prefetch_map(const CUtensorMap&) {}
 inline void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int feature, int row, int head,
                      int batch) {
   machine().may_switch();
+  ++machine().boxes_loaded;
   const emulated::Box box = emulated::box_at(map, to, feature, row, head, batch);
   std::memset(to, cuda_emulator::Machine::kUnwritten, box.bytes());
   emulated::bulk_copies().push_back({barrier, box.bytes(), [box] {
