@@ -190,17 +190,17 @@ struct Decode : WarpTile<Pairs, kHead, 1, 16, Instance::all> {
     for (int item = thread; item < kRows * kFours; item += kThreads) {
       const int n = item / kFours, feature = item % kFours * 4;
       if (!is_there(n) || feature >= size(Side::values)) continue;
-      float4 o = {0, 0, 0, 0};
+      float4 sums = {0, 0, 0, 0};
       const RowPart all = add_up(
           kWarps, [&](int of_warp) { return part(of_warp, n); },
           [&](int of_warp, float factor) {
             const float4 more = *reinterpret_cast<const float4*>(output(of_warp, n) + feature);
-            o = {fmaf(factor, more.x, o.x), fmaf(factor, more.y, o.y), fmaf(factor, more.z, o.z),
-                 fmaf(factor, more.w, o.w)};
+            sums = {fmaf(factor, more.x, sums.x), fmaf(factor, more.y, sums.y), fmaf(factor, more.z, sums.z),
+                    fmaf(factor, more.w, sums.w)};
           });
       const int64_t at = row_of_all(n) * p.splits + split;
       if (feature == 0) p.parts[at] = all;
-      *reinterpret_cast<float4*>(p.part_outputs + at * size(Side::values) + feature) = o;
+      *reinterpret_cast<float4*>(p.part_outputs + at * size(Side::values) + feature) = sums;
     }
   }
 };
