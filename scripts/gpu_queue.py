@@ -79,7 +79,7 @@ def steps_of(options):
                 steps.append(Step(f"attention_{name}_{turn}", 60, [of, *bench, "--quick"], alone))
                 steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone))
     steps.append(Step("bench", 150, [program, *bench]))
-    steps.append(Step("bench_forms", 150, [program, *bench, "--forms"]))
+    steps.append(Step("bench_forms", 170, [program, *bench, "--forms"]))
     steps.append(Step("bench_train", 150, [program, "bench", "train", "--gpu", "--preset", "gpt2"]))
     steps.append(Step("bench_probes", 90, [program, "bench", "probes", "--gpu"]))
     if options.study:
