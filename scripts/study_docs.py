@@ -220,6 +220,7 @@ class Figures(Harm, Micro):
             "failure_least": lambda: min(study.failures_by_control(run)),
             "failure_most": lambda: max(study.failures_by_control(run)),
             "doubled": lambda: study.offset_at_doubled_gradient(run),
+            "passed": lambda: run.packed["summary"]["offset_1000_at"],
             "largest_norm": lambda: study.largest_norm(run),
         }
         if name in plain:
