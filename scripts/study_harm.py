@@ -18,7 +18,7 @@ def kernel(run):
     """Whose attention kernels, and in whose trainer. At nano and gpt2, plans other than flash2 run on the any-plan kernels."""
     if run.in_torch:
         return TORCH[run.in_torch]
-    if run.plan.partition(",stabiliser=")[0] != "flash2":
+    if run.plan.partition(",stabiliser=")[0].partition(",keel=")[0] != "flash2":
         return KERNELS[1]
     return KERNELS[0] if run.name in FUSED else KERNELS[-1]
 

@@ -477,9 +477,25 @@ TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
   write(lines(3500, saturating, [](int64_t s) { return s < 3000 ? "2.0" : "\"NaN\""; }));
   const Output not_finite = run();
   EXPECT_EQ(not_finite.code, 1) << not_finite.out;
-  EXPECT_NE(not_finite.out.find("has failed since step 3000: its loss is not finite; no head drifted before"),
+  EXPECT_NE(not_finite.out.find(fmt::format("has failed since step 3000: its loss is not finite; no head "
+                                            "drifted by step {}, the last with offsets",
+                                            3000 - kEvery)),
             std::string::npos)
       << not_finite.out;
+  // Offsets that end long before say so; a single one says nothing.
+  const auto offsets_until = [&](int64_t end) {
+    std::string text;
+    for (int64_t step = 0; step < 3500; step += kEvery)
+      text += fmt::format("{{\"step\":{},\"loss\":{}{}}}\n", step, step < 3000 ? "2.0" : "\"NaN\"",
+                          step < end ? ",\"offset\":[[20,20],[20,20]]" : "");
+    write(text);
+    return run().out;
+  };
+  EXPECT_NE(offsets_until(1000).find(fmt::format("no head drifted by step {},", 1000 - kEvery)),
+            std::string::npos)
+      << run().out;
+  EXPECT_NE(offsets_until(1).find("not finite; too few offsets are recorded to say"), std::string::npos)
+      << run().out;
   // Behind a NaN every offset is one: the heads are judged by what came before.
   const auto nan_behind = [&](const std::function<double(int64_t)>& offset) {
     std::string text = lines(4000, offset);

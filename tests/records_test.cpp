@@ -327,7 +327,7 @@ TEST_F(RecordsTest, a_healthy_verdict_covers_what_is_recorded) {
   }
   const std::string shown = page(runs);
   has(shown, "All runs are healthy");
-  has(shown, "hardly sure: 30 steps are few; no run of the study failed before step 350 (short)");
+  has(shown, "hardly sure: 30 steps are few; no run of the study failed before step 300 (short)");
 }
 
 // A loss that rises or jumps is seen where only some steps are recorded, and where a run goes on in a folder of its own.

@@ -36,7 +36,7 @@ foreach(source ${test_sources})
   get_filename_component(test ${source} NAME_WE)
   # Clang's optimiser needs many minutes for these kernels, and without it they run for as long. In the Release build they have
   # the checks below, the emulator's own, and memory between forbidden pages.
-  if(EVENKEEL_SANITIZE AND (test IN_LIST source_tests OR test MATCHES "^(ampere|hopper_heads)_test$"))
+  if(EVENKEEL_SANITIZE AND (test IN_LIST source_tests OR test MATCHES "^(ampere|ampere_decode|hopper_heads)_test$"))
     continue()
   elseif(EVENKEEL_SANITIZE STREQUAL thread AND NOT test IN_LIST threaded_tests)
     continue()

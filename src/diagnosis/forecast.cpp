@@ -315,8 +315,10 @@ RunForecast forecast(const RunRecords& run, const RunRecords* twin) {
   // Behind a NaN every head has one: which of them drifted is judged by the records before.
   const int64_t end = found.failure ? found.failure->not_finite_since.value_or(INT64_MAX) : INT64_MAX;
   std::vector<OffsetCourse> courses(offsets->width);
-  for (size_t n = 0; n < offsets->steps.size() && offsets->steps[n] < end; ++n)
+  for (size_t n = 0; n < offsets->steps.size() && offsets->steps[n] < end; ++n) {
+    found.judged_at = offsets->steps[n];
     for (size_t h = 0; h < offsets->width; ++h) courses[h].take(offsets->steps[n], offsets->row(n)[h]);
+  }
   for (const OffsetCourse& course : courses) found.of_heads.push_back(course.forecast(found.terms));
   for (size_t h = 0; h < courses.size(); ++h)
     if (found.of_heads[h].outlook >= Outlook::drift) found.at_risk.push_back(static_cast<int64_t>(h));
@@ -375,8 +377,13 @@ std::string in_words(const RunForecast& f) {
     return fmt::format("{}{}, {}; {}{}", failed, named(first),
                        in_words(f.of_heads[static_cast<size_t>(first)]), f.terms.bound, others);
   }
+  // Offsets may end long before the failure: up to where nothing drifted is said with it.
   if (f.has_failed())
-    return failed + (f.failure->not_finite_since ? "no head drifted before" : "no head drifts now");
+    return failed +
+           (std::ranges::all_of(f.of_heads,
+                                [](const HeadForecast& head) { return head.outlook == Outlook::too_short; })
+                ? "too few offsets are recorded to say whether a head drifted"
+                : fmt::format("no head drifted by step {}, the last with offsets", f.judged_at));
   int64_t largest = -1;
   for (size_t h = 0; h < f.of_heads.size(); ++h)
     if (f.of_heads[h].outlook == Outlook::no_drift &&

@@ -159,6 +159,7 @@ struct RunForecast {
   ForecastTerms terms;
   int64_t steps = 0, layers = 0, heads = 0;  // recorded steps; L, H
   std::vector<HeadForecast> of_heads;        // (L H); empty: no offsets are recorded
+  int64_t judged_at = -1;                    // the last step whose offsets they are of
   std::vector<int64_t> at_risk;              // heads that drift or are beyond, the soonest first
   double leak_share = HeadForecast::kNone;   // of the median head; NaN: not probed
   std::optional<RunFailure> failure;         // has happened: then no head has a date

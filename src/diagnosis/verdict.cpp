@@ -22,7 +22,7 @@ constexpr double kJump = 5;
 constexpr size_t kFewestSpikes = 3;
 // No run of docs/curves failed earlier (study_test.py): of fewer steps health says little, and offsets older than that say
 // nothing of the end.
-constexpr size_t kFewSteps = 350;
+constexpr size_t kFewSteps = 300;
 constexpr double kSmallestRise = 0.05;  // of the loss: smaller ones are another run's seed
 
 double median(std::vector<double> values) {
