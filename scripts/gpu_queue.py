@@ -66,7 +66,7 @@ def steps_of(options):
     program = build / "evenkeel"
     bench = ["bench", "attention", "--gpu"]
     # Seconds on one H200, with room; hopper_test took 37, any_plan_test more than two minutes.
-    tests = dict(hopper_test=60, fused_forms_test=180, fp8_test=60, any_plan_test=240, gpt2_cuda_test=120, ranks_cuda_test=90)
+    tests = dict(hopper_test=60, hopper_facts_test=60, fused_forms_test=180, fp8_test=60, conform_gpu_test=60, any_plan_test=240, gpt2_cuda_test=120, ranks_cuda_test=90)
     steps = [Step(name, estimate, [build / name], is_timed=False) for name, estimate in tests.items()]
     # Rows that see one key, far away: Hopper's kernels with these remedies are exact there (docs/kernels.md).
     plans = [word for remedy in ("none", "wide_output", "zero_sum", "consistent") for word in ("--plan", f"flash2,stabiliser={remedy}")]

@@ -17,12 +17,14 @@ stand_in hopper_test 'echo hello'
 stand_in fused_forms_test 'echo "a failure" && exit 1'
 stand_in fp8_test 'sleep 1000 & wait'
 stand_in any_plan_test 'exit 0'
+stand_in hopper_facts_test 'exit 0'
+stand_in conform_gpu_test 'exit 0'
 stand_in gpt2_cuda_test 'exit 77'
 stand_in evenkeel 'exit 0' # and ranks_cuda_test is not there
 touch "$build/libevenkeel.so"
 # The hanging step has half as much again as its estimate and 15 s more. Nobody has 1000 seconds but the second call.
 cat >"$state/estimates.json" <<'JSON'
-{"hopper_test": 5, "fused_forms_test": 5, "fp8_test": -9.3, "any_plan_test": 1000, "gpt2_cuda_test": 5, "ranks_cuda_test": 5,
+{"hopper_test": 5, "hopper_facts_test": 5, "conform_gpu_test": 5, "fused_forms_test": 5, "fp8_test": -9.3, "any_plan_test": 1000, "gpt2_cuda_test": 5, "ranks_cuda_test": 5,
  "attention_new_1": 5, "attention_old_1": 5, "attention_new_2": 5, "attention_old_2": 5,
  "train_new_1": 5, "train_old_1": 5, "train_new_2": 5, "train_old_2": 5,
  "bench": 5, "bench_forms": 5, "bench_train": 5, "bench_probes": 5, "conform_far": 5}
