@@ -42,18 +42,17 @@ Saved saved_layout(const AttentionProblem& p, void* saved) {
                        [&](const PrecisionPlan& plan) { return HeadPlan(plan).*rule; });
   };
   const size_t rows = static_cast<size_t>(p.B * p.H * p.T);
-  auto* const base = static_cast<uint8_t*>(saved);
   Saved out;
   // Nothing lies between the pieces: Dv is a multiple of 8, so each starts where its elements may.
-  if (any(&HeadPlan::wide_output)) {
-    out.residue = reinterpret_cast<int8_t*>(base);
-    out.bytes += rows * static_cast<size_t>(p.Dv);
-  }
+  const auto take = [&](size_t bytes) -> void* {  // null: counts alone
+    void* const piece = saved ? static_cast<uint8_t*>(saved) + out.bytes : nullptr;
+    out.bytes += bytes;
+    return piece;
+  };
+  if (any(&HeadPlan::wide_output)) out.residue = static_cast<int8_t*>(take(rows * static_cast<size_t>(p.Dv)));
   if (any(&HeadPlan::sums_rounded)) {
-    out.row_max = reinterpret_cast<float*>(base + out.bytes);
-    out.bytes += rows * sizeof(float);
-    out.row_sum = reinterpret_cast<float*>(base + out.bytes);
-    out.bytes += rows * sizeof(float);
+    out.row_max = static_cast<float*>(take(rows * sizeof(float)));
+    out.row_sum = static_cast<float*>(take(rows * sizeof(float)));
   }
   return out;
 }
