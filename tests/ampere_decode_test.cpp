@@ -17,18 +17,9 @@ using cases::make_problem;
 using cases::Problem;
 using emulated::How;
 using emulated::Order;
+using emulated::plan_of;
 
 constexpr const char* kStabilisers[] = {"none", "dither", "wide_output", "consistent", "zero_sum"};
-
-PrecisionPlan plan_of(const std::string& stabiliser, TensorType type = TensorType::bf16) {
-  std::string text = "flash2,stabiliser=" + stabiliser;
-  if (type == TensorType::fp16)
-    text += ",probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
-  if (stabiliser == "wide_output" || stabiliser == "consistent")
-    text += type == TensorType::fp16 ? ",output_for_delta=e5m17/stochastic"
-                                     : ",output_for_delta=e8m14/stochastic";
-  return parse_plan(text);
-}
 
 // What may go wrong between the blocks' parts and their sum.
 enum class Fault { none, a_split_is_lost, shifts_are_ignored };

@@ -19,24 +19,13 @@ using cases::make_problem;
 using cases::Problem;
 using emulated::How;
 using emulated::Order;
+using emulated::plan_of;
 using far_scores::expect_values;
 using far_scores::Far;
 using far_scores::far_problem;
 
 constexpr const char* kStabilisers[] = {"none",        "paper_capped", "dither",
                                         "wide_output", "consistent",   "zero_sum"};
-
-// flash2 with this type's formats. The O of delta is kept with 8 bits more than the type has, rounded stochastically, in
-// steps of 1 / 254 ulp: nearly e8m15.
-PrecisionPlan plan_of(const std::string& stabiliser, TensorType type = TensorType::bf16) {
-  std::string text = "flash2,stabiliser=" + stabiliser;
-  if (type == TensorType::fp16)
-    text += ",probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
-  if (stabiliser == "wide_output" || stabiliser == "consistent")
-    text += type == TensorType::fp16 ? ",output_for_delta=e5m17/stochastic"
-                                     : ",output_for_delta=e8m14/stochastic";
-  return parse_plan(text);
-}
 
 // Inputs as FP16 has them.
 Problem in_fp16(Problem p) {
@@ -344,17 +333,7 @@ TEST(Ampere, far_scores_from_tile_to_tile) {
     const AttentionProblem config = p.with(plan_of("none"));
     const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
     const AttentionBuffers got = emulated::run(config, p);
-    double worst = 0, largest = 0;
-    for (size_t n = 0; n < got.o.values().size(); ++n) {
-      worst = std::max(worst, std::fabs(double{got.o.values()[n]} - exact.o.values()[n]));
-      largest = std::max(largest, std::fabs(exact.o.values()[n]));
-    }
-    // Half an ulp, and what FP32's log2(e) times its log(2) lacks of one.
-    for (size_t n = 0; n < got.lse.values().size(); ++n)
-      EXPECT_LE(std::fabs(double{got.lse.values()[n]} - exact.lse.values()[n]),
-                0.25 + 1.2e-8 * exact.lse.values()[n])
-          << "keys of " << base << ", row " << n;
-    EXPECT_LE(worst, 0x1p-8 * largest) << "keys of " << base;  // half an ulp of BF16 for P, and for O
+    far_scores::expect_near_definition(got, exact, "keys of " + std::to_string(base));
   }
 }
 

@@ -9,6 +9,18 @@
 
 namespace evenkeel::emulated {
 
+// flash2 with this type's formats. The O of delta is kept with 8 bits more than the type has, rounded stochastically, in
+// steps of 1 / 254 ulp: nearly e8m15.
+inline PrecisionPlan plan_of(const std::string& stabiliser, TensorType type = TensorType::bf16) {
+  std::string text = "flash2,stabiliser=" + stabiliser;
+  if (type == TensorType::fp16)
+    text += ",probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
+  if (stabiliser == "wide_output" || stabiliser == "consistent")
+    text += type == TensorType::fp16 ? ",output_for_delta=e5m17/stochastic"
+                                     : ",output_for_delta=e8m14/stochastic";
+  return parse_plan(text);
+}
+
 // The passes of the Ampere class.
 template <class Launch = Launch>
 struct AmperePasses {

@@ -89,4 +89,20 @@ inline int expect_values(const Problem& p, const AttentionBuffers& got, const st
   return rows;
 }
 
+// O and L of scores that share an offset (L is not below zero), with P in BF16.
+inline void expect_near_definition(const AttentionBuffers& got, const AttentionReference& exact,
+                                   const std::string& name) {
+  double worst = 0, largest = 0;
+  for (size_t n = 0; n < got.o.values().size(); ++n) {
+    worst = std::max(worst, std::fabs(double{got.o.values()[n]} - exact.o.values()[n]));
+    largest = std::max(largest, std::fabs(exact.o.values()[n]));
+  }
+  // Half an ulp, and what FP32's log2(e) times its log(2) lacks of one.
+  for (size_t n = 0; n < got.lse.values().size(); ++n)
+    EXPECT_LE(std::fabs(double{got.lse.values()[n]} - exact.lse.values()[n]),
+              0.25 + 1.2e-8 * exact.lse.values()[n])
+        << name << ", row " << n;
+  EXPECT_LE(worst, 0x1p-8 * largest) << name;  // half an ulp of BF16 for P, and for O
+}
+
 }  // namespace evenkeel::far_scores

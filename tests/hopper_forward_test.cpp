@@ -198,17 +198,7 @@ TEST(HopperForward, far_scores_from_tile_to_tile) {
     const AttentionProblem config = p.with(parse_plan("flash2"));
     const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
     const AttentionBuffers got = run(config, p);
-    double worst = 0, largest = 0;
-    for (size_t n = 0; n < got.o.values().size(); ++n) {
-      worst = std::max(worst, std::fabs(double{got.o.values()[n]} - exact.o.values()[n]));
-      largest = std::max(largest, std::fabs(exact.o.values()[n]));
-    }
-    // Half an ulp, and what FP32's log2(e) times its log(2) lacks of one.
-    for (size_t n = 0; n < got.lse.values().size(); ++n)
-      EXPECT_LE(std::fabs(double{got.lse.values()[n]} - exact.lse.values()[n]),
-                0.25 + 1.2e-8 * exact.lse.values()[n])
-          << "keys of " << base << ", row " << n;
-    EXPECT_LE(worst, 0x1p-8 * largest) << "keys of " << base;  // half an ulp of BF16 for P, and for O
+    far_scores::expect_near_definition(got, exact, "keys of " + std::to_string(base));
     EXPECT_TRUE(attention_runs::same_bits(got.o.values(), run<false, true>(config, p).o.values()))
         << "other bits beside facts of scores";
   }

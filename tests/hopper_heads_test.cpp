@@ -17,6 +17,7 @@ using cases::make_problem;
 using cases::Problem;
 using emulated::How;
 using emulated::Order;
+using emulated::plan_of;
 
 // Both passes, as the host code of the family has them, on so many multiprocessors.
 struct Passes {
@@ -88,16 +89,6 @@ struct Passes {
 AttentionBuffers run_on_hopper(const AttentionProblem& config, const Problem& p, const How& how = {},
                                int multiprocessors = 3) {
   return run_passes(config, p, how, Passes{how, multiprocessors});
-}
-
-PrecisionPlan plan_of(const std::string& stabiliser, TensorType type = TensorType::bf16) {
-  std::string text = "flash2,stabiliser=" + stabiliser;
-  if (type == TensorType::fp16)
-    text += ",probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
-  if (stabiliser == "wide_output" || stabiliser == "consistent")
-    text += type == TensorType::fp16 ? ",output_for_delta=e5m17/stochastic"
-                                     : ",output_for_delta=e8m14/stochastic";
-  return parse_plan(text);
 }
 
 // Inputs as FP16 has them.

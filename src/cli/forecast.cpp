@@ -142,9 +142,9 @@ int run_forecast(int argc, char** argv) {
       "When a run is expected to fail, from its recorded offsets. For every head that drifts: its growth, "
       "the step of\nfailure with an interval that holds in four of five cases, and what bounds it. Where no "
       "head drifts: \"no failure\nin sight\". A run whose records show that it has failed gets no date: "
-      "\"has failed since\". It works while a run\ntrains. Earlier runs with the same plan and settings and "
-      "any "
-      "seed are asked, too: they know more than a run's own\nfirst half. They are those in the folder where "
+      "\"has failed since\". It works while a run\ntrains. Earlier runs with the same plan and "
+      "settings and any seed are asked, too: they know more than a run's own\nfirst half. They are those in "
+      "the folder where "
       "the run lies, or those of --history. Exit code 1: a failure is\nexpected, or has happened and lasts.",
       "forecast runs/b --history runs old_runs");
   options.words("RUN", words, 1, 256);
