@@ -23,17 +23,12 @@ import json
 import math
 from pathlib import Path
 
+from study_sizes import SIZES
+
 WINDOW = 200  # steps of a mean loss: the unit in which failure is judged
 DRIFT_FACTOR = 8  # an offset beyond this multiple of its healthy level has drifted
 FAILURE_EXCESS = 0.05  # of the loss, above the healthy twin's
-WARMUP = {"micro": 100, "nano": 500, "gpt2": 500}
-FACTS_EVERY = {"micro": 10, "nano": 25, "gpt2": 25}  # steps between records of offset and score, as trained
-LR = {"micro": 6e-3, "nano": 3e-3, "gpt2": 1e-3}  # after the warm-up, where a run's options say nothing else
-SHAPES = {"micro": (128, 32), "nano": (384, 64), "gpt2": (768, 64)}  # width, head size
 REMEDIES = ("zero_sum", "consistent", "wide_output")  # the one that keeps the sum best first
-# Runs of the same seed and batches that are healthy by construction, when a plan has no twin with a remedy of its own.
-CONTROLS = {"micro": ("fp32",), "nano": ("bf16_all,stabiliser=zero_sum", "bf16_all,stabiliser=wide_output", "flash2,stabiliser=wide_output"),
-            "gpt2": ("flash2,stabiliser=wide_output",)}  # fmt: skip
 
 
 def mean(values):
@@ -66,7 +61,7 @@ class Run:
         self.name, self.packed = name, packed
         self.plan, self.seed, self.size = packed["plan"], packed["seed"], packed["size"]
         self.branch, self.text = packed.get("branch"), packed.get("text", "")
-        self.warmup = packed.get("warmup", WARMUP[self.size])
+        self.warmup = packed.get("warmup", SIZES[self.size].warmup)
         self.last_step = packed["summary"]["step"]  # steps made
         self.fact_steps, self.offset, self.score = packed["fact_steps"], packed["offset"], packed["largest_score"]
         self.layers = range(1, len(self.offset[0]) + 1)
@@ -99,7 +94,7 @@ class Run:
     def lr(self):
         """The learning rate after the warm-up."""
         options = self.packed["options"]
-        return float(options[options.index("--lr") + 1]) if "--lr" in options else LR[self.size]
+        return float(options[options.index("--lr") + 1]) if "--lr" in options else SIZES[self.size].lr
 
     @property
     def is_guarded(self):
@@ -108,7 +103,7 @@ class Run:
     @property
     def is_whole_record(self):
         """Are maxima of this run maxima over every record, or of the points that were kept?"""
-        return "largest" in self.packed or self.fact_steps[2] - self.fact_steps[1] <= FACTS_EVERY[self.size]
+        return "largest" in self.packed or self.fact_steps[2] - self.fact_steps[1] <= SIZES[self.size].facts_every
 
     def largest(self, kind, layer=None, since=0):
         """(value, step) of the largest offset or score, of one layer or of all. Of the recorded points where the run was packed thinned."""
@@ -126,7 +121,7 @@ class Run:
 
     def at(self, kind, step, layer=None):
         """The last recorded value at or before a step; None where the record ends earlier."""
-        if not self.fact_steps or step > self.last_step + FACTS_EVERY[self.size]:
+        if not self.fact_steps or step > self.last_step + SIZES[self.size].facts_every:
             return None
         n = max((n for n, s in enumerate(self.fact_steps) if s <= step), default=None)
         if n is None:
@@ -227,7 +222,7 @@ class Study:
             alike = [other for other in alike if not other.in_torch and other.settings == run.settings]
             base = run.plan.partition(",stabiliser=")[0]
             first = [other for remedy in REMEDIES for other in alike if other.plan == f"{base},stabiliser={remedy}"]
-        second = [other for plan in CONTROLS[run.size] for other in alike if other.plan == plan]
+        second = [other for plan in SIZES[run.size].controls for other in alike if other.plan == plan]
         for candidates in (first, second):
             long_enough = [other for other in candidates if other.last_step >= run.last_step]
             if long_enough:
@@ -237,7 +232,7 @@ class Study:
     @functools.cache
     def healthy_level(self, twin, layer, last_step):
         """Median offset of a healthy run's layer, from the end of the warm-up on, in as many steps as the other run made: healthy offsets may grow, too."""
-        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if WARMUP[twin.size] <= step < last_step)
+        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if SIZES[twin.size].warmup <= step < last_step)
 
     @functools.cache
     def drift(self, run, twin=None):
@@ -297,7 +292,7 @@ class Study:
 
     def failures_by_control(self, run):
         """The step of failure against every control of the same seed: how far the choice of a twin moves it."""
-        controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and other.plan in CONTROLS[run.size]]
+        controls = [other for other in self.runs.values() if other is not run and other.size == run.size and other.text == run.text and other.seed == run.seed and other.plan in SIZES[run.size].controls]
         return [failure for other in controls if (failure := self.failure(run, other)) is not None]
 
     def lead(self, run):
@@ -319,7 +314,7 @@ class Study:
         drift = self.drift(run)
         if drift is None:
             return None
-        points = [(step, row[drift[1] - 1]) for step, row in zip(run.fact_steps, run.offset) if step >= WARMUP[run.size]]
+        points = [(step, row[drift[1] - 1]) for step, row in zip(run.fact_steps, run.offset) if step >= SIZES[run.size].warmup]
         end = next((step for step, offset in points if offset > high), None)
         begin = max((step for step, offset in points if end is not None and offset < low and step < end), default=None)
         return None if begin is None else 1000 * math.log(high / low) / (end - begin)
@@ -357,8 +352,7 @@ class Study:
 
     def speed_bound(self, run):
         """The speed of AdamW's largest steps, all along one direction, with LayerNorm gains of one. Gains are trained: beyond one they raise it in proportion."""
-        width, head_size = SHAPES[run.size]
-        return head_size**0.25 * run.lr * width
+        return SIZES[run.size].head_size ** 0.25 * run.lr * SIZES[run.size].width
 
     def largest_norm(self, run):
         """Of the gradient, since the drift: the largest median of a group of steps, as packed. Before the drift it is that of the first steps."""

@@ -16,10 +16,10 @@ import subprocess
 
 import study_runs
 from study_curves import median
+from study_sizes import SIZES, on_cpu
 
 LEAST_LEAK = 1e-4  # of delta: plans that leak less do not fail by the law
 HORIZON = 1.5  # planned lengths of a run: the law raises no alarm for what comes later
-RATE = {"micro": 6e-3, "nano": 3e-3, "gpt2": 1e-3}
 KERNEL_PLANS = {"flash": "flash2", "cudnn": "flash2", "hopper_none": "flash2", "math": "fp32", "evenkeel": "flash2,stabiliser=wide_output"}
 RIDGE = 0.02  # of the fits: of the order of one run's weight
 
@@ -92,7 +92,7 @@ def is_bounded(run):
 def rate(run):
     options = run.packed["options"]
     given = [float(options[n + 1]) for n, word in enumerate(options[:-1]) if word == "--lr"]
-    return given[-1] if given else RATE[run.size]
+    return given[-1] if given else SIZES[run.size].lr
 
 
 def planned_steps(run):
@@ -141,7 +141,7 @@ class Law:
 
     def point(self, run):
         mean, rms = max(self.leaks[plan] for plan in parts(run))
-        return [1.0, float(run.size != "micro"), math.log(max(mean, 1e-9)), math.log(max(rms, 1e-9))]
+        return [1.0, float(not on_cpu(run)), math.log(max(mean, 1e-9)), math.log(max(rms, 1e-9))]
 
     def holds(self, run):
         """Does the plan leak, in most heads, with nothing to bound it?"""
@@ -300,7 +300,7 @@ class Designs:
         law = self.law(laws)
         both = first_of(self.alarms, law)
         errors = [abs(math.log(laws[run.name].step(run) / self.study.failure(run))) for run in self.failing if run in known]
-        of_size = self.left_out(make, known, lambda run: "micro" if run.size == "micro" else "larger")
+        of_size = self.left_out(make, known, lambda run: "micro" if on_cpu(run) else "larger")
         carried = [abs(math.log(of_size[run.name].step(run) / self.study.failure(run))) for run in self.failing if run in known and run.size == "nano"]
         one = next(run for run in known if run.plan == "flash2" and run.size == "nano")
         return {

@@ -9,9 +9,8 @@ from pathlib import Path
 from study_curves import WINDOW, Study, median
 from study_micro import Micro
 from study_harm import FUSED, Harm
+from study_sizes import SIZES, on_cpu
 
-TOKENS_A_STEP = {"micro": 16 * 128, "nano": 32 * 512, "gpt2": 16 * 1024}
-TOKENS_OF_TEXT = {"micro": 16e6, "nano": 40e6, "gpt2": 256e6}
 THINNED = "†"
 NONE = "–"
 
@@ -249,7 +248,7 @@ class Figures(Harm, Micro):
         """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`"""
         first, *rest = words.split()
         if first == "epochs":
-            return f"{int(rest[1]) * TOKENS_A_STEP[rest[0]] / TOKENS_OF_TEXT[rest[0]]:.1f}"
+            return f"{int(rest[1]) * SIZES[rest[0]].tokens / SIZES[rest[0]].text:.1f}"
         if first in ("runs", "drifted", "failed"):
             runs = self.match(rest)
             chosen = {"runs": lambda run: True, "drifted": self.study.drift, "failed": self.study.failure}[first]
@@ -296,7 +295,7 @@ class Figures(Harm, Micro):
         if what == "first_share":  # of life, median of those with a forecast
             return f"{100 * median([next(m['share'] for m in life['life'] if m['forecast'] is not None) for life in failing.values() if any(m['forecast'] is not None for m in life['life'])]):.0f} %"
         drifting = [run for run in others.values() if run["drifts"]]
-        sizes = lambda runs: ", ".join(f"{sum(run['size'] == size for run in runs)} of `{size}`" for size in ("micro", "nano", "gpt2") if any(run["size"] == size for run in runs))
+        sizes = lambda runs: ", ".join(f"{sum(run['size'] == size for run in runs)} of `{size}`" for size in SIZES if any(run["size"] == size for run in runs))
         return {
             "failing": lambda: str(len(failing)),
             "healthy": lambda: str(len(healthy)),
@@ -386,7 +385,7 @@ class Figures(Harm, Micro):
         Predicted by the model's term for W_Q: eta |x| leak / (s |q|), leak and s along the mean key and input, scaled from the probed rows to the step's (N for a mean, sqrt N for noise).
         """
         law, found = run.packed["law"], []
-        more_rows = math.sqrt(TOKENS_A_STEP[run.size] / 256)
+        more_rows = math.sqrt(SIZES[run.size].tokens / 256)
         for n in range(0, len(law["steps"]) - width, width):
             first, last = law["mean_score"][n], law["mean_score"][n + width]
             if law["steps"][n] < run.warmup or min(abs(first), abs(last)) < 3:
@@ -458,7 +457,7 @@ class Figures(Harm, Micro):
     def runs_table(self):
         """One line a run of nano and gpt2."""
         rows = []
-        for run in self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued):
+        for run in self.study.distinct(name for name in self.study.runs if not on_cpu(self.study[name]) and not self.study[name].is_continued):
             twin, drift = self.study.twin(run), self.study.drift(run)
             value, step = run.largest("offset")
             rows.append([run.name, plan_cell(run), number(run.last_step), f"{self.offset_cell(run)} ({number(step)}, {run.worst_layer()})",

@@ -19,13 +19,12 @@ from pathlib import Path
 
 from study_curves import Study, median
 from study_designs import Designs
+from study_sizes import SIZES
 
 FACTOR = 1.5
 SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
 MOMENTS = 20  # of a run that does not fail, and
 EARLY = 10  # times its warm-up: so long, every second record too, since offsets of healthy runs grow there
-HEAD_SIZE = {"micro": 32, "nano": 64, "gpt2": 64}
-LINEAR = {"micro": "fp32", "nano": "bf16", "gpt2": "bf16"}
 HELD_OUT = ("leaks-",)  # parts that were trained after the thresholds were chosen
 NOT_FINITE = ("shift-paper_",)  # ended by NaN, not by drift: neither healthy nor failing here
 
@@ -34,9 +33,9 @@ def write_cut(folder, run, step):
     """A run's folder as it was at a step."""
     folder.mkdir()
     (folder / "config.toml").write_text(f"""[model]
-width = {HEAD_SIZE[run.size] * 8}
+width = {SIZES[run.size].head_size * 8}
 heads = 8
-precision = "{LINEAR[run.size]}"
+precision = "{SIZES[run.size].linear}"
 [schedule]
 warmup = {run.warmup}
 [data]

@@ -5,6 +5,7 @@ Standard library only. The definitions (speed, its bound, crossing) are in study
 
 from study_curves import WINDOW, mean, median, rank_correlation
 from study_runs import ADDED_NOISE
+from study_sizes import on_cpu
 
 LIMITS = (10_000, 40_000, 80_000, 160_000, 500_000)  # offsets at which the runs are compared
 HARMED = 0.3  # of the loss, above the twin's
@@ -34,7 +35,7 @@ class Harm:
 
     def drifting_runs(self):
         """Runs of nano and gpt2 that drift and were trained in one piece."""
-        runs = self.study.distinct(name for name in self.study.runs if self.study[name].size != "micro" and not self.study[name].is_continued)
+        runs = self.study.distinct(name for name in self.study.runs if not on_cpu(self.study[name]) and not self.study[name].is_continued)
         return [run for run in runs if self.study.drift(run)]
 
     def harm_facts(self, run):

@@ -78,7 +78,7 @@ class Micro:
 
     def fp32_control(self, run):
         """FP32 with the same seed and text."""
-        found = [other for other in self.study.runs.values() if other.size == "micro" and other.plan == "fp32" and other.seed == run.seed and other.text == run.text and not other.settings]
+        found = [other for other in self.study.runs.values() if other.size == run.size and other.plan == "fp32" and other.seed == run.seed and other.text == run.text and not other.settings]
         if not found:
             raise ValueError(f"expected an fp32 run of seed {run.seed} on the text of {run.name}, found none")
         return max(found, key=lambda other: other.last_step)

@@ -5,16 +5,16 @@ Each function takes Figures (study_docs.py) and returns the text of an SVG, or N
 
 import math
 
-from study_curves import LR, WINDOW
+from study_curves import WINDOW
 from study_docs import nano_group, number
 from study_harm import FUSED, KERNELS, kernel
 from study_micro import NOISY_RUNS
+from study_sizes import SIZES
 
 STYLE = """<style>
 svg { background: #fff } text { font: 12px system-ui, sans-serif; fill: #444 } .title { font-weight: 600; fill: #222 }
 .grid { stroke: #ddd; stroke-width: 1 } .cell { stroke: #fff; stroke-width: 2 }
 </style>"""
-COLOURS = {"micro": "#0072b2", "nano": "#d55e00", "gpt2": "#009e73"}
 
 
 def svg(width, height, words, body):
@@ -85,7 +85,7 @@ def survival(figures):
     flash2, in_torch = [("`flash2`", f"ours, {kernels} kernels") for kernels in ("fused Hopper", "Hopper", "any-plan")], [(kernel, "PyTorch") for kernel in ("FLASH", "cuDNN", "evenkeel without a remedy")]
     groups = (("flash2, ours", "#cc79a7", named(*flash2)), ("PyTorch: FLASH, cuDNN, ours bare", "#000000", named(*in_torch)), ("bf16_all,row_sum=fp32", "#e69f00", named(("`bf16_all,row_sum=fp32`", "ours"))),
               ("flash2,row_sum=bf16", "#d55e00", named(("`flash2,row_sum=bf16`", "ours"))), ("with a remedy", "#0072b2", healthy))  # fmt: skip
-    integral = lambda step: LR["nano"] * max(0.0, step - 250)  # 500 steps of warm-up count half
+    integral = lambda step: SIZES["nano"].lr * max(0.0, step - 250)  # 500 steps of warm-up count half
     axes = Axes(60, 40, 520, 240, (0, 75), (0, 1))
     body = axes.frame("share of runs that have not failed, nano", "integral of the learning rate over steps", (0, 15, 30, 45, 60, 75), (0, 0.25, 0.5, 0.75, 1), lambda v: f"{v:g}")
     for words, colour, runs in groups:
@@ -107,8 +107,8 @@ def predicted(figures):
     for name, life in figures.forecast["failing"].items():
         first = next((moment for moment in life["life"] if moment["forecast"] is not None), None)
         if first:
-            body.append(axes.dot(life["failure"], first["forecast"], COLOURS[life["size"]], first["within"], f"{name}: forecast at {first['share']:.0%} of its life"))
-    body += legend(510, 60, [(size, COLOURS[size]) for size in COLOURS if any(life["size"] == size for life in figures.forecast["failing"].values())])
+            body.append(axes.dot(life["failure"], first["forecast"], SIZES[life["size"]].colour, first["within"], f"{name}: forecast at {first['share']:.0%} of its life"))
+    body += legend(510, 60, [(size, SIZES[size].colour) for size in SIZES if any(life["size"] == size for life in figures.forecast["failing"].values())])
     body.append(f'<text x="510" y="130">filled: within a factor of {factor}</text>')
     return svg(720, 420, "Step of failure by the first forecast against the true one, every failing run", body)
 
@@ -140,7 +140,7 @@ def exponents(figures):
             body += axes.frame(f"{size}: offset of 1,000 at step", axis, values, (100, 200, 500, 1_000, 2_000, 5_000, 10_000) if size == "micro" else (500, 1_000, 5_000, 10_000, 50_000), lambda v: f"{v:g}")
             for value, run in found:
                 passed = run.packed["summary"].get("offset_1000_at")
-                body.append(axes.dot(value, passed or run.last_step, COLOURS[size], bool(passed), f"{run.name}: {passed or f'not by step {run.last_step}'}"))
+                body.append(axes.dot(value, passed or run.last_step, SIZES[size].colour, bool(passed), f"{run.name}: {passed or f'not by step {run.last_step}'}"))
             left += 330
         if left > 70:
             top, wide = top + 320, max(wide, left)

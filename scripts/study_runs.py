@@ -5,16 +5,26 @@ A part is a function; paired() adds the twin with the default remedy: same seed,
 
 from dataclasses import dataclass, field
 
+from study_sizes import SIZES
+
 COMMON = ["--schedule", "constant", "--set", "run.checkpoints_kept = 1", "--set", "run.divergence = 0.0"]
-MICRO = "--preset micro --lr 6e-3 --warmup 100 --threads 1 --facts-every 10 --checkpoint-every 400".split()
-NANO = "--preset nano --sequences 32 --lr 3e-3 --warmup 500 --backend cuda --facts-every 25 --checkpoint-every 2500".split()
-NANO += ["--set", "model.tile_keys = 0"]  # sums are rounded once a row, not after every 64 keys as well
-# GPT-2 124M. No checkpoints on the way: each is 1.5 GB, and every run is made in one piece.
-GPT2 = "--preset gpt2 --sequences 16 --lr 1e-3 --warmup 500 --backend cuda --facts-every 25 --checkpoint-every 0".split()
-GPT2 += ["--validate-every", "2000", *NANO[-2:]]
-OPTIONS = {"micro": MICRO, "nano": NANO, "gpt2": GPT2}
-# Steps a second on one H200, for estimates (docs/experiments.md): by size, of our fast kernels, of the any-plan kernels, of PyTorch.
-SPEED = {"micro": (60, 60, 60), "nano": (200, 170, 70), "gpt2": (35, 20, 25)}
+ONE_SUM = ["--set", "model.tile_keys = 0"]  # sums are rounded once a row, not after every 64 keys as well
+MINI = [word for key in ("layers", "heads", "width", "context") for word in ("--set", f"model.{key} = {getattr(SIZES['mini'], key)}")]
+OF_SIZE = {
+    "micro": ["--preset", "micro", "--threads", "1", "--checkpoint-every", "400"],
+    "mini": ["--preset", "micro", *MINI, "--threads", "1", "--checkpoint-every", "400"],
+    "nano": ["--preset", "nano", "--backend", "cuda", "--checkpoint-every", "2500", *ONE_SUM],
+    # No checkpoints on the way: each is 1.5 GB, and every run is made in one piece.
+    "gpt2": ["--preset", "gpt2", "--backend", "cuda", "--checkpoint-every", "0", "--validate-every", "2000", *ONE_SUM],
+}
+
+
+def options_of(name):
+    """Of `train`, for a size."""
+    size = SIZES[name]
+    return [*OF_SIZE[name], "--sequences", str(size.sequences), "--lr", str(size.lr), "--warmup", str(size.warmup), "--facts-every", str(size.facts_every)]
+
+
 START = 0.3  # minutes until a run's first step, its last validation included
 
 
@@ -38,11 +48,11 @@ class Run:
     def minutes(self):
         """Estimated, on one H200 by itself."""
         fast = self.plan.partition(",stabiliser=")[0].partition(",keel=")[0] in ("flash2", "fp8_trains")
-        speed = SPEED[self.size][2 if self.torch else 0 if fast else 1]
+        speed = SIZES[self.size].speed[2 if self.torch else 0 if fast else 1]
         wider = 1.0
         for n, word in enumerate(self.more):
             if word == "--sequences":
-                wider = int(self.more[n + 1]) / {"micro": 16, "nano": 32, "gpt2": 16}[self.size]
+                wider = int(self.more[n + 1]) / SIZES[self.size].sequences
         return START + (self.steps - (self.branch[1] if self.branch else 0)) / speed * max(0.6, wider) / 60
 
 
@@ -641,7 +651,28 @@ def texts():
     return found
 
 
-PARTS = (cure, size, matrix, hostile, hostile_micro, added_noise, exponents_micro, llama, llama_micro, llama_settings, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, parting, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
+def judged(part, size):
+    """Failing and healthy runs of three seeds, so that each has earlier ones. No number of the forecast was chosen on them."""
+    found = []
+    for seed in (1, 2, 3):
+        for name, plan in (("fp32", "fp32"), ("output", NOISY), ("row_sum", "fp32,row_sum=e5m2")):
+            found += micro(part, name, plan, (seed,), steps=1_200, size=size)
+            if name != "fp32":
+                found += micro(part, name + "_zero_sum", plan + ZERO, (seed,), steps=1_200, size=size)
+    return found
+
+
+def mini():
+    """A size between micro and nano: three times the parameters of micro, twice the context."""
+    return judged("mini", "mini")
+
+
+def other_text():
+    """micro on another text (C headers, HTML, documentation), as `texts`, with more seeds."""
+    return judged("other_text", "micro")
+
+
+PARTS = (cure, size, matrix, hostile, hostile_micro, added_noise, exponents_micro, llama, llama_micro, llama_settings, sinks, rates, feedback, exponents, second_text, field_cases, length, square, law, leaks, texts, mini, other_text, parting, controls, seeds, twins, detect, bits, others, claims, guard, rescue, paper, nano_bits, roads, formats, eight_bits)
 
 
 def runs(only):

@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "base/error.h"
 #include "base/toml.h"
 #include "diagnosis/forecast.h"
 
