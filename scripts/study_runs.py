@@ -170,24 +170,33 @@ USERS_SETTINGS = {
     "epsilon_1e-5": ("AdamW's epsilon 1e-5", setting("optimizer.epsilon = 1e-5")),
     "qk_norm": ("QK norm", setting("model.qk_norm = true")),
     "cosine": ("cosine decay to a tenth", ["--schedule", "cosine", *setting("schedule.last_lr = 6e-4")]),
+    "decay_cosine": ("weight decay 0.1 and cosine decay to a tenth (nanoGPT)", ["--schedule", "cosine", *setting("schedule.last_lr = 6e-4"), *setting("optimizer.weight_decay = 0.1")]),
     "softcap": ("a soft cap of 50 (Gemma-2)", setting("model.softcap = 50.0")),
     "qk_clip": ("QK clip at 100 (Kimi K2)", ["--facts-every", "1", *setting("model.qk_clip = 100.0")]),
     "sinks": ("sinks (gpt-oss)", setting("model.sinks = true")),
     "gated": ("gated attention (Qwen3-Next)", setting("model.gated_attention = true")),
     "rotary": ("rotary positions", setting('model.positions = "rotary"')),
+    "alibi": ("ALiBi (MPT)", setting('model.positions = "alibi"')),
     "muon": ("Muon", ["--optimizer", "muon"]),
 }
+SETTINGS_STEPS = 1_000
+SLOW_SETTINGS = {"qk_norm": 2_500}  # steps: offsets grow slowly there, and were still growing at step 1,000
+LLAMA_SLOW_SETTINGS = {"qk_norm": 1_800}
+WIDE_SETTINGS = ("plain", "sinks", "gated", "rotary")  # with the default remedy, too
 
 
 def hostile_micro():
-    """The same question at micro: does it hit me with my settings? Each beside its twin with zero_sum; fp32: the control of other parts that read this text."""
+    """The same question at micro: does it hit me with my settings? Each beside its twin with zero_sum, some with the default; fp32: the control of other parts that read this text."""
     kept = [*LAW_PROBES, "--checkpoint-every", "100", *setting("run.keep_every = 100")]  # added_noise branches off there
     found = []
     for seed in (1, 2, 3):
         found += micro("hostile_micro", "fp32", "fp32", (seed,), steps=4_000 if seed < 3 else 1_600)  # as far as exponents_micro-bits_3
         for name, (_, more) in USERS_SETTINGS.items():
-            found += micro("hostile_micro", name, NOISY, (seed,), [*more, *(kept if name == "plain" else [])], steps=1_000)
-            found += micro("hostile_micro", name + "_zero_sum", NOISY + ZERO, (seed,), more, steps=1_000)
+            steps = SLOW_SETTINGS.get(name, SETTINGS_STEPS)
+            found += micro("hostile_micro", name, NOISY, (seed,), [*more, *(kept if name == "plain" else [])], steps=steps)
+            found += micro("hostile_micro", name + "_zero_sum", NOISY + ZERO, (seed,), more, steps=steps)
+            if name in WIDE_SETTINGS:
+                found += micro("hostile_micro", name + "_wide_output", NOISY + WIDE, (seed,), more, steps=steps)
     return found
 
 
@@ -213,6 +222,7 @@ def exponents_micro():
         ("bits_1_stochastic", "fp32,output=e8m1/stochastic", [], 1_600),
         ("lr_1.2e-2", NOISY, ["--lr", "1.2e-2"], 1_600),
         ("lr_3e-3", NOISY, ["--lr", "3e-3"], 3_000),
+        ("lr_3e-3_zero_sum", NOISY + ZERO, ["--lr", "3e-3"], 3_000),
         ("batch_8", NOISY, ["--sequences", "8"], 1_600),
         ("batch_32", NOISY, ["--sequences", "32"], 1_600),
         ("bits_3", "fp32,output=e8m3", [], 4_000),
@@ -276,12 +286,12 @@ LLAMA_SETTINGS = {
 
 
 def llama_settings():
-    """The Llama block with the rounding of hostile_micro: do QK norm or sinks hold it? Each beside its twin with zero_sum."""
+    """The Llama block with the rounding of hostile_micro: do QK norm or sinks hold it? Each beside its twins with zero_sum and with the default."""
     found = []
     for seed in (1, 2, 3):
         for name, (_, more) in LLAMA_SETTINGS.items():
-            for label, clause in ((name, ""), (name + "_zero_sum", ZERO)):
-                found += micro("llama_settings", label, NOISY + clause, (seed,), ["--preset", "llama-micro", *more], steps=1_000)
+            for remedy, clause in (("", ""), ("_zero_sum", ZERO), ("_wide_output", WIDE)):
+                found += micro("llama_settings", name + remedy, NOISY + clause, (seed,), ["--preset", "llama-micro", *more], steps=LLAMA_SLOW_SETTINGS.get(name, SETTINGS_STEPS))
     return found
 
 
