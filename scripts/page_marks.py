@@ -33,11 +33,27 @@ SHOWN = re.compile(r"(<!-- shown: evenkeel ([^>]*?) -->\n)(.*?)(<!-- end -->)", 
 CONSTANT = re.compile(r"(<!-- (src/\S+ k\w+) -->)(.*?)(<!-- -->)", re.S)
 DECLARED = re.compile(r"(<!-- (include/evenkeel\.h) -->\n)(.*?)(<!-- end -->)", re.S)
 GIVEN = re.compile(r"<!-- given -->.*?<!-- (end )?-->", re.S)
-CITED = re.compile(r"(<!-- experiments\.md -->)(.*?)(<!-- -->)", re.S)
+CITED = re.compile(r"(<!-- experiments\.md(?:: ([^>]*?))? -->)(.*?)(<!-- -->)", re.S)
 
 
 def line_of(text, place):
     return text.count("\n", 0, place) + 1
+
+
+def section_of(log, beginning):
+    """The one section of the log whose heading, without its date, begins so; its smaller headings belong to it."""
+    headings = list(re.finditer(r"^(#+) (?:\d{4}-\d\d-\d\d: )?(.*)$", re.sub(r"```.*?```", lambda code: re.sub(r"[^\n]", " ", code[0]), log, flags=re.S), re.M))
+    found = [n for n, heading in enumerate(headings) if beginning and heading[2].startswith(beginning)]
+    if len(found) != 1:
+        raise ValueError(f'expected one section of docs/experiments.md that begins with "{beginning}", found {len(found)}')
+    first = headings[found[0]]
+    end = next((heading.start() for heading in headings[found[0] + 1 :] if len(heading[1]) <= len(first[1])), len(log))
+    return log[first.start() : end]
+
+
+def has_words(text, words):
+    """Do these words stand there as a whole? "4" does not stand in "46", "1,4", "4.5", "1e-4" or "4 %"."""
+    return re.search(r"(?<![\w.,+-])" + re.escape(words) + r"(?!\w|[.,-]\d| ?%)", text) is not None
 
 
 def printed(program, arguments):
@@ -105,8 +121,11 @@ def page_with_figures(root, name, text, figures, program):
             return match[0]
 
     for match in CITED.finditer(text):
-        if match[2] not in figures.experiments:
-            faults.append((line_of(text, match.start()), f'expected words that docs/experiments.md has, found "{match[2]}"'))
+        try:
+            if not has_words(section_of(figures.experiments, match[2] or ""), match[3]):
+                faults.append((line_of(text, match.start()), f'expected words of docs/experiments.md, section "{match[2]}", found "{match[3]}"'))
+        except ValueError as error:
+            faults.append((line_of(text, match.start()), f"{match[3]}: {error}"))
     kinds = ((BLOCK, block), (PRINTED, block), (SHOWN, block), (DECLARED, block), (INLINE, inline), (CONSTANT, inline))
     for pattern, replace in kinds:
         for match in pattern.finditer(text):

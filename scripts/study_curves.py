@@ -111,11 +111,12 @@ class Run:
         if kind in self.packed.get("largest", {}) and not since:
             by_layer = self.packed["largest"][kind]
             found = [tuple(pair) for pair in (by_layer if layer is None else [by_layer[layer - 1]])]
+        found_whole = bool(found)
         rows = self.offset if kind == "offset" else self.score
         for step, row in zip(self.fact_steps, rows):
             if step >= since:
                 found.append((max(row) if layer is None else row[layer - 1], step))
-        if layer is None and not since:  # the marks were taken from the whole record
+        if layer is None and not since and not found_whole:  # the marks were taken from the whole record, and name their steps only nearly
             found += [(mark[kind], int(step)) for step, mark in self.packed["summary"].get("marks", {}).items()]
         return max(found)
 

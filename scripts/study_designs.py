@@ -292,8 +292,8 @@ class Designs:
             found[run.name] = dates
         return found
 
-    def judge(self, program, history):
-        leaks = leaks_of_plans(program, sorted({plan for run in self.failing + self.healthy for plan in parts(run)}))
+    def judge(self, leaks, history):
+        """leaks: of leaks_of_plans, of all plans of the judged runs; history: {name: [(step, expected failure or None)]} of earlier runs."""
         known = [run for run in self.failing + self.healthy if leaks[parts(run)[0]][0] > LEAST_LEAK and not is_bounded(run)]
         make = lambda runs: Law(self.study, leaks, [run for run in runs if run in known])
         laws, whole = self.left_out(make, known), make(known)

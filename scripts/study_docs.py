@@ -6,7 +6,8 @@ import math
 import re
 from pathlib import Path
 
-from study_curves import WINDOW, Study, median
+from study_curves import DRIFT_FACTOR, WINDOW, Study, median
+from study_forecast import is_held_out
 from study_micro import Micro
 from study_harm import FUSED, Harm
 from study_sizes import SIZES, on_cpu
@@ -41,6 +42,9 @@ GROUPS = {
     "@flash2": nano_group("`flash2`", "ours, fused Hopper kernels") + nano_group("`flash2`", "ours, Hopper kernels"),
     "@kept": ("roads-zero_sum-1", "roads-wide_output-1", "seeds-zero_sum-*", "seeds-wide_output-*", "controls-wide_output-1", "guard-wide_output-1", "twins-evenkeel-3", "~cure-*", "~matrix-*_wide_output-?", "~matrix-*_consistent-?", "~matrix-*_zero_sum-?"),
 }
+
+EIGHT_BITS = ("fp8_fa3", "fp8_deepseek", "mxfp8", "hifloat8", "sage_int8", "turbo")
+GROUPS |= {f"@eight_bits{part}": tuple(f"formats-{system}{remedy}-?" for system in EIGHT_BITS) for part, remedy in (("", ""), ("_kept", "_zero_sum"))}
 
 # The cure matrix: plan and remedy, and the parts whose runs belong there.
 CURES = (
@@ -200,6 +204,12 @@ class Figures(Harm, Micro):
             return str(study.drift(run)[1])
         if name in ("offset", "score"):
             return number(run.at(name, int(step), layer) if step else run.largest(name, layer)[0])
+        if name in ("span", "factor"):  # @A..B: least and most of the offset in these steps; its last over its first there
+            begin, end = map(int, step.split(".."))
+            offsets = [max(row) if layer is None else row[layer - 1] for at, row in zip(run.fact_steps, run.offset) if begin <= at <= end]
+            return f"{number(min(offsets))} to {number(max(offsets))}" if name == "span" else number(offsets[-1] / offsets[0])
+        if name == "within":  # steps made before the mean loss of 200 is first more than this share above the twin's
+            return number(next((WINDOW * n for n, excess in enumerate(study.excess(run)) if not excess <= float(step)), run.last_step))
         if name == "loss":
             return loss(run.loss_by(int(step)) if step else run.final_loss())
         if name == "mean_x":  # size of the tokens' mean input to the layer with the largest offset, at the last probe by then
@@ -214,6 +224,7 @@ class Figures(Harm, Micro):
             "steps": lambda: run.last_step,
             "layer": lambda: run.worst_layer(),
             "drift": lambda: study.drift(run)[0],
+            "limit": lambda: DRIFT_FACTOR * study.healthy_level(study.twin(run), layer, run.last_step),
             "failure": lambda: study.failure(run),
             "lead": lambda: study.lead(run),
             "failure_least": lambda: min(study.failures_by_control(run)),
@@ -228,12 +239,16 @@ class Figures(Harm, Micro):
             return (percent(study.excess(run)[int(step) // WINDOW - 1]) if step else self.end_excess(run)).replace("+", "")
         if name == "peak_excess":
             return percent(max(study.excess(run))).lstrip("+")
+        if name == "late_growth":  # of the largest offset, e-foldings in 1,000 steps, by least squares over the second half of the run
+            points = [(at, math.log(max(row))) for at, row in zip(run.fact_steps, run.offset) if at >= run.last_step / 2]
+            x, y = (sum(column) / len(points) for column in zip(*points))
+            return f"{1000 * sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points):.1f}"
         if name == "growth":
             return f"{study.growth(run):.1f}"
         if name == "share":
             return "{:.2f} to {:.2f}".format(*study.offset_share(run))
         if name == "validation":
-            return f"{run.validation()[1]:.4f}"
+            return f"{dict(run.packed['validation'])[int(step)] if step else run.validation()[1]:.4f}"
         if name == "gap":  # steps made when, drifting, the mean loss is first this much above the twin's
             above = [ours * excess / (1 + excess) for ours, excess in zip(run.loss_means(), study.excess(run))]
             return number(next(WINDOW * (n + 1) for n in range(len(above)) if WINDOW * n >= study.drift(run)[0] and above[n] >= float(step)))
@@ -245,7 +260,8 @@ class Figures(Harm, Micro):
         raise ValueError(f"expected a quantity that study_docs.py knows, found {words}")
 
     def value(self, words):
-        """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`"""
+        """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed|seeds RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`, `level SIZE...`, `kept_gap`,
+        `forecast`, `harm`, `leak`, `exponent`, `is_it_us` and what their functions say."""
         first, *rest = words.split()
         if first == "epochs":
             return f"{int(rest[1]) * SIZES[rest[0]].tokens / SIZES[rest[0]].text:.1f}"
@@ -258,6 +274,20 @@ class Figures(Harm, Micro):
             return self.forecast_value(*rest)
         if first == "harm":
             return self.harm_value(*rest)
+        if first == "leak":
+            return self.leak_value(*rest)
+        if first == "exponent":
+            return self.exponent_value(" ".join(rest))
+        if first == "is_it_us":
+            return self.is_it_us_value(*rest)
+        if first == "kept_gap":  # most steps between two records that are kept
+            return number(max(b - a for run in self.study.runs.values() for a, b in zip(run.fact_steps, run.fact_steps[1:])))
+        if first == "level":  # the largest offset of any run of these sizes that was judged and has not drifted
+            twins = {self.study.twin(run) for run in self.study.runs.values()}
+            return number(max(run.largest("offset")[0] for run in self.study.runs.values() if run.size in rest and not run.is_continued and not self.study.drift(run) and (self.study.twin(run) or run in twins)))
+        if first == "seeds":
+            seeds = [str(seed) for seed in sorted({run.seed for run in self.match(rest)})]
+            return " and ".join([", ".join(seeds[:-1]), seeds[-1]]) if len(seeds) > 1 else seeds[0]
         if first == "over":  # the loss at the end, above that of the first run in the same steps
             return listed([self.study.excess(run, self.study[rest[0]])[-1] for run in self.match(rest[1:])], percent).replace("+", "")
         if first == "above":
@@ -272,7 +302,8 @@ class Figures(Harm, Micro):
 
     def forecast_value(self, what, share=None, key=None):
         """Of docs/forecast.json: failing, healthy, alarms, drifting_alarms, hidden, rule; forecasts, within, in_interval, each at a share of a failing run's life;
-        `design NAME KEY` and `law KEY [KEY]` of its designs; `history KEY` of runs that have an earlier one alike."""
+        `design NAME KEY` and `law KEY [KEY]` of its designs; `history KEY` of runs that have an earlier one alike; `watched NAME first|last|count|every` of the runs that were asked more often;
+        `held_out right|alarms|earlier_right|earlier_alarms` of the runs that no threshold was chosen on."""
         failing, others = self.forecast["failing"], self.forecast["others"]
         if what == "design":
             found = self.forecast["designs"][share][key]
@@ -284,6 +315,11 @@ class Figures(Harm, Micro):
         if what == "law":
             found = self.forecast["designs"]["law_" + share]
             return f"{found[key]} of {found['runs']}" if key else number(found)
+        if what == "watched":
+            alarms = self.forecast["watched"][share]["alarms"]
+            return {"first": lambda: number(alarms[0]), "last": lambda: number(alarms[-1]), "count": lambda: str(len(alarms)), "every": lambda: number(self.forecast["watched"][share]["every"])}[key]()
+        if what == "held_out":
+            return self.forecast_scores([name for name in [*failing, *others] if name in self.study.runs and is_held_out(self.study[name])])[share]
         healthy = [run for run in others.values() if not run["drifts"]]
         if what in ("forecasts", "within", "in_interval"):
             moments = [moment for life in failing.values() for moment in life["life"] if abs(moment["share"] - float(share)) < 1e-9]
@@ -303,11 +339,17 @@ class Figures(Harm, Micro):
             "failing_sizes": lambda: sizes(failing.values()),
             "alarms": lambda: str(sum(bool(run["alarms"]) for run in healthy)),
             "second_text": lambda: str(sum(bool(run["text"]) for run in healthy)),
-            "held_out": lambda: str(sum(run["held_out"] for run in healthy)),
-            "held_out_alarms": lambda: str(sum(run["held_out"] and bool(run["alarms"]) for run in healthy)),
             "drifting_alarms": lambda: f"{sum(bool(run['alarms']) for run in drifting)} of {len(drifting)}",
             "hidden": lambda: f"{sum((life['half_life_ratio'] or math.inf) < 2 for life in failing.values())} of {len(failing)}",
         }[what]()
+
+    def is_it_us_value(self, what, moment="last"):
+        """The most by which mean losses differ, over checkpoints: `spread`, of all arms at the end; `pair first|last`, of both trainers with FP32 attention. `steps`."""
+        found = [{name: runs for name, runs in one["arms"].items() if runs} for one in self.is_it_us.values()]
+        if what == "steps":
+            return number(max(run["steps"] for arms in found for runs in arms.values() for run in runs))
+        chosen = [[run[moment] for name, runs in arms.items() if what == "spread" or name in ("ours_fp32", "pytorch") for run in runs] for arms in found]
+        return f"{max(max(losses) - min(losses) for losses in chosen):.2f}"
 
     # --- tables
 
@@ -325,6 +367,50 @@ class Figures(Harm, Micro):
             rows.append([f"{share:.0%}", str(sum(m["forecast"] is not None for m in moments)), count("within"), count("in_interval"), str(right)])
         return table(["share of the run's life", "runs with a forecast", f"right within a factor of {factor}", "in the stated interval", '"as long again" would be right in'], rows)
 
+    def half_right(self, name):
+        """Is the forecast of a failing run's own records right at half of its life?"""
+        return any(abs(moment["share"] - 0.5) < 1e-9 and moment.get("within") for moment in self.forecast["failing"][name]["life"])
+
+    def forecast_scores(self, names):
+        """Of these runs: failing ones whose date at half of life is right, healthy ones with an alarm, by their own records and by earlier runs (where they have one)."""
+        earlier = self.forecast["history"].get("right", {})
+        failing = [name for name in names if name in self.forecast["failing"]]
+        healthy = [name for name in names if name in self.forecast["others"] and not self.forecast["others"][name]["drifts"]]
+        count = lambda chosen, of: f"{sum(map(chosen, of))} of {len(of)}"
+        known = lambda names: [name for name in names if name in earlier]
+        return {"right": count(self.half_right, failing), "alarms": count(lambda name: bool(self.forecast["others"][name]["alarms"]), healthy),
+                "earlier_right": count(lambda name: earlier[name], known(failing)) if earlier else NONE, "earlier_alarms": count(lambda name: not earlier[name], known(healthy)) if earlier else NONE}  # fmt: skip
+
+    def held_out_table(self):
+        """The forecast on all runs and on those that were trained after its thresholds were chosen; these by size and text."""
+        if not self.forecast:
+            return "docs/forecast.json is not there: scripts/study --forecast makes it.\n"
+        texts = {"": "the text of most runs", "llama_settings": "`llama_settings` (a Llama block)"}
+        judged = {name: self.study.runs[name] for kind in ("failing", "others") for name in self.forecast[kind] if name in self.study.runs}
+        held_out = {name: run for name, run in judged.items() if is_held_out(run)}
+        groups = {"all": judged, "not held out": [name for name in judged if name not in held_out], "**held out**": held_out}
+        for run in held_out.values():
+            words = f"held out: `{run.size}`, {texts.get(run.text, f'`{run.text}`')}"
+            groups.setdefault(words, []).append(run.name)
+        rows = [[words, *self.forecast_scores(names).values()] for words, names in groups.items()]
+        return table(["runs", "own records: failing runs right within 1.5 at half of life", "own records: healthy runs with an alarm", "earlier runs: failing runs right, of those that have one", "earlier runs: healthy runs with an alarm, of those that have one"], rows)
+
+    def false_alarms_table(self):
+        """Every healthy run with a forecast of failure at some moment."""
+        if not self.forecast:
+            return "docs/forecast.json is not there: scripts/study --forecast makes it.\n"
+        rows = []
+        for name, found in sorted(self.forecast["others"].items()):
+            run = self.study.runs.get(name)
+            if not run or found["drifts"] or not found["alarms"]:
+                continue
+            alarms = [f"{step:,}" for step in sorted(set(found["alarms"]))]
+            twin = self.study.twin(run)
+            value, step = run.largest("offset")
+            rows.append([name, plan_cell(run), number(run.last_step), alarms[0] if len(alarms) == 1 else f"{alarms[0]} to {alarms[-1]}", f"{number(value)} ({number(step)})", number(run.at("offset", run.last_step)),
+                         number(self.study.healthy_level(twin, run.worst_layer(), run.last_step)) if twin else NONE, self.end_excess(run), "yes" if is_held_out(run) else "no"])  # fmt: skip
+        return table(["run", "plan", "steps", "alarms at steps", "largest offset (step)", "offset at the end", "healthy level of that layer", "loss above the twin's", "held out"], rows)
+
     def designs_table(self):
         """What each design of a forecast reaches."""
         count, healthy = len(self.forecast["failing"]), sum(not run["drifts"] for run in self.forecast["others"].values())
@@ -337,7 +423,7 @@ class Figures(Harm, Micro):
     def risk_table(self):
         """Leak share of the median head where it is packed with the run: before drift, by run."""
         rows = []
-        for run in sorted(self.study.runs.values(), key=lambda run: -(run.packed.get("leak_share") or [[0, 0]])[-1][1]):
+        for run in sorted(self.study.distinct(self.study.runs), key=lambda run: -(run.packed.get("leak_share") or [[0, 0]])[-1][1]):
             shares = run.packed.get("leak_share")
             if not shares or run.is_continued:  # a branch has no beginning of its own
                 continue
@@ -368,7 +454,7 @@ class Figures(Harm, Micro):
     def is_it_us_steps_table(self):
         if not self.is_it_us:
             return "docs/is_it_us.json is not there: scripts/is_it_us makes it.\n"
-        words = {"ours": "ours, BF16", "ours_fp32": "ours, FP32 attention", "ours_all_fp32": "ours, all FP32", "pytorch": "PyTorch, BF16"}
+        words = {"ours": "ours, BF16", "ours_fp32": "ours, FP32 attention", "ours_all_fp32": "ours, all FP32", "pytorch": "PyTorch, FP32 attention"}
         rows = []
         for found in self.is_it_us.values():
             offset = max(layer["offset"] for layer in found["one_step"]["layers"])
@@ -396,7 +482,7 @@ class Figures(Harm, Micro):
 
     def prediction_table(self):
         rows = []
-        for run in sorted((run for run in self.study.runs.values() if "law" in run.packed and not run.is_continued), key=lambda run: run.name):
+        for run in sorted((run for run in self.study.distinct(self.study.runs) if "law" in run.packed and not run.is_continued), key=lambda run: run.name):
             windows = self.law_windows(run)
             if len(windows) < 4:
                 continue
@@ -434,13 +520,14 @@ class Figures(Harm, Micro):
         excess = self.study.excess(run)
         return percent(excess[min(len(excess), len(self.study.twin(run).loss_means())) - 1]) if excess else NONE
 
-    def group_row(self, words, runs):
-        study = self.study
+    def group_row(self, words, runs, drift=None, failure=None):
+        """drift and failure: of a run, where another than its twin judges it."""
+        drift, failure = drift or self.study.drift, failure or self.study.failure
         seeds = sorted({run.seed for run in runs})
         count = f"{len(runs)} (seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))})"
         thinned = "" if all(run.is_whole_record for run in runs) else THINNED
-        return [*words, count, f"{sum(study.drift(run) is not None for run in runs)}", f"{sum(study.failure(run) is not None for run in runs)}",
-                listed([study.drift(run)[0] for run in runs if study.drift(run)], number), listed([study.failure(run) for run in runs], number),
+        return [*words, count, f"{sum(drift(run) is not None for run in runs)}", f"{sum(failure(run) is not None for run in runs)}",
+                listed([drift(run)[0] for run in runs if drift(run)], number), listed([failure(run) for run in runs], number),
                 listed([run.largest("offset")[0] for run in runs], number) + thinned]  # fmt: skip
 
     def failures_table(self):
@@ -599,6 +686,8 @@ class Figures(Harm, Micro):
                 continue
             _, count, drifted, failed, _, _, offset = self.group_row((words,), self.match(names))
             steps = listed([run.last_step for run in self.match(names)], number)
+            if coarser := sum(run.plan.startswith("bf16_all") for run in self.match(names)):
+                count = count.replace(")", f"; {coarser}: `bf16_all`)")
             rows.append([words, count, drifted, failed, offset, steps, self.price(remedy) if remedy else NONE])
         return table(["attention", "runs (seeds)", "drifted", "failed", "largest offset", "steps", "attention's time"], rows)
 

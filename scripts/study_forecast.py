@@ -3,9 +3,9 @@
 Every run is cut at several moments, and the program is asked what it forecasts from the records up to there. A forecast is
 right where the forecast step of failure is within a factor of FACTOR of the true one (study_curves.py defines failure).
 The one fitted number that sets the dates, kForecastTimeLeft (src/diagnosis/forecast.h), is fitted anew for each run, to the
-first forecasts of all *other* failing runs. The thresholds that decide whether there is a forecast were chosen on all runs of
-docs/curves but those of HELD_OUT. So alarms, false and true, are judged fairly on these alone. Other designs are judged beside
-(study_designs.py).
+first forecasts of all *other* failing runs. The thresholds that decide whether there is a forecast were last chosen when
+docs/curves had no run that is_held_out() names. So alarms, false and true, are judged fairly on these runs alone, and the number
+that dates them is fitted to the other ones. Other designs are judged beside (study_designs.py).
 
 Standard library only; the curves are by layer (largest over heads), so a layer stands for a head here.
 """
@@ -18,15 +18,21 @@ import tempfile
 from pathlib import Path
 
 from study_curves import Study, median
-from study_designs import Designs
+from study_designs import Designs, leaks_of_plans, parts
 from study_sizes import SIZES
 
 FACTOR = 1.5
 SHARES = [n / 20 for n in range(6, 20)]  # of a failing run's life
 MOMENTS = 20  # of a run that does not fail, and
 EARLY = 10  # times its warm-up: so long, every second record too, since offsets of healthy runs grow there
-HELD_OUT = ("leaks-",)  # parts that were trained after the thresholds were chosen
+# What was trained after the thresholds of src/diagnosis/forecast.h were last chosen: runs on these texts, and parts.
+HELD_OUT_TEXTS, HELD_OUT_PARTS = ("hostile_micro", "llama_settings"), ("mini-", "other_text-")
+WATCHED, WATCHED_EVERY = ("cure-wide_output-1", "size-flash2-2"), 250  # runs that are asked more often, and steps between
 NOT_FINITE = ("shift-paper_",)  # ended by NaN, not by drift: neither healthy nor failing here
+
+
+def is_held_out(run):
+    return run.text in HELD_OUT_TEXTS or run.name.startswith(HELD_OUT_PARTS)
 
 
 def write_cut(folder, run, step):
@@ -107,10 +113,16 @@ def fitted_time_left(root):
     return float(re.search(r"kForecastTimeLeft = ([\d.]+)", text)[1])
 
 
+def fitted_on(name, study, first):
+    """The first forecasts that date a run: those of all other failing runs; of a run that is held out, of those that are not."""
+    held_out = is_held_out(study[name])
+    return [left for other, left in first.items() if other != name and not (held_out and is_held_out(study[other]))]
+
+
 def life_of(name, study, forecasts, first, compiled):
-    """One failing run: what was forecast at each share of its life, dated by the first forecasts of the others."""
+    """One failing run: what was forecast at each share of its life."""
     run, failure = study[name], study.failure(study[name])
-    scale = median([left for other, left in first.items() if other != name]) / compiled
+    scale = median(fitted_on(name, study, first)) / compiled
     life = []
     for share, found in forecasts:
         if found is None:
@@ -152,17 +164,30 @@ def judge(root, program):
     alarms = {}
     for run in healthy + drifting:
         steps = [round(step) for step, f in found[run.name] if f]
-        alarms[run.name] = {"size": run.size, "text": run.text, "steps": run.last_step, "drifts": run in drifting, "held_out": run.name.startswith(HELD_OUT), "alarms": steps}
+        alarms[run.name] = {"size": run.size, "text": run.text, "steps": run.last_step, "drifts": run in drifting, "alarms": steps}
     answer = {"factor": FACTOR, "time_left": compiled, "fitted_time_left": round(median(first.values()), 3), "failing": lives, "others": alarms}
     expected = {run.name: [(moment["share"] * lives[run.name]["failure"], moment["forecast"]) for moment in lives[run.name]["life"]] for run in failing}
     expected |= {run.name: [(step, one and one[1]) for step, one in found[run.name]] for run in healthy}
     moments = {name: [step for step, _ in life] for name, life in expected.items()}
     of_others, alike = ask_history(program, failing + healthy, moments)
-    answer["designs"] = Designs(study, failing, healthy, moments, expected, FACTOR).judge(program, of_others)
+    leaks = leaks_of_plans(program, sorted({plan for run in runs for plan in parts(run)}))
+    answer["designs"] = Designs(study, failing, healthy, moments, expected, FACTOR).judge(leaks, of_others)
+    answer["leaks"] = {plan: [float(f"{leak:.3g}") for leak in pair] for plan, pair in leaks.items()}
+    answer["watched"] = watched(program, study)
     answer["history"] = history_summary(study, failing, healthy, of_others, alike)
     (root / "docs" / "forecast.json").write_text(json.dumps(answer, indent=0) + "\n")
     print_summary(answer)
     return 0
+
+
+def watched(program, study):
+    """{name: {"every": steps, "alarms": steps with a forecast of failure}} of the runs in WATCHED."""
+    cuts = [(study[name], step) for name in WATCHED if name in study.runs for step in range(WATCHED_EVERY, study[name].last_step + 1, WATCHED_EVERY)]
+    found = {run.name: {"every": WATCHED_EVERY, "alarms": []} for run, _ in cuts}
+    for (run, step), answer in zip(cuts, ask(program, cuts)):
+        if soonest(answer):
+            found[run.name]["alarms"].append(step)
+    return found
 
 
 def history_summary(study, failing, healthy, expected, alike):
@@ -174,7 +199,8 @@ def history_summary(study, failing, healthy, expected, alike):
     right = [name for name in true if half[name] and 1 / FACTOR <= half[name] / true[name] <= FACTOR]
     others = [run for run in healthy if alike[run.name]]
     wrong = sorted(run.name for run in others if any(date for _, date in expected[run.name]))
-    return {"failing": len(known), "half": sum(date is not None for date in half.values()), "half_right": len(right), "missed": sorted(set(half) - set(right)),
+    judged = {name: name in right for name in true} | {run.name: run.name not in wrong for run in others}
+    return {"right": judged, "failing": len(known), "half": sum(date is not None for date in half.values()), "half_right": len(right), "missed": sorted(set(half) - set(right)),
             "healthy": len(others), "false_alarms": wrong, "sizes": {size: sum(run.size == size for run in known) for size in sorted({run.size for run in known})},
             "healthy_sizes": {size: sum(run.size == size for run in others) for size in sorted({run.size for run in others})}}  # fmt: skip
 
@@ -190,7 +216,7 @@ def print_summary(answer):
     healthy = {name: run for name, run in others.items() if not run["drifts"]}
     wrong = {name: run["alarms"] for name, run in healthy.items() if run["alarms"]}
     print(f"{len(healthy)} healthy runs, {len(wrong)} with a forecast of failure: {wrong}")
-    print("history:", answer["history"])
+    print("history:", {key: value for key, value in answer["history"].items() if key != "right"})
     for name in ("offsets", "statistics", "twin", "law", "both", "history", "all"):
         one = answer["designs"][name]
         print(f"{name:<12} at half of life {one['half']} alarms, {one['half_right']} right; first forecasts right {one['first_right']}; false alarms {len(one['false_alarms'])}: {one['false_alarms'][:8]}")

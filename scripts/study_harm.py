@@ -61,7 +61,7 @@ class Harm:
 
     def harm_value(self, what, *rest):
         """`rank speed|offset|norm|before`: rank correlation with the largest loss above the twin's; `windows`, `window_rank speed|offset excess|rise`, `runs`, `bound SIZE`;
-        `at LIMIT speed|norm|now|excess least|most KERNEL`, `at LIMIT runs KERNEL`: KERNEL counts the rows of KERNELS from 1 on; `at_rank LIMIT speed|norm`: with the loss of the next 1,000 steps;
+        `at LIMIT speed|norm|now|excess least|most KERNEL`, `at LIMIT runs KERNEL`: KERNEL counts the rows of KERNELS from 1 on, -1: all others than 1; `at_rank LIMIT speed|norm`: with the loss of the next 1,000 steps;
         `harmed`, `mild`: largest and least norm on both sides of HARMED."""
         facts = {run: self.harm_facts(run) for run in self.drifting_runs()}
         if what == "runs":
@@ -85,7 +85,8 @@ class Harm:
         found = {run: at for run in facts if (at := self.study.crossing(run, float(limit)))}
         if what == "at_rank":
             return f"{rank_correlation([at[rest[0]] for at in found.values()], [at['excess'] for at in found.values()]):.2f}"
-        chosen = [at for run, at in found.items() if kernel(run) == KERNELS[int(rest[-1]) - 1]]
+        which = int(rest[-1])
+        chosen = [at for run, at in found.items() if (kernel(run) == KERNELS[abs(which) - 1]) == (which > 0)]
         if rest[0] == "runs":
             return str(len(chosen))
         value = {"least": min, "most": max}[rest[1]](at[rest[0]] for at in chosen)

@@ -45,7 +45,16 @@ FORMAT_CLAIMS = (
     ("PASA: keys not centred", "pasa_given_keys"),
     ("FlashAttention-3, FP8: sums as an H200's tensor cores make them", "fa3_h200"),
     ("DeepSeek-V3's FP8: sums as an H200's tensor cores make them", "deepseek_h200"),
+    ("SageBwd: q and k normalised", "sage_qk_norm"),
+    ("SageBwd: 64 sequences a step for 16", "sage_large_batch"),
+    ("SageBwd: 64 sequences a step, `zero_sum`", "sage_large_batch_zero_sum"),
 )
+# Beside which run, where there is no fp32 run of the same settings: nothing else that is healthy has them.
+OTHER_CONTROLS = {"formats-sage_qk_norm-1": "hostile_micro-qk_norm_zero_sum-1", "formats-sage_large_batch_zero_sum-1": "formats-sage_large_batch-1"}
+
+# Words of plans in the table of leaks, by run; plans that are not here stand there as they are.
+CLAIM_WORDS = {**{name: words for words, name in FORMAT_CLAIMS}, **FEW_BITS}
+LEAK_PARTS = ("formats-", "noise-", "bits-", "derailing-")
 
 # Format by site: rounded, format, runs as they are, runs with the sum kept.
 FORMAT_BY_SITE = (
@@ -83,10 +92,20 @@ class Micro:
             raise ValueError(f"expected an fp32 run of seed {run.seed} on the text of {run.name}, found none")
         return max(found, key=lambda other: other.last_step)
 
+    def control(self, run):
+        """What a run is judged beside: FP32 where its settings are the usual ones; else its twin, or the run of OTHER_CONTROLS."""
+        return self.study.runs.get(OTHER_CONTROLS.get(run.name)) or (self.study.twin(run) if run.settings else self.fp32_control(run))
+
     def outcome(self, words, runs):
-        """A row: words, what group_row tells, steps, loss above FP32's at the run's end."""
-        excess = [self.study.excess(run, self.fp32_control(run))[-1] for run in runs]
-        return self.group_row(words, runs) + [self.listed([run.last_step for run in runs], self.number), self.listed(excess, self.percent)]
+        """A row: words, what group_row tells, steps, loss above the control's at the end of the shorter of both."""
+        excess, judge = [], {}
+        for run in runs:
+            control = self.control(run)
+            if run.name in OTHER_CONTROLS:
+                judge = {"drift": lambda run: self.study.drift(run, self.control(run)), "failure": lambda run: self.study.failure(run, self.control(run))}
+            found = self.study.excess(run, control)
+            excess.append(found[min(len(found), len(control.loss_means())) - 1])
+        return self.group_row(words, runs, **judge) + [self.listed([run.last_step for run in runs], self.number), self.listed(excess, self.percent)]
 
     def formats_table(self):
         """The systems of papers, as published and with the sum kept."""
@@ -107,8 +126,9 @@ class Micro:
         return self.table(["operands", "remedy", *OUTCOME, "steps", "loss above FP32's"], rows)
 
     def formats_claims_table(self):
-        rows = [self.outcome((words,), runs) for words, name in FORMAT_CLAIMS if (runs := self.match([f"~formats-{name}-[0-9]"]))]
-        return self.table(["what is changed", *OUTCOME, "steps", "loss above FP32's"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
+        beside = lambda run: "FP32" if not run.settings else "its twin" if run.name not in OTHER_CONTROLS else f"`{self.control(run).name}`"
+        rows = [self.outcome((words,), runs) + [beside(runs[0])] for words, name in FORMAT_CLAIMS if (runs := self.match([f"~formats-{name}-[0-9]"]))]
+        return self.table(["what is changed", *OUTCOME, "steps", "loss above the control's", "control"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
 
     def format_by_site_table(self):
         """docs/study_a_format.md's: what drifted and failed, as it is and with zero_sum."""
@@ -122,12 +142,49 @@ class Micro:
                 rows.append([site, form, *cells, self.listed(sorted({run.last_step for run in self.match((*free, *kept))}), self.number)])
         return self.table(["rounded", "format", "as it is", "with `zero_sum`", "steps"], rows)
 
-    def settings(self, part, settings, others=()):
-        """O of two bits (stochastic) as it is and with zero_sum, by setting; others: runs that are `plain` under another name."""
+    def leak_rows(self):
+        """(words, mean leak, rms leak, runs) of every unprotected plan of LEAK_PARTS with settings as usual, the largest mean leak first; of docs/forecast.json."""
+        leaks, runs = (self.forecast or {}).get("leaks", {}), {}
+        for run in self.study.distinct(name for name in self.study.runs if name.startswith(LEAK_PARTS)):
+            if run.plan in leaks and not run.stabiliser and not run.settings and ";" not in run.plan and self.study.twin(run):
+                runs.setdefault(run.plan, []).append(run)
+        words = lambda found: CLAIM_WORDS.get(found[0].name.partition("-")[2].rpartition("-")[0], f"`{found[0].plan}`")
+        return sorted(((words(found), *leaks[plan], found) for plan, found in runs.items()), key=lambda row: -row[1])
+
+    def leak_value(self, part, what, key="leak"):
+        """Of the plans of a part, by mean leak: `always`, from which on all runs of every plan fail; `never`, up to which no run of any plan fails; `drifting`, the least of those that drift and never
+        fail; `level`, the largest of those that do not drift. `count` for leak: how many plans. `of RUN`: of its plan."""
+        if part == "of":
+            return f"{self.forecast['leaks'][self.study[what].plan][0]:.2g}"
+        judged = lambda judge, runs: sum(judge(run) is not None for run in runs)
+        rows = [(mean, len(runs), judged(self.study.drift, runs), judged(self.study.failure, runs)) for _, mean, _, runs in self.leak_rows() if runs[0].name.startswith(part + "-")]
+        least_safe = max(row[0] for row in rows if row[3] < row[1])
+        chosen = {
+            "always": [row for row in rows if row[0] > least_safe],
+            "never": [row for row in rows if row[0] < min(row[0] for row in rows if row[3])],
+            "drifting": [row for row in rows if row[2] and not row[3]],
+            "level": [row for row in rows if not row[2]],
+        }[what]
+        found = (min if what in ("always", "drifting") else max)(row[0] for row in chosen) if chosen else None
+        return str(len(chosen)) if key == "count" else f"{found:.2g}"
+
+    def leak_table(self):
+        """Does the leak that the judge finds before training say which plans drift and fail?"""
         rows = []
-        for name, (words, _) in settings.items():
-            for remedy in ("none", "zero_sum"):
-                names = [f"~{part}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
+        for words, mean, rms, runs in self.leak_rows():
+            drifted, failed = (sum(judge(run) is not None for run in runs) for judge in (self.study.drift, self.study.failure))
+            rows.append([words, f"{mean:.2g}", f"{rms:.2g}", str(len(runs)), str(drifted), str(failed), self.listed([run.last_step for run in runs], self.number)])
+        return self.table(["unprotected plan", "mean leak, `loss_feedback`", "rms leak, `one_signed_v`", "runs", "drifted", "failed", "steps"], rows) if rows else "docs/forecast.json has no leaks yet: scripts/study --forecast finds them.\n"
+
+    def settings(self, part, settings, others=()):
+        """O of two bits (stochastic) as it is and with remedies, by setting; others: runs that are `plain` under another name."""
+        rows = []
+        lines = [(words, part, name) for name, (words, _) in settings.items()]
+        if part == "hostile_micro" and self.match(["~exponents_micro-lr_3e-3_zero_sum-[0-9]"]):
+            lines.insert(1, ("half the learning rate", "exponents_micro", "lr_3e-3"))
+        for words, folder, name in lines:
+            for remedy in ("none", "zero_sum", "wide_output"):
+                names = [f"~{folder}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
                 runs = self.match(names + list(others) * (name == "plain" and remedy == "none"))
                 if runs:
                     rows.append(self.group_row((words, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
@@ -139,9 +196,8 @@ class Micro:
     def llama_settings_table(self):
         return self.settings("llama_settings", LLAMA_SETTINGS)
 
-    def noise_exponent_table(self):
-        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: per octave of error for bits, per octave of learning rate or batch for those."""
-        rows = []
+    def exponent_rows(self):
+        """(words, exponent's name, runs of the slower and of the faster setting, its values of all pairs)."""
         passed = lambda run: run.packed["summary"].get("offset_1000_at")
         for words, exponent, octaves, slower, faster in EXPONENT_PAIRS:
             ones, others = ([run for run in self.match(names) if passed(run)] for names in (slower, faster))
@@ -149,7 +205,17 @@ class Micro:
             if not pairs:
                 continue
             values = [math.log2(passed(one) / passed(other)) / octaves for one, other in pairs]
+            yield words, exponent, *(list(dict.fromkeys(pair[n] for pair in pairs)) for n in (0, 1)), values
+
+    def exponent_value(self, words):
+        """The median of the pair of settings whose words end so."""
+        return next(f"{median(values):.1f}" for found, _, _, _, values in self.exponent_rows() if found.endswith(words))
+
+    def noise_exponent_table(self):
+        """Times to an offset of 1,000 in pairs of settings, and the exponent that they give: per octave of error for bits, per octave of learning rate or batch for those."""
+        rows = []
+        for words, exponent, ones, others, values in self.exponent_rows():
             spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
-            times = [self.listed([passed(run) for run in dict.fromkeys(pair[n] for pair in pairs)], self.number) for n in (0, 1)]
-            rows.append([words, *times, str(len(pairs)), f"{exponent} = {median(values):.1f}{spread}"])
+            times = [self.listed([run.packed["summary"]["offset_1000_at"] for run in runs], self.number) for runs in (ones, others)]
+            rows.append([words, *times, str(len(values)), f"{exponent} = {median(values):.1f}{spread}"])
         return self.table(["pair", "offset of 1,000 at step", "the same", "pairs", "exponent, median (least to most of all pairs)"], rows)

@@ -179,7 +179,7 @@ SIZE_LINES = (("size-flash2-", "fused", "ours, fused multiply-add", "#d55e00"), 
 
 def size(figures):
     """GPT-2 124M: offset (largest over layers and heads) and loss against step, one above the other; seeds after the first are dashed."""
-    drawn = [(words, colour, run) for part, kind, words, colour in SIZE_LINES for run in sorted(figures.study.runs.values(), key=lambda run: run.seed)
+    drawn = [(words, colour, run) for part, kind, words, colour in SIZE_LINES for run in sorted(figures.study.distinct(figures.study.runs), key=lambda run: run.seed)
              if run.name.startswith(part) and (kind == "fused") == (run.name in FUSED)]  # fmt: skip
     if not drawn:
         return None

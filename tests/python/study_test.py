@@ -320,6 +320,111 @@ class Tables(unittest.TestCase):
         self.assertIn("| `flash2` | 1 | 1,600 | 400 (1,400, 1) | 600 | 800 | 3.000 | +30.4 % |", figures.size_table())
         self.assertIn("| `flash2` | `wide_output` | ours | not run | 1,600 steps: offset 10†, validation 2.3457 | 1,600 steps: **drift**, offset 400†, loss -13.0 % |", figures.cure_table())
 
+    def figures(self, forecast=None, **runs):
+        """Figures of planted runs, and of a planted forecast."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "curves"
+            folder.mkdir()
+            (folder / "runs.json").write_text(json.dumps({name.replace("__", "-"): packed for name, packed in runs.items()}))
+            if forecast:
+                (Path(name) / "forecast.json").write_text(json.dumps(forecast))
+            return study_docs.Figures(folder, "")
+
+    def names_in(self, figures, text):
+        """The runs that have a line of their own."""
+        cells = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| ")]
+        return [cell for cell in cells if cell in figures.study.runs]
+
+    def test_a_trajectory_has_one_line_in_a_table(self):
+        figures = study_docs.Figures(ROOT / "docs/curves", (ROOT / "docs/experiments.md").read_text())
+        figures.header = (ROOT / "include/evenkeel.h").read_text()
+        course = lambda run: json.dumps([run.size, run.seed, run.packed["steps"], run.packed["loss"]])
+        of_runs = 0
+        for name in dir(figures):
+            if name.endswith("_table") and name != "logged_table":
+                names = sorted(set(self.names_in(figures, getattr(figures, name)())))
+                courses = [course(figures.study[one]) for one in names]
+                self.assertEqual([one for one, mine in zip(names, courses) if courses.count(mine) > 1], [], name)
+                of_runs += bool(names)
+        self.assertGreater(of_runs, 4)
+
+    def test_a_trajectory_under_two_names_is_found(self):
+        losses = [3.0 - n / 100 for n in range(40)]
+        law = {"layer": 1, "head": 1, "steps": [600 + 20 * n for n in range(40)], **{field: [5.0 * 1.1**n for n in range(40)] for field in script("study").LAW_FIELDS}}
+        probed = curve([10.0] * 40, losses, law=law, leak_share=[[600, 0.2], [800, 0.3]])
+        figures = self.figures(one=probed, other=probed, third=curve([10.0] * 40, [loss + 1 for loss in losses], law=law, leak_share=[[600, 0.1]]))
+        for text in (figures.prediction_table(), figures.risk_table()):
+            self.assertEqual(sorted(self.names_in(figures, text)), ["one", "third"])
+
+    def test_figures_of_stretches(self):
+        study = {"run": curve([10.0, 20.0, 40.0, 30.0], [3.0, 3.0, 3.3, 3.3]), "remedy": curve([10.0] * 4, [3.0] * 4, plan="flash2,stabiliser=wide_output")}
+        value = self.figures(**study).value
+        self.assertEqual((value("span@200..600 run"), value("factor@0..400 run"), value("within@0.05 run"), value("within@0.2 run")), ("20 to 40", "4.0", "400", "800"))
+        self.assertEqual((value("limit:1 run"), value("level nano"), value("seeds run remedy"), value("kept_gap")), ("80", "40", "1", "200"))
+        validated = self.figures(run=curve([10.0] * 2, [3.0] * 2, validation=[[199, 2.5], [399, 2.4]])).value
+        self.assertEqual((validated("validation@199 run"), validated("validation run")), ("2.5000", "2.4000"))
+        with self.assertRaises(KeyError):
+            validated("validation@200 run")
+
+    def test_a_maximum_has_the_step_of_its_record(self):
+        marks = {"marks": {"800": {"offset": 90.0, "score": 99.0, "layer": 1}}, "step": 800}
+        whole = self.figures(run=curve([10.0] * 4, [3.0] * 4, summary=marks, largest={"offset": [[90.0, 775]], "score": [[99.0, 775]]})).study["run"]
+        self.assertEqual(whole.largest("offset"), (90.0, 775))
+        self.assertEqual(self.figures(run=curve([10.0] * 4, [3.0] * 4, summary=marks)).study["run"].largest("offset"), (90.0, 800))  # all that is known
+
+    def micro(self, plan, losses, offsets=(10.0,) * 8, **more):
+        return curve(list(offsets), losses, plan=plan, size="micro", text="hostile_micro", **more)
+
+    def test_settings_show_every_remedy_that_has_run(self):
+        noisy, twin = "fp32,output=e8m2/stochastic", "fp32,output=e8m2/stochastic,stabiliser=zero_sum"
+        runs = {"hostile_micro__plain-1": self.micro(noisy, [3.0] * 8, Definitions.DRIFTING), "hostile_micro__plain_zero_sum-1": self.micro(twin, [2.5] * 8),
+                "exponents_micro__lr_3e-3-1": self.micro(noisy, [3.0] * 8, Definitions.DRIFTING, options=["--lr", "3e-3"])}  # fmt: skip
+        without = self.figures(**runs).hostile_micro_table()
+        self.assertNotIn("wide_output", without)
+        self.assertNotIn("half the learning rate", without)  # no twin, no row
+        runs |= {"hostile_micro__plain_wide_output-1": self.micro(noisy + ",stabiliser=wide_output", [2.6] * 8), "exponents_micro__lr_3e-3_zero_sum-1": self.micro(twin, [2.4] * 8, options=["--lr", "3e-3"])}
+        table = self.figures(**runs).hostile_micro_table()
+        for line in ("| as in the other runs of `micro` | `wide_output` | 1 (seed 1) | 0 | 0 |", "| half the learning rate | `none` | 1 (seed 1) | 1 | 1 |", "| half the learning rate | `zero_sum` | 1 (seed 1) | 0 | 0 |"):
+            self.assertIn(line, table)
+
+    def test_a_claim_with_other_settings_is_judged_beside_a_run_that_has_them(self):
+        large = ["--sequences", "64"]
+        runs = {"hostile_micro__fp32-1": self.micro("fp32", [3.0] * 8), "formats__sage_dscores_bf16-1": self.micro("sage_int8,dscores=bf16", [3.3] * 8),
+                "formats__sage_large_batch-1": self.micro("sage_int8", [1.0] * 8, Definitions.DRIFTING, options=large),
+                "formats__sage_large_batch_zero_sum-1": self.micro("sage_int8,stabiliser=zero_sum", [0.8] * 8, options=large),
+                "formats__sage_qk_norm-1": self.micro("sage_int8", [2.2] * 8, Definitions.DRIFTING, options=["--set", "model.qk_norm = true"]),
+                "hostile_micro__qk_norm_zero_sum-1": self.micro("fp32,output=e8m2/stochastic,stabiliser=zero_sum", [2.0] * 5, options=["--set", "model.qk_norm = true"])}  # fmt: skip
+        table = self.figures(**runs).formats_claims_table()
+        for line in ("| SageBwd: dS in BF16 | 1 (seed 1) | 0 | 0 | – | – | 10† | 1,600 | +10.0 % | FP32 |", "| SageBwd: 64 sequences a step for 16 | 1 (seed 1) | 1 | 1 | 600 | 800 | 400† | 1,600 | +25.0 % | its twin |",
+                     "| SageBwd: q and k normalised | 1 (seed 1) | 1 | 1 | 600 | 800 | 400† | 1,600 | +10.0 % | `hostile_micro-qk_norm_zero_sum-1` |"):  # fmt: skip
+            self.assertIn(line, table)
+
+    def test_what_the_thresholds_were_not_chosen_on_stands_apart(self):
+        losses = [3.0] * 8
+        runs = {"bits__old-1": curve(Definitions.DRIFTING, losses, size="micro"), "mini__row_sum-1": curve(Definitions.DRIFTING, losses, size="mini"), "mini__fp32-1": curve([9.0] * 8, losses, size="mini"),
+                "other_text__fp32-2": curve([9.0] * 8, losses, size="micro", text="other_text", seed=2), "llama_settings__plain-1": curve(Definitions.DRIFTING, losses, size="micro", text="llama_settings")}  # fmt: skip
+        life = lambda size, within: {"size": size, "failure": 800, "life": [{"share": 0.5, "forecast": 800, "within": within, "in_interval": within}]}
+        healthy = lambda size, alarms: {"size": size, "text": "", "steps": 1600, "drifts": False, "alarms": alarms}
+        forecast = {"factor": 1.5, "failing": {"bits-old-1": life("micro", True), "mini-row_sum-1": life("mini", True), "llama_settings-plain-1": life("micro", False)},
+                    "others": {"mini-fp32-1": healthy("mini", [300]), "other_text-fp32-2": healthy("micro", [])}, "history": {"right": {"mini-row_sum-1": False, "other_text-fp32-2": True}}}  # fmt: skip
+        figures = self.figures(forecast, **runs)
+        self.assertEqual([name for name, run in figures.study.runs.items() if study_forecast.is_held_out(run)], ["mini-row_sum-1", "mini-fp32-1", "other_text-fp32-2", "llama_settings-plain-1"])
+        table = figures.held_out_table()
+        for line in ("| all | 2 of 3 | 1 of 2 | 0 of 1 | 0 of 1 |", "| **held out** | 1 of 2 | 1 of 2 | 0 of 1 | 0 of 1 |", "| held out: `mini`, the text of most runs | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 0 |",
+                     "| held out: `micro`, `other_text` | 0 of 0 | 0 of 1 | 0 of 0 | 0 of 1 |", "| held out: `micro`, `llama_settings` (a Llama block) | 0 of 1 | 0 of 0 | 0 of 0 | 0 of 0 |"):  # fmt: skip
+            self.assertIn(line, table)
+        self.assertIn("| mini-fp32-1 | `flash2` | 1,600 | 300 |", figures.false_alarms_table())
+        # The number that dates a run that is held out comes from runs that are not.
+        first = {"bits-old-1": 0.1, "mini-row_sum-1": 0.5, "llama_settings-plain-1": 0.9}
+        self.assertEqual(study_forecast.fitted_on("mini-row_sum-1", figures.study, first), [0.1])
+        self.assertEqual(study_forecast.fitted_on("bits-old-1", figures.study, first), [0.5, 0.9])
+
+    def test_the_leaks_of_plans_stand_beside_what_their_runs_did(self):
+        runs = {"formats__a-1": self.micro("nvfp4", [3.0] * 8, Definitions.DRIFTING), "formats__a-2": self.micro("nvfp4", [3.0] * 8, seed=2), "bits__b-1": self.micro("fp32,row_sum=e8m4", [2.4] * 8),
+                "formats__c-1": self.micro("nvfp4,stabiliser=zero_sum", [2.5] * 8), "hostile_micro__fp32-1": self.micro("fp32", [2.5] * 8), "hostile_micro__fp32-2": self.micro("fp32", [2.5] * 8, seed=2)}  # fmt: skip
+        figures = self.figures({"leaks": {"nvfp4": [0.02, 0.03], "fp32,row_sum=e8m4": [0.001, 0.0011], "nvfp4,stabiliser=zero_sum": [1e-9, 1e-9]}, "failing": {}, "others": {}}, **runs)
+        self.assertEqual(figures.leak_table().splitlines()[2:], ["| `nvfp4` | 0.02 | 0.03 | 2 | 1 | 1 | 1,600 |", "| `fp32,row_sum=e8m4` | 0.001 | 0.0011 | 1 | 0 | 0 | 1,600 |"])
+
 
 class Pages(unittest.TestCase):
     """README.md, the pages of docs and the figures against docs/curves, docs/experiments.md, the program and include/evenkeel.h."""
@@ -399,9 +504,25 @@ class Pages(unittest.TestCase):
         self.assert_planted_faults_are_found(
             *((page, "\n\n", "\n\nIt fails 17.5 times.\n\n", f"{page}:3: expected a figure from the curves (or a mark that says where it comes from), found 17.5")
               for page in page_marks.pages_of(ROOT) if page not in page_marks.NOT_LINTED),
-            ("docs/study.md", "## The law\n", "## The law\n\n<!-- experiments.md -->17.171717<!-- -->\n", "17.171717"),
+            ("docs/study.md", "## The law\n", "## The law\n\n<!-- experiments.md: what speaks first -->17.171717<!-- -->\n", '"what speaks first", found "17.171717"'),
+            ("docs/study.md", "## The mechanism\n", "## The mechanism\n\n<!-- experiments.md -->169<!-- -->\n", "169: expected one section of docs/experiments.md"),
+            ("docs/study.md", "<!-- experiments.md: what speaks first -->169 (34..622)<!-- -->", "<!-- experiments.md: what speaks first -->168 (34..622)<!-- -->", 'found "168 (34..622)"'),
+            ("docs/study.md", "<!-- experiments.md: what speaks first -->106 (37..150)<!-- -->", "<!-- experiments.md: noise is not enough -->106 (37..150)<!-- -->", '"noise is not enough", found "106 (37..150)"'),
+            ("docs/study.md", "-->13 replays<!-- -->", "-->3 replays<!-- -->", 'found "3 replays"'),
             ("docs/study.md", "= failure roads-flash2-1 ", "= failure roads-flash9-1 ", "expected a run of docs/curves"),
         )
+
+    def test_a_citation_is_of_whole_words_of_one_section(self):
+        for words, text in (("4", "46 steps"), ("46", "1,046"), ("46", "46.5"), ("46", "46,000"), ("4", "1e-4"), ("4", "4e-3"), ("0.2", "0.2 %"), ("16", "2026-11-16"), ("1e-6", "-1e-6"), ("5", "0.5"), ("11", "11-16")):
+            self.assertFalse(page_marks.has_words(text, words), (words, text))
+        for words, text in (("46", "at 46, healthy"), ("46", "is 46."), ("46", "(46)"), ("0.2 %", "pays 0.2 %."), ("8 / 4 / 4", "| 8 / 4 / 4 |"), ("1.19", "1.19 / 1.17"), ("z = -16", "(z = -16)")):
+            self.assertTrue(page_marks.has_words(text, words), (words, text))
+        log = "# Log\n1\n## 2026-11-15: one thing\n2\n### A part\n3\n```\n# a comment 4\n```\n## 2026-11-16: one more thing\n5\n"
+        self.assertEqual([page_marks.has_words(page_marks.section_of(log, "one thing"), n) for n in "12345"], [False, True, True, True, False])
+        self.assertEqual([page_marks.has_words(page_marks.section_of(log, "A part"), n) for n in "2345"], [False, True, True, False])
+        for beginning in ("one", "two", ""):
+            with self.assertRaisesRegex(ValueError, "expected one section"):
+                page_marks.section_of(log, beginning)
 
     def test_only_some_kinds_of_numbers_need_no_mark(self):
         for words in ("GPT-2 124M on an H200 with PyTorch 2.11, transformers 4.53, compute capability 8.0", "BF16, E4M3 and HiFloat8, 8 extra bits, 2^-24",
