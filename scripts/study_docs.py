@@ -385,7 +385,7 @@ class Figures(Harm, Micro):
         """The forecast on all runs and on those that were trained after its thresholds were chosen; these by size and text."""
         if not self.forecast:
             return "docs/forecast.json is not there: scripts/study --forecast makes it.\n"
-        texts = {"": "the text of most runs", "llama_settings": "`llama_settings` (a Llama block)"}
+        texts = {"": "the usual text of this size", "llama_settings": "`llama_settings` (a Llama block)"}
         judged = {name: self.study.runs[name] for kind in ("failing", "others") for name in self.forecast[kind] if name in self.study.runs}
         held_out = {name: run for name, run in judged.items() if is_held_out(run)}
         groups = {"all": judged, "not held out": [name for name in judged if name not in held_out], "**held out**": held_out}

@@ -158,9 +158,9 @@ class Micro:
             return f"{self.forecast['leaks'][self.study[what].plan][0]:.2g}"
         judged = lambda judge, runs: sum(judge(run) is not None for run in runs)
         rows = [(mean, len(runs), judged(self.study.drift, runs), judged(self.study.failure, runs)) for _, mean, _, runs in self.leak_rows() if runs[0].name.startswith(part + "-")]
-        least_safe = max(row[0] for row in rows if row[3] < row[1])
+        spared = max(row[0] for row in rows if row[3] < row[1])
         chosen = {
-            "always": [row for row in rows if row[0] > least_safe],
+            "always": [row for row in rows if row[0] > spared],
             "never": [row for row in rows if row[0] < min(row[0] for row in rows if row[3])],
             "drifting": [row for row in rows if row[2] and not row[3]],
             "level": [row for row in rows if not row[2]],

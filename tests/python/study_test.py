@@ -410,7 +410,7 @@ class Tables(unittest.TestCase):
         figures = self.figures(forecast, **runs)
         self.assertEqual([name for name, run in figures.study.runs.items() if study_forecast.is_held_out(run)], ["mini-row_sum-1", "mini-fp32-1", "other_text-fp32-2", "llama_settings-plain-1"])
         table = figures.held_out_table()
-        for line in ("| all | 2 of 3 | 1 of 2 | 0 of 1 | 0 of 1 |", "| **held out** | 1 of 2 | 1 of 2 | 0 of 1 | 0 of 1 |", "| held out: `mini`, the text of most runs | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 0 |",
+        for line in ("| all | 2 of 3 | 1 of 2 | 0 of 1 | 0 of 1 |", "| **held out** | 1 of 2 | 1 of 2 | 0 of 1 | 0 of 1 |", "| held out: `mini`, the usual text of this size | 1 of 1 | 1 of 1 | 0 of 1 | 0 of 0 |",
                      "| held out: `micro`, `other_text` | 0 of 0 | 0 of 1 | 0 of 0 | 0 of 1 |", "| held out: `micro`, `llama_settings` (a Llama block) | 0 of 1 | 0 of 0 | 0 of 0 | 0 of 0 |"):  # fmt: skip
             self.assertIn(line, table)
         self.assertIn("| mini-fp32-1 | `flash2` | 1,600 | 300 |", figures.false_alarms_table())
@@ -423,7 +423,16 @@ class Tables(unittest.TestCase):
         runs = {"formats__a-1": self.micro("nvfp4", [3.0] * 8, Definitions.DRIFTING), "formats__a-2": self.micro("nvfp4", [3.0] * 8, seed=2), "bits__b-1": self.micro("fp32,row_sum=e8m4", [2.4] * 8),
                 "formats__c-1": self.micro("nvfp4,stabiliser=zero_sum", [2.5] * 8), "hostile_micro__fp32-1": self.micro("fp32", [2.5] * 8), "hostile_micro__fp32-2": self.micro("fp32", [2.5] * 8, seed=2)}  # fmt: skip
         figures = self.figures({"leaks": {"nvfp4": [0.02, 0.03], "fp32,row_sum=e8m4": [0.001, 0.0011], "nvfp4,stabiliser=zero_sum": [1e-9, 1e-9]}, "failing": {}, "others": {}}, **runs)
+        self.assertEqual(figures.value("leak of bits-b-1"), "0.001")
         self.assertEqual(figures.leak_table().splitlines()[2:], ["| `nvfp4` | 0.02 | 0.03 | 2 | 1 | 1 | 1,600 |", "| `fp32,row_sum=e8m4` | 0.001 | 0.0011 | 1 | 0 | 0 | 1,600 |"])
+
+    def test_leaks_from_which_on_all_runs_fail_and_up_to_which_none_does(self):
+        courses = {"fails": (Definitions.DRIFTING, 3.0), "drifts": (Definitions.DRIFTING, 2.5), "level": ([10.0] * 8, 2.5)}
+        planted = (("a", 0.5, "fails"), ("b", 0.4, "fails"), ("c", 0.3, "level"), ("d", 0.2, "fails"), ("e", 0.1, "drifts"), ("f", 0.05, "level"))
+        runs = {f"formats__{name}-1": self.micro(name, [courses[kind][1] + n / 1000] * 8, courses[kind][0]) for n, (name, _, kind) in enumerate(planted)}
+        figures = self.figures({"leaks": {name: [leak, leak] for name, leak, _ in planted}, "failing": {}, "others": {}}, **runs, **{"hostile_micro__fp32-1": self.micro("fp32", [2.5] * 8)})
+        found = [figures.value(f"leak formats {what}") for what in ("always", "always count", "never", "never count", "drifting", "level")]
+        self.assertEqual(found, ["0.4", "2", "0.1", "2", "0.1", "0.3"])
 
 
 class Pages(unittest.TestCase):
