@@ -47,7 +47,7 @@ struct Backward : ScoreForms {
   const HeadRules* table;  // (H), or null: all heads have `rules`
   RowFacts facts;
   float* dq_sum;   // (B, H, row tiles, 2, 8, 128, 4): accumulators as the threads hold them
-  int* turn;       // (B, H, row tiles, 2): parts added so far
+  int* turn;       // (B, H, row tiles, 2): parts added so far, in the first of the two
   int* next_item;  // of this launch's items
   HeadList list;   // kv heads of this launch
   const uint16_t *grad_output, *o;
