@@ -346,7 +346,11 @@ TEST(HopperDelta, masks_and_head_sizes) {
   expect_delta<Bf16Pairs, 128, false>(kGroups);
 }
 TEST(HopperDelta, lengths) { expect_delta<Bf16Pairs, 128, false>(kRagged); }
-// Each warpgroup sees few of the key tiles, and passes on more than there are places for.
+// Warpgroups that have no rows pass on more key tiles than there are places for, without their lanes meeting in a product.
+TEST(HopperDelta, few_rows) {
+  expect_delta<Bf16Pairs, 64, false>({{1, 2, 1, 70, 1200, 64}, {.scale = 0.125f}, "few rows"});
+  expect_delta<Bf16Pairs, 128, false>({{1, 2, 1, 70, 1000, 128}, {.scale = 0.125f}, "few rows"});
+}
 TEST(HopperDelta, windows) {
   expect_delta<Bf16Pairs, 128, true>(
       {{1, 1, 1, 520, 520, 128}, {.causal = true, .window_left = 20, .scale = 0.125f}, "a narrow window"});
