@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "attention/cuda/hopper_backward_kernel.cuh"
+#include "attention/cuda/hopper_delta.cuh"
 #include "attention/cuda/hopper_fact_pass.cuh"
 #include "attention/cuda/row_facts.cuh"
 #include "attention_bounds.h"
@@ -32,13 +33,13 @@ struct Facts {
 
   Facts(const AttentionProblem& p, const Problem& host, const AttentionBuffers& cpu) {
     const int64_t padded = divide_up(p.T, kTileRows<D>) * kTileRows<D>;
-    const HeadRules rules = head_rules(p.plans[0]);
     shift.assign(static_cast<size_t>(p.B * p.H * padded), RowFact{}.shift);
     inverse.assign(shift.size(), RowFact{}.inverse);
     delta.assign(shift.size(), RowFact{}.delta);
     for (int64_t b = 0; b < p.B; ++b)
       for (int64_t h = 0; h < p.H; ++h)
         for (int64_t i = 0; i < (host.query_lengths.empty() ? p.T : host.query_lengths[size_of(b)]); ++i) {
+          const HeadRules rules = head_rules(p.plan(h));
           const float lse = *cpu.lse.view().at(b, h, i);
           if (std::isinf(lse)) continue;
           const size_t at = size_of((b * p.H + h) * padded + row_slot(static_cast<int>(i)));
@@ -57,14 +58,20 @@ void start(const AttentionProblem& problem, const Backward& p, const std::array<
            const How& how) {
   const auto kernel = [&] {
     const auto run = [&](auto body) { body(p, maps[0], maps[1], maps[2], maps[3]); };
+    const auto with_form = [&]<Form kForm>() {
+      if (p.table)
+        run(backward_kernel<Pairs, D, Consistent::by_head, kForm>);
+      else if (p.rules.consistent)
+        run(backward_kernel<Pairs, D, Consistent::every_head, kForm>);
+      else
+        run(backward_kernel<Pairs, D, Consistent::no_head, kForm>);
+    };
     if (problem.softcap > 0)
       run(backward_kernel<Pairs, D, Consistent::by_head, Form::capped>);
-    else if (p.rules.consistent)
-      run(backward_kernel<Pairs, D, Consistent::every_head, Form::plain>);
-    else if (problem.mask.window_left >= 0 || problem.mask.window_right >= 0)
-      run(backward_kernel<Pairs, D, Consistent::no_head, Form::banded>);
+    else if (has_forms(problem))
+      with_form.template operator()<Form::banded>();
     else
-      run(backward_kernel<Pairs, D, Consistent::no_head, Form::plain>);
+      with_form.template operator()<Form::plain>();
   };
   cuda_emulator::run({.blocks = 2,
                       .threads = (1 + kConsumers) * gpu::kWarpgroup,
@@ -154,6 +161,11 @@ AttentionBuffers run(const AttentionProblem& config, const Problem& host, const 
   p.key_tiles = static_cast<int>(divide_up(problem.N, kTileKeys));
   p.padded_rows = p.row_tiles * kTileRows<D>;
   p.rules = head_rules(problem.plans[0]);
+  std::vector<HeadRules> table;
+  if (problem.plans.size() > 1) {
+    for (const PrecisionPlan& plan : problem.plans) table.push_back(head_rules(plan));
+    p.table = table.data();
+  }
   p.facts = {facts.shift.data(), facts.inverse.data(), facts.delta.data()};
   std::vector<int> turns(static_cast<size_t>(p.B * p.H * p.row_tiles * 2));
   Poisoned sums(static_cast<size_t>(p.B * p.H * p.padded_rows * D) * sizeof(float));
@@ -195,15 +207,22 @@ const Case kCausal{{1, 1, 1, 200, 300, 128}, {.causal = true, .scale = 0.125f}, 
     kWindow{{1, 1, 1, 260, 260, 128}, {.causal = true, .window_left = 70, .scale = 0.125f}, "window"},
     kRagged{{5, 1, 1, 90, 140, 128}, {.causal = true, .ragged = true, .scale = 0.125f}, "ragged"},
     kSoftcap{{1, 1, 1, 70, 130, 128}, {.causal = true, .softcap = 3, .scale = 0.125f}, "softcap"},
-    kSmallHeads{{1, 2, 1, 150, 280, 64}, {.causal = true, .scale = 0.125f}, "head size 64"};
+    kSmallHeads{{1, 2, 1, 150, 280, 64}, {.causal = true, .scale = 0.125f}, "head size 64"},
+    kSmallGroups{{1, 4, 2, 130, 260, 48}, {.scale = 0.125f}, "groups of small heads"},
+    kSmallWindow{{1, 1, 1, 400, 400, 64}, {.causal = true, .window_left = 140, .scale = 0.125f}, "window"},
+    kSmallRagged{{5, 1, 1, 140, 280, 64}, {.causal = true, .ragged = true, .scale = 0.125f}, "ragged"},
+    kSmallSoftcap{{1, 1, 1, 130, 260, 64}, {.softcap = 3, .scale = 0.125f}, "softcap"};
+const std::string kFp16Plan =
+    "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16";
 
 template <class Pairs, int D>
-void expect_in_bounds(const Case& c, const std::string& plan) {
+void expect_in_bounds(const Case& c, const std::vector<PrecisionPlan>& plans, bool packed = false) {
   const Problem p = make_problem(c);
-  const AttentionProblem config = p.with(parse_plan(plan));
+  const AttentionProblem config = p.with(plans);
   std::vector<float> first;
   for (How how : evenkeel::emulated::several_orders(3)) {
     how.type = std::is_same_v<Pairs, Fp16Pairs> ? TensorType::fp16 : TensorType::bf16;
+    how.sequences = packed;
     const AttentionBuffers got = run<Pairs, D>(config, p, how);
     std::vector<float> all;
     for (const Tensor<float>* x : {&got.dq, &got.dk, &got.dv})
@@ -220,6 +239,17 @@ void expect_in_bounds(const Case& c, const std::string& plan) {
     }
   }
 }
+template <class Pairs, int D>
+void expect_in_bounds(const Case& c, const std::string& plan, bool packed = false) {
+  expect_in_bounds<Pairs, D>(c, std::vector{parse_plan(plan)}, packed);
+}
+// Heads that differ, of one key head and of several.
+std::vector<PrecisionPlan> plans_by_head(int heads) {
+  std::vector<PrecisionPlan> plans;
+  for (int h = 0; h < heads; ++h)
+    plans.push_back(parse_plan(h % 3 == 1 ? "flash2,stabiliser=consistent" : "flash2"));
+  return plans;
+}
 
 TEST(HopperBackward, causal) { expect_in_bounds<Bf16Pairs, 128>(kCausal, "flash2"); }
 TEST(HopperBackward, grouped_heads) { expect_in_bounds<Bf16Pairs, 128>(kGroups, "flash2"); }
@@ -229,11 +259,102 @@ TEST(HopperBackward, soft_cap) { expect_in_bounds<Bf16Pairs, 128>(kSoftcap, "fla
 TEST(HopperBackward, consistent) {
   expect_in_bounds<Bf16Pairs, 128>(kCausal, "flash2,stabiliser=consistent");
 }
-TEST(HopperBackward, fp16) {
-  expect_in_bounds<Fp16Pairs, 128>(
-      kSoftcap, "flash2,probs=fp16,output=fp16,probs_bwd=fp16,dscores=fp16,dq=fp16,dk=fp16,dv=fp16");
+TEST(HopperBackward, fp16) { expect_in_bounds<Fp16Pairs, 128>(kSoftcap, kFp16Plan); }
+TEST(HopperBackward, plans_by_head) { expect_in_bounds<Bf16Pairs, 128>(kGroups, plans_by_head(2)); }
+
+TEST(HopperBackwardSmallHeads, causal) { expect_in_bounds<Bf16Pairs, 64>(kSmallHeads, "flash2"); }
+TEST(HopperBackwardSmallHeads, grouped_heads) { expect_in_bounds<Bf16Pairs, 64>(kSmallGroups, "flash2"); }
+TEST(HopperBackwardSmallHeads, a_window) { expect_in_bounds<Bf16Pairs, 64>(kSmallWindow, "flash2"); }
+TEST(HopperBackwardSmallHeads, lengths) { expect_in_bounds<Bf16Pairs, 64>(kSmallRagged, "flash2"); }
+TEST(HopperBackwardSmallHeads, packed_sequences) {
+  expect_in_bounds<Bf16Pairs, 64>(kSmallRagged, "flash2", /*packed=*/true);
 }
-TEST(HopperBackward, head_size_64) { expect_in_bounds<Bf16Pairs, 64>(kSmallHeads, "flash2"); }
+TEST(HopperBackwardSmallHeads, soft_cap) { expect_in_bounds<Bf16Pairs, 64>(kSmallSoftcap, "flash2"); }
+TEST(HopperBackwardSmallHeads, consistent) {
+  expect_in_bounds<Bf16Pairs, 64>(kSmallWindow, "flash2,stabiliser=consistent");
+}
+TEST(HopperBackwardSmallHeads, fp16) { expect_in_bounds<Fp16Pairs, 64>(kSmallHeads, kFp16Plan); }
+TEST(HopperBackwardSmallHeads, plans_by_head) {
+  expect_in_bounds<Bf16Pairs, 64>(kSmallGroups, plans_by_head(4));
+}
+
+// --- zero_sum's delta
+
+// By its pass, with L of the CPU.
+template <class Pairs, int D, bool kForms>
+std::vector<float> find_delta(const AttentionProblem& config, const Problem& host,
+                              const AttentionBuffers& cpu, const How& how) {
+  using T = hopper::delta::Tiles<D>;
+  AttentionProblem problem = complete(problem_of(config, host.in));
+  EXPECT_EQ(has_forms(problem), kForms);
+  const auto operand = [&](int64_t heads, int64_t rows, const std::vector<int32_t>& lengths) {
+    return Operand(how, {problem.B, heads, rows, problem.D}, lengths);
+  };
+  Operand q = operand(problem.H, problem.T, host.query_lengths),
+          grad = operand(problem.H, problem.T, host.query_lengths),
+          k = operand(problem.G, problem.N, host.key_lengths),
+          v = operand(problem.G, problem.N, host.key_lengths);
+  q.write(host.in.q), k.write(host.in.k), v.write(host.in.v), grad.write(host.grad_output);
+  const CUtensorMap q_map = hopper::query_map(problem, q.tensor(), T::kRows),
+                    k_map = hopper::key_map(problem, k.tensor(), T::kKeys),
+                    v_map = hopper::key_map(problem, v.tensor(), T::kKeys),
+                    grad_map = hopper::query_map(problem, grad.tensor(), T::kRows);
+  Poisoned delta(cpu.lse.values().size() * sizeof(float));
+  for (const hopper::HeadGroup& group :
+       hopper::head_groups(problem, [](const auto&, const auto&) { return true; })) {
+    hopper::delta::DeltaArguments a = hopper::delta::arguments_of(problem, group, cpu.lse.values().data(),
+                                                                  delta.as<float>(), /*log_sum=*/nullptr);
+    a.tiles_per_head = static_cast<int>(divide_up(problem.T, T::kRows));
+    cuda_emulator::run(
+        {.blocks = 2,
+         .threads = T::kThreads,
+         .shared_bytes = T::kSharedBytes,
+         .order = how.order,
+         .blocks_at_once = how.blocks_at_once,
+         .seed = how.seed},
+        [&] { hopper::delta::delta_rows<Pairs, D, kForms>(q_map, k_map, v_map, grad_map, a); });
+  }
+  delta.expect_guards("delta");
+  return {delta.as<float>(), delta.as<float>() + cpu.delta.values().size()};
+}
+
+// Within the bounds of a delta that this plan finds in FP32, and the same bits in every order.
+template <class Pairs, int D, bool kForms>
+void expect_delta(const Case& c) {
+  const Problem p = make_problem(c);
+  const AttentionProblem config = p.with(parse_plan("flash2,stabiliser=zero_sum"));
+  AttentionBuffers got = attention_runs::run(config, p);
+  std::vector<float> first;
+  for (const How& how : evenkeel::emulated::several_orders(4)) {
+    const std::vector<float> delta = find_delta<Pairs, D, kForms>(config, p, got, how);
+    if (kSanitized) continue;
+    if (first.empty()) {
+      first = delta;
+      got.delta.values() = delta;
+      const attention_bounds::Ratios r = ratios_of(config, p, attention_bounds::error_bounds(config, p), got,
+                                                   attention_reference(config, p.in, p.grad_output));
+      EXPECT_LE(r.delta, 1) << c.name;
+    } else {
+      EXPECT_TRUE(attention_runs::same_bits(first, delta)) << c.name << ": other bits in " << name_of(how);
+    }
+  }
+}
+
+TEST(HopperDelta, masks_and_head_sizes) {
+  expect_delta<Bf16Pairs, 64, false>(kSmallHeads);
+  expect_delta<Bf16Pairs, 128, false>(kCausal);
+  expect_delta<Bf16Pairs, 128, false>(kGroups);
+}
+TEST(HopperDelta, lengths) { expect_delta<Bf16Pairs, 128, false>(kRagged); }
+// Warpgroups that have no rows pass on more key tiles than there are places for, without their lanes meeting in a product.
+TEST(HopperDelta, few_rows) {
+  expect_delta<Bf16Pairs, 64, false>({{1, 2, 1, 70, 1200, 64}, {.scale = 0.125f}, "few rows"});
+  expect_delta<Bf16Pairs, 128, false>({{1, 2, 1, 70, 1000, 128}, {.scale = 0.125f}, "few rows"});
+}
+TEST(HopperDelta, windows) {
+  expect_delta<Bf16Pairs, 128, true>(
+      {{1, 1, 1, 520, 520, 128}, {.causal = true, .window_left = 20, .scale = 0.125f}, "a narrow window"});
+}
 
 // --- Facts of rows
 

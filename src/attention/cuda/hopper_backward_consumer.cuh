@@ -19,7 +19,7 @@ struct Consumer : ConsumerSteps<Consumer<Pairs, kConsistent, kForm>, Pairs, 64, 
   using typename Steps::ScoreOperand;
   using typename Steps::Scores;
 
-  Ring<kStages> rows, parts;
+  Ring<kStages> rows;
   // This lane's part of a stmatrix into dS^T: row lane % 8 of matrix lane / 8; (key, 16-byte chunk of 8 queries).
   const int store_key;
   const uint32_t store_chunk;
@@ -45,6 +45,7 @@ struct Consumer : ConsumerSteps<Consumer<Pairs, kConsistent, kForm>, Pairs, 64, 
     settle(scores);
     for (int step = 0; step < steps; ++step) {
       const int stage = rows.stage, done_tile = tile;
+      const uint32_t parity = rows.parity;
       const bool last = step + 1 == steps;
       Scores dprobs;  // dP^T
       begin_dprobs(stage, dprobs);
@@ -66,21 +67,17 @@ struct Consumer : ConsumerSteps<Consumer<Pairs, kConsistent, kForm>, Pairs, 64, 
       begin_dq(dq);
       products_wait<1>();  // dV and dK have read Q and dO
       release_rows(stage);
-      const int head = this->head_of(item, step);
       if (!last) {
         tile = tile + 1 == item.row_tiles ? item.first_row_tile : tile + 1;
         await_rows(item, tile);
       }
-      // The next tile's scores begin before dQ is looked at. After the last tile they are of whatever lies there, and
-      // nobody reads them: a branch around a product would make the compiler wait for every product.
+      // The next tile's scores begin before dQ is looked at. After the last tile they are of whatever lies there, or is just
+      // arriving, and nobody reads them: a branch around a product would make the compiler wait for every product.
       begin_scores(scores);
       products_wait<1>();
       settle(dq);
       named_arrive(kDqDone + consumer, kConsumerThreads);
-      if (item.key_tile > first_key_tile<64, kForm>(p, item.offset, done_tile))
-        hand_over_dq(dq);
-      else
-        finish_dq(item, head, done_tile, dq);
+      this->pass_on_dq(item, step, done_tile, stage, parity, dq);
       products_wait<0>();
       settle(scores);
     }
@@ -148,26 +145,6 @@ struct Consumer : ConsumerSteps<Consumer<Pairs, kConsistent, kForm>, Pairs, 64, 
       Wgmma<64, kFp16>::template ss<true, true>(dq, advance(dscores, i * kNext16Rows),
                                                 advance(keys, i * kNext16Rows), i > 0);
     products_commit();
-  }
-  // To the thread that adds parts up.
-  EK_DEVICE void hand_over_dq(const float (&dq)[32]) {
-    barrier_wait(&sm.dq_empty[parts.stage][consumer], parts.parity ^ 1);
-    this->hand_over(dq, sm.dq[parts.stage][consumer], &sm.dq_full[parts.stage][consumer]);
-    parts.next();
-  }
-
-  // ---------------------------------------------------------------------------------------------------- finish
-  // The first of its row tile's key tiles: the sum of all others' parts, when they are all there, and this one.
-  EK_DEVICE void finish_dq(const volatile Item& item, int head, int tile, float (&dq)[32]) {
-    const int64_t part = (static_cast<int64_t>(item.b * p.H + head) * p.row_tiles + tile) * 2 + consumer;
-    const int before = last_key_tile<64>(p, item, tile) - item.key_tile;
-    if (before > 0) {
-      while (load_acquire(p.turn + part) < before) let_others_run();
-      const float4* const sum = reinterpret_cast<const float4*>(p.dq_sum) + part * 8 * kWarpgroup + thread;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) add_four(dq, i, __ldcg(sum + i * kWarpgroup));
-    }
-    this->write_dq(item, head, tile * kRows + consumer * 64, 0, dq);
   }
 };
 

@@ -65,23 +65,8 @@ struct Loader {
     load_bytes(sm.delta[stage], p.facts.delta + fact, kFactBytes, &sm.grad_output_full[stage]);
   }
 
-  // Head size 64: keys, then rows.
+  // An item's first rows, and V, need not wait until the item before is done with K.
   EK_DEVICE void run() {
-    const int group = p.H / p.G;
-    while (true) {
-      const Item item = take_item();
-      if (item.key_tile < 0) return;
-      if (item.steps == 0) continue;
-      load_keys(item, sm.k, k_map, &sm.k_full, &sm.k_empty);
-      load_keys(item, sm.v, v_map, &sm.v_full, &sm.v_empty);
-      parity ^= 1;
-      for (int h = item.g * group; h < (item.g + 1) * group; ++h)
-        for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile, rows.next())
-          load_rows(item, h, tile);
-    }
-  }
-  // Head size 128: an item's first rows, and V, need not wait until the item before is done with K.
-  EK_DEVICE void run_wide() {
     const int group = p.H / p.G;
     while (true) {
       const Item item = take_item();
@@ -111,47 +96,11 @@ EK_DEVICE Item await_item(SharedMemory<D>& sm, Ring<kStages>& queue) {
   return item;
 }
 
-// Adds one warpgroup's parts of dQ to device memory, each in its turn: one thread. A row tile's first key tile comes last and
-// is not added here: the warpgroup itself adds what it finds to its own part, and writes dQ.
-template <int D, Form kForm>
-EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int half) {
-  constexpr int kPart = sizeof(sm.dq[0][0]) / sizeof(float);
-  const int group = p.H / p.G;
-  Ring<kStages> queue, parts;
-  while (true) {
-    const Item item = await_item(sm, queue);
-    if (item.key_tile < 0) break;
-    if (kForm == Form::plain && item.key_tile == 0) continue;
-    for (int h = item.g * group; h < (item.g + 1) * group; ++h)
-      for (int tile = item.first_row_tile; tile < item.row_tiles; ++tile) {
-        if (kForm != Form::plain && item.key_tile == first_key_tile<D, kForm>(p, item.offset, tile)) continue;
-        const int64_t part = (static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile) * 2 + half;
-        const int before = last_key_tile<D>(p, item, tile) - item.key_tile;
-        float* const from = &sm.dq[parts.stage][half][0][0][0];
-        barrier_wait(&sm.dq_full[parts.stage][half], parts.parity);
-        if (before == 0) {
-          store_bytes(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
-        } else {
-          while (load_acquire(p.turn + part) < before) let_others_run();
-          everywhere_fence();
-          add_floats(p.dq_sum + part * kPart, from, sizeof(sm.dq[0][0]));
-        }
-        store_commit();
-        store_wait_read<0>();
-        barrier_arrive(&sm.dq_empty[parts.stage][half]);
-        store_wait<0>();
-        everywhere_fence();
-        add_release(p.turn + part, 1);
-        parts.next();
-      }
-  }
-}
-
 // Adds the parts of dQ of every second step to device memory, each in its turn: one thread. A row tile's first key tile comes
 // last and is not added here: for that one the sum of all others is brought to shared memory, where the consumers add their
 // parts and write dQ.
-template <Form kForm>
-EK_DEVICE void add_up_wide_dq(SharedMemory<128>& sm, const Backward& p, int mine) {
+template <int D, Form kForm>
+EK_DEVICE void add_up_dq(SharedMemory<D>& sm, const Backward& p, int mine) {
   constexpr uint32_t kPartBytes = sizeof(sm.dq[0]), kPart = kPartBytes / sizeof(float);
   const int group = p.H / p.G;
   Ring<kStages> queue, parts;
@@ -164,12 +113,12 @@ EK_DEVICE void add_up_wide_dq(SharedMemory<128>& sm, const Backward& p, int mine
         const int64_t part = static_cast<int64_t>(item.b * p.H + h) * p.row_tiles + tile;
         int* const turn = p.turn + 2 * part;
         float* const sum = p.dq_sum + part * kPart;
-        const int before = last_key_tile<128>(p, item, tile) - item.key_tile;
+        const int before = last_key_tile<D>(p, item, tile) - item.key_tile;
         const auto await_turn = [&] {
           while (load_acquire(turn) < before) let_others_run();
           everywhere_fence();
         };
-        if (item.key_tile > first_key_tile<128, kForm>(p, item.offset, tile)) {
+        if (item.key_tile > first_key_tile<D, kForm>(p, item.offset, tile)) {
           barrier_wait(&sm.dq_full[mine], parts.parity);
           if (before == 0) {
             store_bytes(sum, sm.dq[mine], kPartBytes);
@@ -214,34 +163,19 @@ __global__ void __launch_bounds__((1 + kConsumers) * kWarpgroup, 1)
     barrier_init(&sm.v_empty, kConsumerWarps);
     for (int i = 0; i < kStages; ++i) {
       init_row_barriers(sm, i);
-      barrier_init(&sm.item_empty[i], kConsumerWarps + kConsumers);
+      barrier_init(&sm.item_empty[i], kConsumerWarps + kStages);
+      barrier_init(&sm.dq_full[i], kConsumerWarps);
+      barrier_init(&sm.dq_empty[i], kConsumerWarps);
     }
-    for (int i = 0; i < kStages; ++i)
-      if constexpr (D == 64) {
-        for (int half = 0; half < kConsumers; ++half) {
-          barrier_init(&sm.dq_full[i][half], kConsumerWarps / kConsumers);
-          barrier_init(&sm.dq_empty[i][half], 1);
-        }
-      } else {
-        barrier_init(&sm.dq_full[i], kConsumerWarps);
-        barrier_init(&sm.dq_empty[i], kConsumerWarps);
-      }
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
-    if constexpr (D == 64) {
-      if (threadIdx.x == 0)
-        Loader<D, kConsistent>{sm, p, q_map, k_map, v_map, grad_output_map}.run();
-      else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kConsumers)
-        add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
-    } else {
-      if (threadIdx.x == 0)
-        Loader<D, kConsistent>{sm, p, q_map, k_map, v_map, grad_output_map}.run_wide();
-      else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kStages)
-        add_up_wide_dq<kForm>(sm, p, threadIdx.x / 32 - 1);
-    }
+    if (threadIdx.x == 0)
+      Loader<D, kConsistent>{sm, p, q_map, k_map, v_map, grad_output_map}.run();
+    else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= kStages)
+      add_up_dq<D, kForm>(sm, p, threadIdx.x / 32 - 1);
   } else {
     take_registers<240>();
     const int consumer = static_cast<int>(warp_uniform(threadIdx.x / kWarpgroup - 1));

@@ -47,7 +47,7 @@ struct Backward : ScoreForms {
   const HeadRules* table;  // (H), or null: all heads have `rules`
   RowFacts facts;
   float* dq_sum;   // (B, H, row tiles, 2, 8, 128, 4): accumulators as the threads hold them
-  int* turn;       // (B, H, row tiles, 2): parts added so far
+  int* turn;       // (B, H, row tiles, 2): parts added so far, in the first of the two
   int* next_item;  // of this launch's items
   HeadList list;   // kv heads of this launch
   const uint16_t *grad_output, *o;
@@ -102,36 +102,20 @@ struct alignas(1024) SharedMemory {
   static constexpr int kRows = kTileRows<D>, kBoxes = D / kBoxFeatures;
   using KeyTile = uint8_t[kBoxes][kTileKeys][kRowBytes];
   using RowTile = uint8_t[kBoxes][kRows][kRowBytes];
+  // Head size 64: dS^T, boxes of 64 queries, [key][query]. 128: dS, two stages, a box for each warpgroup's keys, [query][key].
+  using Dscores = std::conditional_t<D == 64, uint8_t[kRows / 64][kTileKeys][kRowBytes],
+                                     uint8_t[kStages][kConsumers][kRows][kRowBytes]>;
   KeyTile k, v;
   RowTile q[kStages], grad_output[kStages];
-  uint8_t dscores[kRows / 64][kTileKeys][kRowBytes];  // dS^T: boxes of 64 queries, [key][query]
-  float dq[kStages][kConsumers][8][kWarpgroup][4];    // accumulators as the threads hold them
-  float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
-  uint64_t k_full, k_empty, v_full, v_empty;
-  uint64_t q_full[kStages], q_empty[kStages], grad_output_full[kStages], grad_output_empty[kStages];
-  uint64_t dq_full[kStages][kConsumers], dq_empty[kStages][kConsumers];
-  uint64_t item_full[kStages], item_empty[kStages];
-  Item item[kStages];
-  bool consistent[kStages];  // Consistent::by_head: are these rows' heads?
-};
-
-// Head size 128: dS has two stages, and lies [query][key]; one part of dQ is both warpgroups'.
-template <>
-struct alignas(1024) SharedMemory<128> {
-  static constexpr int kRows = kTileRows<128>, kBoxes = 2;
-  using KeyTile = uint8_t[kBoxes][kTileKeys][kRowBytes];
-  using RowTile = uint8_t[kBoxes][kRows][kRowBytes];
-  KeyTile k, v;
-  RowTile q[kStages], grad_output[kStages];
-  uint8_t dscores[kStages][kConsumers][kRows][kRowBytes];  // dS: a box for each warpgroup's 64 keys
-  float dq[kStages][kConsumers][8][kWarpgroup][4];         // accumulators as the threads hold them
+  Dscores dscores;
+  float dq[kStages][kConsumers][8][kWarpgroup][4];  // accumulators as the threads hold them
   float shift[kStages][kRows], inverse[kStages][kRows], delta[kStages][kRows];
   uint64_t k_full, k_empty, v_full, v_empty;
   uint64_t q_full[kStages], q_empty[kStages], grad_output_full[kStages], grad_output_empty[kStages];
   uint64_t dq_full[kStages], dq_empty[kStages];
   uint64_t item_full[kStages], item_empty[kStages];
   Item item[kStages];
-  bool consistent[kStages];
+  bool consistent[kStages];  // Consistent::by_head: are these rows' heads?
 };
 
 // Barriers of a stage that the kernels of head sizes 64 and 128 have: loads arrive at full ones, the consumers' warps at empty ones.

@@ -17,7 +17,6 @@ struct ConsumerSteps : ScoreWork<Pairs, D, kConsistent, kForm> {
   using typename Work::Scores;
   using Work::consumer, Work::kFp16, Work::kNext16Rows, Work::kRows, Work::lane, Work::p, Work::sm,
       Work::thread;
-  using DqPart = float[8][kWarpgroup][4];  // an accumulator of 64 x 64 as the threads hold it
   // Named barriers. From kDqDone on (head size 64), one a warpgroup: it has finished its dQ, the other one may overwrite dS.
   static constexpr int kScoresShared = 1, kRowsCleared = 2, kDqDone = 3;
 
@@ -108,15 +107,31 @@ struct ConsumerSteps : ScoreWork<Pairs, D, kConsistent, kForm> {
                                          advance(query_rows, i * kNext16Rows), true);
     products_commit();
   }
-  // A part of dQ into shared memory, for the thread that adds parts up.
-  EK_DEVICE void hand_over(const float (&dq)[32], DqPart& part, uint64_t* full) const {
+  // The row tile's first key tile comes last: it finds the sum of all others' parts in shared memory. Other parts go to the
+  // thread that adds them up.
+  EK_DEVICE void pass_on_dq(const volatile Item& item, int step, int tile, uint32_t stage, uint32_t parity,
+                            float (&dq)[32]) const {
+    auto& part = sm.dq[stage][consumer];  // as the threads hold it
+    if (item.key_tile > first_key_tile<D, kForm>(p, item.offset, tile)) {
+      barrier_wait(&sm.dq_empty[stage], parity ^ 1);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      *reinterpret_cast<float4*>(part[i][thread]) =
-          float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-    store_fence();
-    __syncwarp();
-    release(full);
+      for (int i = 0; i < 8; ++i)
+        *reinterpret_cast<float4*>(part[i][thread]) =
+            float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+      store_fence();
+      __syncwarp();
+      release(&sm.dq_full[stage]);
+    } else {
+      barrier_wait(&sm.dq_full[stage], parity);
+      if (last_key_tile<D>(p, item, tile) > item.key_tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) add_four(dq, i, *reinterpret_cast<const float4*>(part[i][thread]));
+      }
+      __syncwarp();
+      release(&sm.dq_empty[stage]);
+      const int mine = consumer * 64;  // rows of this warpgroup's dQ, or features, from this one on
+      write_dq(item, this->head_of(item, step), tile * kRows + (D == 64 ? mine : 0), D == 64 ? 0 : mine, dq);
+    }
   }
 
   // ---------------------------------------------------------------------------------------------------- finish

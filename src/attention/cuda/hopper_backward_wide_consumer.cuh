@@ -67,7 +67,7 @@ struct WideConsumer : ConsumerSteps<WideConsumer<Pairs, kConsistent, kForm>, Pai
       products_wait<1>();  // dV and dQ are there
       settle(dq);
       release(&sm.grad_output_empty[stage]);
-      pass_on_dq(item, step, tile, dq);
+      this->pass_on_dq(item, step, tile, stage_of(count), parity_of(count), dq);
       products_wait<0>();
       release(&sm.q_empty[stage]);
       ++count;
@@ -148,25 +148,6 @@ struct WideConsumer : ConsumerSteps<WideConsumer<Pairs, kConsistent, kForm>, Pai
       Wgmma<64, kFp16>::template ss<false, true>(dq, advance(dscores, i / 4 * kRowBox + i % 4 * 32),
                                                  advance(keys, i * kNext16Rows), i > 0);
     products_commit();
-  }
-  // The row tile's first key tile comes last: it finds the sum of all others' parts in shared memory. Other parts go to the
-  // thread that adds them up.
-  EK_DEVICE void pass_on_dq(const volatile Item& item, int step, int tile, float (&dq)[32]) {
-    const uint32_t stage = stage_of(count), parity = parity_of(count);
-    auto& part = sm.dq[stage][consumer];
-    if (item.key_tile > first_key_tile<128, kForm>(p, item.offset, tile)) {
-      barrier_wait(&sm.dq_empty[stage], parity ^ 1);
-      this->hand_over(dq, part, &sm.dq_full[stage]);
-    } else {
-      barrier_wait(&sm.dq_full[stage], parity);
-      if (last_key_tile<128>(p, item, tile) > item.key_tile) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) add_four(dq, i, *reinterpret_cast<const float4*>(part[i][thread]));
-      }
-      __syncwarp();
-      release(&sm.dq_empty[stage]);
-      this->write_dq(item, this->head_of(item, step), tile * kRows, consumer * 64, dq);
-    }
   }
 };
 
