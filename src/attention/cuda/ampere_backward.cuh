@@ -133,7 +133,6 @@ struct Backward {
         const RowTile next = next_rows(rows, step < heads * tiles);
         wait_for_copies<0>();
         __syncthreads();  // these rows are there; everybody is done with the last ones
-        pass_turn();
         if constexpr (kStages == 2) {
           if (next.present) load_rows(next);
           walk(rows, dk, dv, [] {});
@@ -220,6 +219,7 @@ struct Backward {
     if (kChunked<kHead> && part_feature() >= p.D) return;
     Part part = {};
     multiply_dq(part);
+    pass_turn();
     add_dq(h, tile, index, reached, part);
   }
 
@@ -485,8 +485,9 @@ struct Backward {
       each_of(part, [&](float& x, int n) { add_in_memory(sum + n * kWarpThreads, x); });
     due = p.turn + index;
   }
-  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived; the
-  // other warps go on meanwhile. (With a release of its own for each warp, all of them waited at the same time.)
+  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived, so it
+  // comes a step after them, when they have: the block's next barrier would wait for that thread. It comes before the block
+  // waits for another turn. So a block that waits has passed on every earlier turn, and none waits for itself.
   EK_DEVICE void pass_turn() {
     if (thread == 0 && due) add_release(due, 1);
     due = nullptr;
