@@ -61,7 +61,7 @@ struct Backward {
   static_assert(kWarpRows % kSub == 0 && (kParts == 1 || (kParts == 2 && kSub == kWarpRows)));
   static constexpr int kRowParts = kRows / 32;  // of dQ
   static_assert(kRowParts * (kHead / kPartFeatures) == kWarps);
-  static constexpr int kPart = 32 * kPartFeatures;  // numbers of a warp's part of dQ
+  static constexpr int kPart = 32 * kPartFeatures;           // numbers of a warp's part of dQ
   static constexpr int kAtOnce = kSmall ? 1 : kAddedAtOnce;  // of them, side by side in memory
   static_assert(kStages == 2 || kParts > 1);
   using Scores = float[kKeyBlocks][kSub / 8][4];
@@ -492,9 +492,9 @@ struct Backward {
       each_of(part, sums, [](float(&x)[kAtOnce], float* sum) { add_in_memory(sum, x); });
     due = p.turn + index;
   }
-  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived, so it
-  // comes a step after them, when they have: the block's next barrier would wait for that thread. It comes before the block
-  // waits for another turn. So a block that waits has passed on every earlier turn, and none waits for itself.
+  // After a barrier of the block: one thread's release is for the sums of all warps, and it waits until they have arrived. A step
+  // later they have; right behind them, that thread would keep the block waiting at its next barrier. It comes before the block
+  // waits for another turn: a block that waits has passed all its earlier turns on.
   EK_DEVICE void pass_turn() {
     if (thread == 0 && due) add_release(due, 1);
     due = nullptr;

@@ -247,8 +247,7 @@ struct Forward : WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance>
 template <class Pairs, int kHead, bool kSmall>
 struct FarTiles {
   using Tile = Forward<Pairs, kHead, kSmall, Instance::exact>;
-  static constexpr int kWarps = Tile::kWarps, kThreads = Tile::kThreads,
-                       kBlocksAtOnce = Tile::kBlocksAtOnce;
+  static constexpr int kWarps = Tile::kWarps, kThreads = Tile::kThreads, kBlocksAtOnce = Tile::kBlocksAtOnce;
   static constexpr size_t kSharedBytes = Tile::kSharedBytes;
 
   // At most two a multiprocessor of a large GPU. An odd number: of a causal problem each block has long tiles and short ones.
