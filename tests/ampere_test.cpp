@@ -374,6 +374,37 @@ TEST(Ampere, the_second_launch_leaves_near_rows_and_other_heads_alone) {
   }
 }
 
+// The second launch with two blocks.
+struct TwoBlocks : emulated::Launch {
+  template <class Kernel, class Arguments>
+  void run(int64_t blocks, const Arguments& arguments) {
+    if constexpr (requires { arguments.exact; })
+      if (arguments.exact) blocks = 2;
+    emulated::Launch::run<Kernel>(blocks, arguments);
+  }
+};
+
+// 70 query tiles, far ones between near ones. Two blocks have more than the 32 each that a block looks at at once; with a block
+// a tile the bits are the same.
+TEST(Ampere, few_blocks_find_all_far_tiles) {
+  Problem p =
+      far_problem({{7, 10, 5, 20, 30, 64}, {.causal = true, .scale = 0.125f}, "70 tiles"}, {8e4, 5e3});
+  cases::fill_view(p.q(), [&](int64_t b, int64_t h, int64_t i, int64_t d) {
+    const int64_t tile = b * 10 + h;
+    const bool is_far = tile % 3 == 0 || tile / 8 % 2 == 0 || tile == 69;
+    return *p.q().at(b, h, i, d) * (is_far ? 1.0f : 0x1p-10f);
+  });
+  const AttentionProblem config = p.with(plan_of("wide_output"));
+  const AttentionBuffers expected = emulated::run(config, p);
+  EXPECT_NE(expected.o.values(), run_first(config, p).o.values());
+  for (const How& how : emulated::several_orders(2)) {
+    const AttentionBuffers got = run_passes(config, p, how, emulated::AmperePasses<TwoBlocks>{how});
+    EXPECT_EQ(expected.o.values(), got.o.values()) << name_of(how);
+    EXPECT_EQ(expected.lse.values(), got.lse.values()) << name_of(how);
+    EXPECT_EQ(expected.dq.values(), got.dq.values()) << name_of(how);
+  }
+}
+
 // Forms, far away: a sink and slopes beside far scores, soft caps of 100,000, packed sequences.
 TEST(Ampere, far_scores_with_forms) {
   const Problem p =

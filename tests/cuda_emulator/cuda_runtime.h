@@ -75,6 +75,9 @@ template <class T>
 T __shfl_sync(uint32_t lanes, T value, int from) {
   return evenkeel::cuda_emulator::machine().shuffle(lanes, value, [from](int) { return from & 31; });
 }
+inline uint32_t __ballot_sync(uint32_t lanes, bool value) {
+  return evenkeel::cuda_emulator::machine().vote(lanes, value);
+}
 inline bool __any_sync(uint32_t lanes, bool value) {
   return evenkeel::cuda_emulator::machine().vote(lanes, value) != 0;
 }

@@ -61,7 +61,8 @@ struct Backward {
   static_assert(kWarpRows % kSub == 0 && (kParts == 1 || (kParts == 2 && kSub == kWarpRows)));
   static constexpr int kRowParts = kRows / 32;  // of dQ
   static_assert(kRowParts * (kHead / kPartFeatures) == kWarps);
-  static constexpr int kPart = 32 * kPartFeatures;  // numbers of a warp's part of dQ
+  static constexpr int kPart = 32 * kPartFeatures;           // numbers of a warp's part of dQ
+  static constexpr int kAtOnce = kSmall ? 1 : kAddedAtOnce;  // of them, side by side in memory
   static_assert(kStages == 2 || kParts > 1);
   using Scores = float[kKeyBlocks][kSub / 8][4];
   using Gradient = float[kKeyBlocks][kFeatures / 8][4];
@@ -133,7 +134,6 @@ struct Backward {
         const RowTile next = next_rows(rows, step < heads * tiles);
         wait_for_copies<0>();
         __syncthreads();  // these rows are there; everybody is done with the last ones
-        pass_turn();
         if constexpr (kStages == 2) {
           if (next.present) load_rows(next);
           walk(rows, dk, dv, [] {});
@@ -220,6 +220,7 @@ struct Backward {
     if (kChunked<kHead> && part_feature() >= p.D) return;
     Part part = {};
     multiply_dq(part);
+    pass_turn();
     add_dq(h, tile, index, reached, part);
   }
 
@@ -450,15 +451,16 @@ struct Backward {
           Pairs::multiply_add(part[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
     }
   }
-  // f(number, which of the thread's it is).
+  // f(kAtOnce numbers, where their sums are). `sum`: of the first numbers. Consecutive lanes' sums lie side by side.
   template <class F>
-  EK_DEVICE void each_of(Part& part, F f) {
+  EK_DEVICE void each_of(Part& part, float* sum, F f) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
       for (int n = 0; n < kPartFeatures / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) f(part[m][n][e], (m * (kPartFeatures / 8) + n) * 4 + e);
+        for (int e = 0; e < 4; e += kAtOnce, sum += kWarpThreads * kAtOnce)
+          f(reinterpret_cast<float(&)[kAtOnce]>(part[m][n][e]), sum);
   }
   // In its turn: after the parts of all later key tiles that see these rows. `index`: of the row tile; `reached`: its turn some
   // time ago, read without an order. Nothing below is started before that number is known to be high enough. Sums are added
@@ -467,26 +469,32 @@ struct Backward {
     const int row = tile * kRows, own = item.key / kKeys;
     const int first = item.band.first_key_tile(row, kKeys),
               last = item.band.end_key_tile(row, kRows, kKeys) - 1;
-    // Consecutive lanes, consecutive numbers.
-    float* const sum = p.dq_sum + (index * kWarps + warp) * kPart + lane;
+    float* const sums = p.dq_sum + (index * kWarps + warp) * kPart + lane * kAtOnce;
     if (own < last) {
       if (reached < last - own)
         while (load_acquire(p.turn + index) < last - own) let_others_run();
       __syncwarp();
     }
     if (own == first) {
-      if (own < last) each_of(part, [&](float& x, int n) { x += load_past_cache(sum + n * kWarpThreads); });
+      if (own < last)
+        each_of(part, sums, [](float(&x)[kAtOnce], const float* sum) {
+          float before[kAtOnce];
+          load_past_cache(before, sum);
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) x[n] += before[n];
+        });
       write_dq(h, row, part);
       return;
     }
     if (own == last)
-      each_of(part, [&](float& x, int n) { sum[n * kWarpThreads] = x; });
+      each_of(part, sums, [](float(&x)[kAtOnce], float* sum) { store(sum, x); });
     else
-      each_of(part, [&](float& x, int n) { add_in_memory(sum + n * kWarpThreads, x); });
+      each_of(part, sums, [](float(&x)[kAtOnce], float* sum) { add_in_memory(sum, x); });
     due = p.turn + index;
   }
-  // After a barrier of the block: one thread's release is for the sums of all warps. It waits until they have arrived; the
-  // other warps go on meanwhile. (With a release of its own for each warp, all of them waited at the same time.)
+  // After a barrier of the block: one thread's release is for the sums of all warps, and it waits until they have arrived. A step
+  // later they have; right behind them, that thread would keep the block waiting at its next barrier. It comes before the block
+  // waits for another turn: a block that waits has passed all its earlier turns on.
   EK_DEVICE void pass_turn() {
     if (thread == 0 && due) add_release(due, 1);
     due = nullptr;

@@ -64,8 +64,8 @@ struct KeySplits {
 };
 
 template <class Pairs, int kHead>
-struct Decode : WarpTile<Pairs, kHead, 1, 16, Instance::all> {
-  using Tile = WarpTile<Pairs, kHead, 1, 16, Instance::all>;
+struct Decode : WarpTile<Pairs, kHead, 1, 16, Instance::exact> {
+  using Tile = WarpTile<Pairs, kHead, 1, 16, Instance::exact>;
   using Tile::exact, Tile::lane, Tile::p, Tile::rules, Tile::size, Tile::state;
   using Tiles = DecodeTiles<kHead>;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kKeys = Tiles::kKeys,

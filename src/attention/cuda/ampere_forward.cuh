@@ -35,7 +35,7 @@ template <class Pairs, int kHead, bool kSmall, Instance kInstance, class Tiles =
 struct Forward : WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance> {
   using Tile = WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance>;
   using Tile::exact, Tile::lane, Tile::p, Tile::row_in_warp, Tile::rules, Tile::size, Tile::state;
-  static constexpr bool kAll = kInstance == Instance::all;
+  static constexpr bool kAll = Tile::kAll;
   static constexpr int kWarps = Tiles::kWarps, kThreads = kWarps * kWarpThreads, kBlocks = Tiles::kBlocks,
                        kRows = Tiles::kRows, kKeys = Tiles::kKeys, kBlocksAtOnce = Tiles::kBlocksAtOnce;
   static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
@@ -62,30 +62,21 @@ struct Forward : WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance>
 
   EK_DEVICE static int tiles_per_head(const Problem& p) { return (p.sequences.T + kRows - 1) / kRows; }
 
-  // Blocks of one head follow each other, the longest rows first.
-  EK_DEVICE explicit Forward(const Problem& problem)
-      : Tile(problem, static_cast<int>(blockIdx.x) / tiles_per_head(problem) % problem.H),
+  // Query tiles of one head follow each other, the longest rows first.
+  EK_DEVICE Forward(const Problem& problem, int number)
+      : Tile(problem, number / tiles_per_head(problem) % problem.H),
         thread(static_cast<int>(threadIdx.x)),
         warp(thread / kWarpThreads),
-        b(static_cast<int>(blockIdx.x) / tiles_per_head(p) / p.H),
-        h(static_cast<int>(blockIdx.x) / tiles_per_head(p) % p.H),
-        row((tiles_per_head(p) - 1 - static_cast<int>(blockIdx.x) % tiles_per_head(p)) * kRows),
+        b(number / tiles_per_head(p) / p.H),
+        h(number / tiles_per_head(p) % p.H),
+        row((tiles_per_head(p) - 1 - number % tiles_per_head(p)) * kRows),
         band(p, b),
         first_tile(band.first_key_tile(row, kKeys)),
         end_tile(band.end_key_tile(row, kRows, kKeys)),
         q(shared_address(dynamic_shared())),
         slots(q + kQueryBytes) {}
 
-  EK_DEVICE static void run(const Problem& p) {
-    if (kAll && p.exact && !has_far_rows(p)) return;
-    Forward(p).run();
-  }
-  // The first launch noted a byte for each warp of this block.
-  EK_DEVICE static bool has_far_rows(const Problem& p) {
-    using Warps = std::conditional_t<kWarps == 4, uint32_t, uint64_t>;
-    static_assert(sizeof(Warps) == kWarps);
-    return reinterpret_cast<const Warps*>(p.far_rows)[blockIdx.x] != 0;
-  }
+  EK_DEVICE static void run(const Problem& p) { Forward(p, static_cast<int>(blockIdx.x)).run(); }
 
   EK_DEVICE void run() {
     state.start();
@@ -248,6 +239,37 @@ struct Forward : WarpTile<Pairs, kHead, Tiles::kBlocks, Tiles::kKeys, kInstance>
                 : uint2{0, 0};
       to += kRowsAtOnce * size(Side::values);
     }
+  }
+};
+
+// The second launch: the query tiles that have far rows again, with exact shifts. There are few blocks, and where nothing is
+// far each of them looks once at 32 of its tiles and ends.
+template <class Pairs, int kHead, bool kSmall>
+struct FarTiles {
+  using Tile = Forward<Pairs, kHead, kSmall, Instance::exact>;
+  static constexpr int kWarps = Tile::kWarps, kThreads = Tile::kThreads, kBlocksAtOnce = Tile::kBlocksAtOnce;
+  static constexpr size_t kSharedBytes = Tile::kSharedBytes;
+
+  // At most two a multiprocessor of a large GPU. An odd number: of a causal problem each block has long tiles and short ones.
+  static int64_t blocks(int64_t tiles) { return std::min<int64_t>(tiles, 255); }
+
+  EK_DEVICE static void run(const Problem& p) {
+    const int tiles = p.B * p.H * Tile::tiles_per_head(p), step = static_cast<int>(gridDim.x);
+    for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += kWarpThreads * step) {
+      const int own = tile + static_cast<int>(threadIdx.x) % kWarpThreads * step;
+      uint32_t far = __ballot_sync(~0u, own < tiles && has_far_rows(p, own));
+      for (int number = tile; far != 0; number += step, far >>= 1)
+        if (far & 1) {
+          Tile(p, number).run();
+          __syncthreads();  // everybody is done with shared memory
+        }
+    }
+  }
+  // The first launch noted a byte for each warp.
+  EK_DEVICE static bool has_far_rows(const Problem& p, int tile) {
+    using Warps = std::conditional_t<kWarps == 4, uint32_t, uint64_t>;
+    static_assert(sizeof(Warps) == kWarps);
+    return reinterpret_cast<const Warps*>(p.far_rows)[tile] != 0;
   }
 };
 

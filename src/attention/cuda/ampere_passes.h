@@ -192,9 +192,9 @@ void forward_pass(const AttentionProblem& problem, const PassInputs& in, const F
     launch.template run<Forward<Pairs, kHead, kSmaller, kInstance>>(tiles, p);
   });
   if (!p.far_rows) return;
-  // The same tiles again, where some row is far; the other blocks end at once.
   p.exact = true;
-  launch.template run<Forward<Pairs, kHead, kSmaller, Instance::all>>(tiles, p);
+  using Second = FarTiles<Pairs, kHead, kSmaller>;
+  launch.template run<Second>(Second::blocks(tiles), p);
 }
 
 // What comes before the kernels of dQ, dK and dV: the facts of all rows, and the sinks' gradients. Returns those kernels'

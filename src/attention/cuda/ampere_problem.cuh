@@ -43,6 +43,7 @@ enum class Instance {
   plain,       // a band of keys, sinks, sequences, GQA; none, wide_output, zero_sum; any keel
   consistent,  // the same with every head consistent
   all,  // everything else: soft caps, slopes, masks of their own, dither, paper_capped, plans that differ in kind
+  exact,  // of the forward pass: the same, with exact shifts where the problem asks for them
 };
 
 template <class T, int kBlocks, int kColumns>

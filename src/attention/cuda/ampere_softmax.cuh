@@ -102,7 +102,7 @@ struct Rows {
 // 16 kBlocks rows of a warp, and kKeys keys at a time. O is unnormalised, under the rows' shifts.
 template <class Pairs, int kHead, int kBlocks, int kKeys, Instance kInstance>
 struct WarpTile {
-  static constexpr bool kAll = kInstance == Instance::all;
+  static constexpr bool kAll = kInstance == Instance::all || kInstance == Instance::exact;
   static constexpr int kRowCount = 2 * kBlocks;  // a thread's rows
   static constexpr int kChunks = kHead / kChunk<kHead>;
 
@@ -118,7 +118,7 @@ struct WarpTile {
       : p(problem), lane(static_cast<int>(threadIdx.x) % kWarpThreads), rules(problem.rules_of(h)) {}
 
   EK_DEVICE bool consistent() const { return kAll ? rules.consistent : kInstance == Instance::consistent; }
-  EK_DEVICE bool exact() const { return kAll && p.exact; }
+  EK_DEVICE bool exact() const { return kInstance == Instance::exact && p.exact; }
   EK_DEVICE int size(Side side) const { return p.template size<kHead>(side); }
   // This thread's row r, of the warp's.
   EK_DEVICE int row_in_warp(int r) const { return r / 2 * 16 + r % 2 * 8 + lane / 4; }

@@ -185,12 +185,31 @@ inline int load_acquire(const int* at) {
 }
 inline int load_relaxed(const int* at) { return *at; }
 inline void store_relaxed(uint32_t* at, uint32_t value) { *at = value; }
-inline float load_past_cache(const float* at) { return *at; }
+inline constexpr int kAddedAtOnce = 4;
+// Of `count` numbers side by side.
+inline void expect_aligned(const float* at, int count) {
+  if (reinterpret_cast<uintptr_t>(at) % (static_cast<size_t>(count) * sizeof(float)) != 0)
+    machine().fail("an access to memory that is not aligned");
+}
+template <int kCount>
+void load_past_cache(float (&value)[kCount], const float* at) {
+  expect_aligned(at, kCount);
+  std::copy(at, at + kCount, value);
+}
+template <int kCount>
+void store(float* at, const float (&value)[kCount]) {
+  expect_aligned(at, kCount);
+  std::copy(value, value + kCount, at);
+}
 inline void add_release(int* at, int value) {
   *at += value;
   machine().may_switch();
 }
-inline void add_in_memory(float* at, float value) { *at += value; }
+template <int kCount>
+void add_in_memory(float* at, const float (&value)[kCount]) {
+  expect_aligned(at, kCount);
+  for (int n = 0; n < kCount; ++n) at[n] += value[n];
+}
 inline void let_others_run() { machine().let_others_run(); }
 
 }  // namespace evenkeel::gpu
