@@ -165,7 +165,6 @@ TEST(HopperFp8Quantise, is_the_rounding_by_tiles_and_heads_to_the_bit) {
     quantise_tiles(memory.p, memory.inputs(), layout, launch);
     memory.expect_guards();
     EXPECT_EQ(*layout.next_item, 0u);
-    EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
     // And the comparison sees a wrong byte.
@@ -174,7 +173,61 @@ TEST(HopperFp8Quantise, is_the_rounding_by_tiles_and_heads_to_the_bit) {
   }
 }
 
-// What the backward pass reads: the same numbers in BF16, none of them rounded again; padded and packed.
+// A warp of the forward kernel rounds a tile, and nothing else runs.
+template <int kHead>
+struct RoundQueries {
+  static constexpr int kThreads = gpu::kWarp;
+  using Tile = QueryTile<kHead>;
+  struct alignas(1024) Shared {
+    uint8_t image[image_bytes(kHead)];
+    typename Tile::Waiting waiting;
+    float scale;
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared);
+  struct Arguments {
+    DeviceTensor q;
+    int heads, tiles, T, D;
+    uint8_t* target;  // as the quantiser lays out tiles of k
+  };
+  static void run(const Arguments& a) {
+    auto& shared = *reinterpret_cast<Shared*>(gpu::dynamic_shared());
+    const int index = static_cast<int>(blockIdx.x), head = index / a.tiles, row = index % a.tiles * kTileRows;
+    const auto* const first = static_cast<const uint16_t*>(a.q.data) + head / a.heads * a.q.stride[0] +
+                              head % a.heads * a.q.stride[1] + row * a.q.stride[2];
+    Tile::round(first, a.q.stride[2], a.T - row, a.D, shared.waiting, shared.image, &shared.scale);
+    __syncwarp();
+    if (threadIdx.x != 0) return;
+    const auto tile = static_cast<uint32_t>(index);
+    std::memcpy(a.target + image_offset(tile, kHead), shared.image, sizeof shared.image);
+    std::memcpy(a.target + scale_offset(tile, kHead), &shared.scale, sizeof shared.scale);
+  }
+};
+
+TEST(HopperFp8Quantise, queries_of_the_forward_kernel_to_the_bit) {
+  for (const auto& [T, D] : {std::array<int64_t, 2>{70, 64}, {64, 128}, {3, 40}, {200, 96}, {1, 128}}) {
+    Problem host = hard_operands({2, 2, 1, T, 1, D});
+    *host.q().at(0, 1, T - 1, 2) = std::numeric_limits<float>::quiet_NaN();
+    *host.q().at(0, 1, T - 1, 1) = -std::numeric_limits<float>::infinity();
+    Memory memory(kernel_problem(host), host, {});
+    const int64_t tiles = divide_up(T, kPairRows) * kPairTiles;
+    evenkeel::emulated::Poisoned target(static_cast<size_t>(4 * tiles / kPairTiles) *
+                                        pair_bytes(kernel_head(D)));
+    evenkeel::emulated::Launch launch{{}};
+    const auto with_head = [&]<int kHead>() {
+      launch.run<RoundQueries<kHead>>(
+          4 * tiles, typename RoundQueries<kHead>::Arguments{memory.q.tensor(), 2, static_cast<int>(tiles),
+                                                             static_cast<int>(T), static_cast<int>(D),
+                                                             target.as<uint8_t>()});
+    };
+    D <= 64 ? with_head.operator()<64>() : with_head.operator()<128>();
+    EXPECT_EQ(fp8_judge::wrong_numbers(target.as<uint8_t>(), host.in.q, T, false), 0) << D;
+    target.as<uint8_t>()[0] ^= 1;
+    EXPECT_GT(fp8_judge::wrong_numbers(target.as<uint8_t>(), host.in.q, T, false), 0) << D;
+  }
+}
+
+// What the backward pass reads: the same numbers in BF16, none of them rounded
+// again; padded and packed.
 TEST(HopperFp8Quantise, rows_in_bf16_are_the_same_numbers) {
   for (const bool packed : {false, true})
     for (const auto& [T, N, D] : {std::array<int64_t, 3>{140, 150, 64}, {70, 130, 40}, {130, 64, 128}}) {
@@ -228,6 +281,19 @@ TEST(HopperFp8, one_tile_is_the_cpus) {
     for (size_t n = 0; n < found.lse.values().size(); ++n)
       EXPECT_NEAR(found.lse.values()[n], cpu.lse.values()[n], 1e-4) << D << " " << n;
   }
+}
+
+// The tiles of q that the kernel rounds are those of its rows, with their
+// scales: many items a block, lengths, packed sequences.
+TEST(HopperFp8, every_row_has_its_query) {
+  for (const int64_t D : {40, 128}) {
+    const Problem host = fp8_judge::scores_are_queries({1, 2, 2, 400, 1, D});
+    for (const How& how : evenkeel::emulated::several_orders(2))
+      EXPECT_EQ(fp8_judge::wrong_scores(host, run(host, "none", how, 1).lse), 0) << D << ", " << name_of(how);
+  }
+  const Problem host = fp8_judge::scores_are_queries({5, 2, 2, 140, 9, 64}, {.ragged = true});
+  for (const bool packed : {false, true})
+    EXPECT_EQ(fp8_judge::wrong_scores(host, run(host, "none", {.sequences = packed}).lse), 0) << packed;
 }
 
 TEST(HopperFp8, errors_are_those_of_the_plan) {

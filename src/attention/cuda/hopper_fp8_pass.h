@@ -33,7 +33,8 @@ inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const Pas
 template <Target kTarget, class Launch>
 void quantise(const QuantiseArguments& a, Launch& launch) {
   const auto with_head = [&]<int kHead>() {
-    const int64_t tiles = int64_t{a.q.heads} * a.q.tiles + int64_t{2} * a.k.heads * a.k.tiles;
+    const int64_t query_tiles = kTarget == Target::rows ? int64_t{a.q.heads} * a.q.tiles : 0;
+    const int64_t tiles = query_tiles + int64_t{2} * a.k.heads * a.k.tiles;
     launch.template run<Quantise<kHead, kTarget>>(a.B * tiles, a);
     launch.template run<QuantiseValues<kHead, kTarget>>(int64_t{a.B} * a.v.heads * a.v.tiles, a);
   };
@@ -43,12 +44,12 @@ void quantise(const QuantiseArguments& a, Launch& launch) {
     with_head.template operator()<128>();
 }
 
-// E4M3 tiles for the forward kernel.
+// E4M3 tiles of k and v for the forward kernel.
 template <class Launch>
 void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout, Launch& launch) {
   QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
   a.next_item = layout.next_item;
-  a.q.target = layout.q, a.k.target = layout.k, a.v.target = layout.v;
+  a.k.target = layout.k, a.v.target = layout.v;
   quantise<Target::tiles>(a, launch);
 }
 
@@ -65,18 +66,19 @@ void quantise_rows(const AttentionProblem& p, const PassInputs& in, const Backwa
   quantise<Target::rows>(a, launch);
 }
 
-inline ForwardArguments forward_arguments(const AttentionProblem& p, const ForwardPass& out,
-                                          const Layout& layout, int rows_of_item) {
+inline ForwardArguments forward_arguments(const AttentionProblem& p, const PassInputs& in,
+                                          const ForwardPass& out, const Layout& layout, int rows_of_item) {
   ForwardArguments a{};
   a.sequences = sequences(p);
-  a.q = layout.q, a.k = layout.k, a.v = layout.v;
+  a.q = static_cast<const uint16_t*>(in.q.data);
+  std::copy_n(in.q.stride.begin(), 3, a.q_stride);
+  a.k = layout.k, a.v = layout.v;
   a.o = static_cast<uint16_t*>(out.o.data);
-  for (size_t axis = 0; axis < 3; ++axis) a.o_stride[axis] = out.o.stride[axis];
+  std::copy_n(out.o.stride.begin(), 3, a.o_stride);
   a.lse = out.lse;
   a.H = static_cast<int>(p.H);
   a.heads_per_group = static_cast<int>(p.H / p.G);
   a.D = static_cast<int>(p.D);
-  a.row_pairs = static_cast<int>(divide_up(p.T, kPairRows));
   a.key_pairs = static_cast<int>(divide_up(p.N, kPairRows));
   a.causal = p.mask.causal;
   a.scale_log2 = p.scale * kLog2E;
@@ -98,7 +100,7 @@ void forward_pass(const AttentionProblem& p, const PassInputs& in, const Forward
   quantise_tiles(p, in, layout, launch);
   const auto with_head = [&]<int kHead>() {
     using Kernel = Forward<kHead>;
-    const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
+    const ForwardArguments a = forward_arguments(p, in, out, layout, Kernel::kRows);
     launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
   };
   if (kernel_head(p.D) == 64)

@@ -1,13 +1,14 @@
-// q, k and v rounded to E4M3 with scales that are powers of two: e4m3*tile@e8m0_up (q, k) and e4m3*head@e8m0_up (v) of
-// numerics/round_block.h, to the bit. Two passes before either kernel. For the forward kernel they write E4M3 tiles
-// (hopper_fp8_tile.h), v transposed. For the backward kernel they write the same numbers in BF16, which has them exactly, in rows
-// as the given tensors have them. Internal to src/attention.
+// q, k and v rounded to E4M3 with scales that are powers of two:
+// e4m3*tile@e8m0_up (q, k) and e4m3*head@e8m0_up (v) of numerics/round_block.h,
+// to the bit. Two passes before either kernel. For the forward kernel, which
+// rounds q itself, they write E4M3 tiles of k and v (hopper_fp8_tile.h), v
+// transposed. For the backward kernel they write q, k and v: the same numbers
+// in BF16, which has them exactly, in rows as the given tensors have them.
+// Internal to src/attention.
 #pragma once
 
-#include "attention/cuda/hopper_fp8_tile.h"
+#include "attention/cuda/hopper_fp8_rounding.cuh"
 #include "attention/cuda/sequences.cuh"
-#include "gpu/cuda/wgmma_e4m3.cuh"
-#include "numerics/format.h"
 
 namespace evenkeel::hopper_fp8 {
 
@@ -29,22 +30,6 @@ struct QuantiseArguments {
   int B, D;
   uint32_t* next_item;  // the forward kernel's counter, cleared here; or null
   uint32_t* v_largest;  // (B, heads, tiles): bits of the largest finite magnitude
-};
-
-// A power of two by which a tile's numbers, or a head's, are E4M3 numbers. `largest` has the bits of their largest finite
-// magnitude in BF16.
-static_assert(scale_target(kE4m3) == 1.75f * 256);
-struct TileScale {
-  float scale, inverse;
-  EK_DEVICE explicit TileScale(uint32_t largest) {
-    // ScaleRule::e8m0_up: 2^8 times the scale is largest's own power of two, or the next one if largest is above 1.75 of it
-    // (the target is 1.75 2^8). Both are in reach: from 2^-127, a subnormal number, which zeros get too, up to 2^120.
-    constexpr uint32_t kSignificands = 128, kTop = kSignificands * 3 / 4;
-    const uint32_t above = (largest + kSignificands - 1 - kTop) / kSignificands;
-    const uint32_t exponent = above > 8 ? above - 8 : 0;
-    scale = __uint_as_float(exponent ? exponent << 23 : 1u << 22);
-    inverse = __uint_as_float((254 - exponent) << 23);
-  }
 };
 
 // A tile a block, of which a thread has 8 features of 4 rows.
@@ -123,21 +108,10 @@ struct QuantiseTile {
           float4{by.scale, by.scale, by.scale, by.scale};
   }
 
-  EK_DEVICE static float number(const uint4& loaded, int i) {
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    return i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]);
-  }
-  // Four neighbours of an octet in E4M3. What is infinite becomes the largest number, as anything too large.
-  EK_DEVICE static uint32_t four(const uint4& loaded, int i, const TileScale& by) {
-    return pack_e4m3(number(loaded, i) * by.inverse, number(loaded, i + 1) * by.inverse,
-                     number(loaded, i + 2) * by.inverse, number(loaded, i + 3) * by.inverse);
-  }
   EK_DEVICE static void write_lines(uint8_t* to, const Numbers& loaded, const TileScale& by) {
 #pragma unroll
     for (int n = 0; n < kPerThread; ++n)
-      *reinterpret_cast<uint2*>(to +
-                                tile_offset(row<false>(n), octet<false>() * 8, line_bytes(false, kHead))) =
-          uint2{four(loaded[n], 0, by), four(loaded[n], 4, by)};
+      write_octet<kHead>(to, row<false>(n), octet<false>() * 8, loaded[n], by);
   }
   EK_DEVICE static void write_columns(uint8_t* to, const Numbers& loaded, const TileScale& by) {
     const auto scaled = [&](int n, int i) { return number(loaded[n], i) * by.inverse; };
@@ -168,45 +142,31 @@ struct QuantiseTile {
     }
   }
 
-  // The bits of the tile's largest finite magnitude.
+  // The bits of the tile's largest finite magnitude, in all threads.
   EK_DEVICE static uint32_t largest(const Numbers& loaded) {
-    constexpr uint32_t kInfinity = 0x7f80u;
-    uint32_t pair = 0;  // magnitudes of BF16 numbers are in the order of integers, two in a word
-    each_word(loaded, [&](uint32_t first, uint32_t second) {
-      pair = __vimax3_u16x2(pair, first & 0x7fff7fffu, second & 0x7fff7fffu);
-    });
-    const uint32_t most = block_max(larger(pair & 0xffffu, pair >> 16));
-    if (most < kInfinity) return most;
-    __syncthreads();  // the warps' maxima are read
-    uint32_t finite = 0;
-    const auto add = [&](uint32_t magnitude) {
-      if (magnitude < kInfinity) finite = larger(finite, magnitude);
+    bool again = false;
+    const auto each = [&](auto body) {
+#pragma unroll
+      for (int n = 0; n < kPerThread; ++n) body(loaded[n]);
     };
-    each_word(loaded, [&](uint32_t first, uint32_t second) {
-      add(first & 0x7fffu), add(first >> 16 & 0x7fffu), add(second & 0x7fffu), add(second >> 16 & 0x7fffu);
+    return largest_finite(each, [&](uint32_t most) {
+      if (again) __syncthreads();  // the warps' maxima are read
+      again = true;
+      return block_largest(most);
     });
-    return block_max(finite);
   }
-  // body(word, next word), all of them.
-  template <class Body>
-  EK_DEVICE static void each_word(const Numbers& loaded, Body body) {
-#pragma unroll
-    for (int n = 0; n < kPerThread; ++n) body(loaded[n].x, loaded[n].y), body(loaded[n].z, loaded[n].w);
-  }
-  EK_DEVICE static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  EK_DEVICE static uint32_t block_max(uint32_t most) {
-#pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
+  EK_DEVICE static uint32_t block_largest(uint32_t most) {
+    most = warp_largest(most);
     auto* const of_warp = reinterpret_cast<uint32_t*>(dynamic_shared());
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = most;
     __syncthreads();
 #pragma unroll
-    for (int warp = 0; warp < kThreads / 32; ++warp) most = larger(most, of_warp[warp]);
+    for (int warp = 0; warp < kThreads / kWarp; ++warp) most = larger(most, of_warp[warp]);
     return most;
   }
 };
 
-// q and k, and the largest magnitudes of v's tiles.
+// q (Target::rows alone) and k, and the largest magnitudes of v's tiles.
 template <int kHead, Target kTarget>
 struct Quantise : QuantiseTile<kHead> {
   using Tile = QuantiseTile<kHead>;
@@ -217,8 +177,10 @@ struct Quantise : QuantiseTile<kHead> {
   EK_DEVICE static void run(const QuantiseArguments& a) {
     if (a.next_item && blockIdx.x == 0 && threadIdx.x == 0) *a.next_item = 0;
     int index = blockIdx.x;
-    if (index < count(a, a.q)) return round_tile(a, a.q, index, /*is_query=*/true);
-    index -= count(a, a.q);
+    if constexpr (kTarget == Target::rows) {
+      if (index < count(a, a.q)) return round_tile(a, a.q, index, /*is_query=*/true);
+      index -= count(a, a.q);
+    }
     if (index < count(a, a.k)) return round_tile(a, a.k, index, false);
     index -= count(a, a.k);
     const typename Tile::Place place(a, a.v, index, false);
@@ -255,8 +217,8 @@ struct QuantiseValues : QuantiseTile<kHead> {
     const uint32_t* const of_head = a.v_largest + static_cast<int64_t>(head) * a.v.tiles;
     uint32_t most = 0;
     for (int n = static_cast<int>(threadIdx.x); n < tiles; n += Tile::kThreads)
-      most = Tile::larger(most, of_head[n]);
-    Tile::template write<kTarget, kColumns>(a, a.v, index, place, loaded, Tile::block_max(most));
+      most = larger(most, of_head[n]);
+    Tile::template write<kTarget, kColumns>(a, a.v, index, place, loaded, Tile::block_largest(most));
   }
 };
 

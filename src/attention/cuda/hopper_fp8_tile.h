@@ -1,6 +1,9 @@
-// A tile of the FP8 kernel: 64 rows of q, k or v of one head in E4M3, and the one scale they share. The bytes are exactly
-// as shared memory holds them for the tensor cores. The quantiser writes tiles to device memory, a plain copy of bytes
-// brings them to shared memory, and `wgmma` reads them there: this file is what the three agree on. Plain C++, for host and device code.
+// A tile of the FP8 kernel: 64 rows of q, k or v of one head in E4M3, and the
+// one scale they share. The bytes are exactly as shared memory holds them for
+// the tensor cores. The quantiser writes tiles of k and v to device memory, and
+// a plain copy of bytes brings them to shared memory, where the forward kernel
+// writes those of q. `wgmma` reads them there: this file is what all agree on.
+// Plain C++, for host and device code.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +40,8 @@ EVENKEEL_HOST_DEVICE constexpr int value_slot(int key) {
   return key / 16 * 16 + quad * 4 + pair * 2 + key % 2;
 }
 
-// Tiles come in pairs, 128 rows: the numbers of both, then the scale of each. The second tile of a last pair may be all zeros.
+// Tiles of k and v come in pairs, 128 rows: the numbers of both, then the scale
+// of each. The second tile of a last pair may be all zeros.
 inline constexpr int kPairTiles = 2, kPairRows = kPairTiles * kTileRows;
 EVENKEEL_HOST_DEVICE constexpr size_t image_bytes(int head) { return static_cast<size_t>(kTileRows * head); }
 inline constexpr size_t kScaleBytes = 16;  // the least that the copy engine moves
@@ -55,20 +59,20 @@ EVENKEEL_HOST_DEVICE constexpr size_t scale_offset(uint32_t tile, int head) {
 
 constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
 
-// The forward pass's workspace: the counter of items, the largest magnitude of each of v's tiles, and the tiles of q, k and v.
+// The forward pass's workspace: the counter of items, the largest magnitude of
+// each of v's tiles, and the tiles of k and v.
 struct Layout {
   uint32_t *next_item, *v_largest;
-  uint8_t *q, *k, *v;
+  uint8_t *k, *v;
   size_t bytes;
 };
 inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
   Carver parts(workspace);
   const auto pair = static_cast<int64_t>(pair_bytes(kernel_head(problem.D)));
-  const int64_t row_pairs = divide_up(problem.T, kPairRows), key_pairs = divide_up(problem.N, kPairRows);
+  const int64_t key_pairs = divide_up(problem.N, kPairRows);
   Layout layout{};
   layout.next_item = parts.take<uint32_t>(1);
   layout.v_largest = parts.take<uint32_t>(problem.B * problem.G * key_pairs * kPairTiles);
-  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_pairs * pair);
   layout.k = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.v = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.bytes = parts.used();
