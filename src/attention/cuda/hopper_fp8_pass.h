@@ -12,7 +12,7 @@ namespace evenkeel::hopper_fp8 {
 
 // Without a target yet.
 inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const PassInputs& in,
-                                            uint32_t* v_largest) {
+                                            const Counters& counters) {
   const auto operand = [&](const DeviceTensor& x, int64_t heads, int64_t rows) {
     QuantiseArguments::Operand made{};
     made.data = static_cast<const uint16_t*>(x.data);
@@ -26,17 +26,18 @@ inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const Pas
   a.sequences = sequences(p);
   a.B = static_cast<int>(p.B);
   a.D = static_cast<int>(p.D);
-  a.v_largest = v_largest;
+  a.counters = counters;
   return a;
 }
 
 template <Target kTarget, class Launch>
-void quantise(const QuantiseArguments& a, Launch& launch) {
+void quantise(QuantiseArguments a, int multiprocessors, Launch& launch) {
+  a.query_tiles = kTarget == Target::rows ? a.B * a.q.heads * a.q.tiles : 0;
+  a.pieces = a.query_tiles + 3 * a.B * a.k.heads * a.k.tiles;
+  launch.template run<ClearCounters>(divide_up(a.counters.count, ClearCounters::kThreads), a.counters);
   const auto with_head = [&]<int kHead>() {
-    const int64_t query_tiles = kTarget == Target::rows ? int64_t{a.q.heads} * a.q.tiles : 0;
-    const int64_t tiles = query_tiles + int64_t{2} * a.k.heads * a.k.tiles;
-    launch.template run<Quantise<kHead, kTarget>>(a.B * tiles, a);
-    launch.template run<QuantiseValues<kHead, kTarget>>(int64_t{a.B} * a.v.heads * a.v.tiles, a);
+    using Kernel = Quantise<kHead, kTarget>;
+    launch.template run<Kernel>(std::min(multiprocessors * Kernel::kBlocksAtOnce, a.pieces), a);
   };
   if (kernel_head(a.D) == 64)
     with_head.template operator()<64>();
@@ -44,26 +45,26 @@ void quantise(const QuantiseArguments& a, Launch& launch) {
     with_head.template operator()<128>();
 }
 
-// E4M3 tiles of k and v for the forward kernel.
+// E4M3 tiles of k and v for the forward kernel, and its counter at zero.
 template <class Launch>
-void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout, Launch& launch) {
-  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
-  a.next_item = layout.next_item;
+void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout,
+                    int multiprocessors, Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.counters);
   a.k.target = layout.k, a.v.target = layout.v;
-  quantise<Target::tiles>(a, launch);
+  quantise<Target::tiles>(a, multiprocessors, launch);
 }
 
 // The same numbers in BF16, to layout.rounded. Rows that do not exist are not written.
 template <class Launch>
 void quantise_rows(const AttentionProblem& p, const PassInputs& in, const BackwardLayout& layout,
-                   Launch& launch) {
-  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
+                   int multiprocessors, Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.counters);
   const auto to = [](QuantiseArguments::Operand& x, const DeviceTensor& rounded) {
     x.rounded = static_cast<uint16_t*>(rounded.data);
     std::copy_n(rounded.stride.begin(), 3, x.rounded_stride);
   };
   to(a.q, layout.rounded.q), to(a.k, layout.rounded.k), to(a.v, layout.rounded.v);
-  quantise<Target::rows>(a, launch);
+  quantise<Target::rows>(a, multiprocessors, launch);
 }
 
 inline ForwardArguments forward_arguments(const AttentionProblem& p, const PassInputs& in,
@@ -88,7 +89,7 @@ inline ForwardArguments forward_arguments(const AttentionProblem& p, const PassI
   const int64_t key_bytes = p.N * p.D * 2;   // K and V of one head
   a.section_heads = static_cast<int>(
       std::clamp<int64_t>(kCacheBytes / std::max<int64_t>(1, key_bytes) * a.heads_per_group, 1, a.heads));
-  a.next_item = layout.next_item;
+  a.next_item = layout.counters.next_item();
   return a;
 }
 
@@ -97,7 +98,7 @@ template <class Launch>
 void forward_pass(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out, void* workspace,
                   int multiprocessors, Launch& launch) {
   const Layout layout = lay_out(p, workspace);
-  quantise_tiles(p, in, layout, launch);
+  quantise_tiles(p, in, layout, multiprocessors, launch);
   const auto with_head = [&]<int kHead>() {
     using Kernel = Forward<kHead>;
     const ForwardArguments a = forward_arguments(p, in, out, layout, Kernel::kRows);
