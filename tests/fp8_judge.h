@@ -60,7 +60,43 @@ inline int64_t wrong_numbers(const uint8_t* tiles, const View<const float>& x, i
   return wrong;
 }
 
-// The same of the rounded numbers in BF16, at `stride` as DeviceTensor has it. first_row(b), rows(b): of sequence b.
+// The forward kernel rounds q itself, so its q is seen in its scores. The keys of a head are the same, 1 in one feature and 0 in the
+// others: then L is q's number of that feature, but for the number of keys. Scales differ from tile to tile.
+inline cases::Problem scores_are_queries(const cases::Sizes& sizes, const cases::Options& options = {}) {
+  cases::Problem host = cases::make_problem({sizes, options, ""});
+  for (int64_t b = 0; b < sizes.B; ++b)
+    for (int64_t h = 0; h < sizes.H; ++h) {
+      for (int64_t j = 0; j < sizes.N; ++j)
+        for (int64_t d = 0; d < sizes.D; ++d) *host.k().at(b, h, j, d) = d == (5 * h + 3) % sizes.D;
+      for (int64_t i = 0; i < sizes.T; ++i)
+        for (int64_t d = 0; d < sizes.D; ++d)
+          *host.q().at(b, h, i, d) *= static_cast<float>(1 << i / kTileRows * 3 % 7);
+    }
+  return host;
+}
+// Rows of that problem whose L is not q's number by the definition.
+inline int64_t wrong_scores(const cases::Problem& host, const Tensor<float>& lse) {
+  const auto [B, H, T, D] = host.in.q.shape;
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+  int64_t wrong = 0;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t h = 0; h < H; ++h) {
+      const int64_t rows = host.query_lengths.empty() ? T : host.query_lengths[static_cast<size_t>(b)];
+      const int64_t keys =
+          host.key_lengths.empty() ? host.in.k.shape[2] : host.key_lengths[static_cast<size_t>(b)];
+      if (keys == 0) continue;
+      const std::vector<float> expected = rounded_head(host.in.q, b, h, rows, false);
+      for (int64_t i = 0; i < rows; ++i) {
+        const float truth = scale * expected[static_cast<size_t>(i * D + (5 * h + 3) % D)] +
+                            std::log(static_cast<float>(keys)),
+                    found = lse.values()[static_cast<size_t>((b * H + h) * T + i)];
+        wrong += !(std::fabs(found - truth) <= 1e-5f * (8 + std::fabs(truth)));
+      }
+    }
+  return wrong;
+}
+
+// Numbers in BF16 that are not those of the definition, at `stride` as DeviceTensor has it. first_row(b), rows(b): of sequence b.
 template <class FirstRow, class Rows>
 int64_t wrong_rows(const uint16_t* found, const std::array<int64_t, 4>& stride, const View<const float>& x,
                    FirstRow first_row, Rows rows, bool is_value) {

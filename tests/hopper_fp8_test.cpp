@@ -162,15 +162,107 @@ TEST(HopperFp8Quantise, is_the_rounding_by_tiles_and_heads_to_the_bit) {
     Memory memory(kernel_problem(host), host, {});
     const Layout layout = lay_out(memory.p, memory.workspace.data());
     evenkeel::emulated::Launch launch{{}};
-    quantise_tiles(memory.p, memory.inputs(), layout, launch);
+    quantise_tiles(memory.p, memory.inputs(), layout, /*multiprocessors=*/1, launch);
     memory.expect_guards();
-    EXPECT_EQ(*layout.next_item, 0u);
-    EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << D;
+    EXPECT_EQ(*layout.counters.next_item(), 0u);
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
     // And the comparison sees a wrong byte.
     layout.v[image_bytes(kernel_head(D)) / 2] ^= 1;
     EXPECT_GT(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << D;
+  }
+}
+
+// Every piece once, and values after the largest magnitudes that their scale waits for.
+TEST(HopperFp8Quantise, pieces_of_keys_and_values) {
+  for (const auto& [tiles, heads] : {std::array{2, 1}, {2, 700}, {600, 3}, {100, 12}, {512, 2}}) {
+    std::set<std::pair<int, int>> met;
+    std::vector<int> looked_at(static_cast<size_t>(heads));
+    for (int number = 0; number < 3 * tiles * heads; ++number) {
+      const KeyPiece piece(number, tiles, heads);
+      ASSERT_TRUE(piece.tile >= 0 && piece.tile < tiles * heads) << number;
+      ASSERT_TRUE(met.emplace(piece.kind, piece.tile).second) << number;
+      int& found = looked_at[static_cast<size_t>(piece.tile / tiles)];
+      if (piece.kind == KeyPiece::find_largest) ++found;
+      if (piece.kind == KeyPiece::round_values) {
+        ASSERT_EQ(found, tiles) << number;
+      }
+    }
+    EXPECT_EQ(met.size(), static_cast<size_t>(3 * tiles * heads));
+  }
+}
+
+// Few tiles, so that a block soon rounds values, while another one looks for their largest magnitude: each tile's is larger than
+// those before it.
+TEST(HopperFp8Quantise, blocks_that_run_in_any_order) {
+  for (const int64_t N : {70, 128, 300}) {
+    Problem host = make_problem({{1, 1, 1, 3, N, 40}, {}, ""});
+    for (int64_t j = 0; j < N; ++j)
+      for (int64_t d = 0; d < 40; ++d)
+        *host.v().at(0, 0, j, d) *= static_cast<float>(1 << 3 * (j / kTileRows));
+    std::vector<How> orders = evenkeel::emulated::several_orders(20);
+    for (How& how : orders) how.blocks_at_once = 2 + static_cast<int>(how.seed % 5);
+    for (const How& how : orders) {
+      Memory memory(kernel_problem(host), host, how);
+      const Layout layout = lay_out(memory.p, memory.workspace.data());
+      evenkeel::emulated::Launch launch{how};
+      quantise_tiles(memory.p, memory.inputs(), layout, /*multiprocessors=*/1, launch);
+      ASSERT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << N << ", " << name_of(how);
+      ASSERT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << N << ", " << name_of(how);
+    }
+  }
+}
+
+// A warp of the forward kernel rounds a tile, and nothing else runs.
+template <int kHead>
+struct RoundQueries {
+  static constexpr int kThreads = gpu::kWarp;
+  using Tile = QueryTile<kHead>;
+  struct alignas(1024) Shared {
+    uint8_t image[image_bytes(kHead)];
+    typename Tile::Waiting waiting;
+    float scale;
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared);
+  struct Arguments {
+    DeviceTensor q;
+    int heads, tiles, T, D;
+    uint8_t* target;  // as the quantiser lays out tiles of k
+  };
+  static void run(const Arguments& a) {
+    auto& shared = *reinterpret_cast<Shared*>(gpu::dynamic_shared());
+    const int index = static_cast<int>(blockIdx.x), head = index / a.tiles, row = index % a.tiles * kTileRows;
+    const auto* const first = static_cast<const uint16_t*>(a.q.data) + head / a.heads * a.q.stride[0] +
+                              head % a.heads * a.q.stride[1] + row * a.q.stride[2];
+    Tile::round(first, a.q.stride[2], a.T - row, a.D, shared.waiting, shared.image, &shared.scale);
+    __syncwarp();
+    if (threadIdx.x != 0) return;
+    const auto tile = static_cast<uint32_t>(index);
+    std::memcpy(a.target + image_offset(tile, kHead), shared.image, sizeof shared.image);
+    std::memcpy(a.target + scale_offset(tile, kHead), &shared.scale, sizeof shared.scale);
+  }
+};
+
+TEST(HopperFp8Quantise, queries_of_the_forward_kernel_to_the_bit) {
+  for (const auto& [T, D] : {std::array<int64_t, 2>{70, 64}, {64, 128}, {3, 40}, {200, 96}, {1, 128}}) {
+    Problem host = hard_operands({2, 2, 1, T, 1, D});
+    *host.q().at(0, 1, T - 1, 2) = std::numeric_limits<float>::quiet_NaN();
+    *host.q().at(0, 1, T - 1, 1) = -std::numeric_limits<float>::infinity();
+    Memory memory(kernel_problem(host), host, {});
+    const int64_t tiles = divide_up(T, kPairRows) * kPairTiles;
+    evenkeel::emulated::Poisoned target(static_cast<size_t>(4 * tiles / kPairTiles) *
+                                        pair_bytes(kernel_head(D)));
+    evenkeel::emulated::Launch launch{{}};
+    const auto with_head = [&]<int kHead>() {
+      launch.run<RoundQueries<kHead>>(
+          4 * tiles, typename RoundQueries<kHead>::Arguments{memory.q.tensor(), 2, static_cast<int>(tiles),
+                                                             static_cast<int>(T), static_cast<int>(D),
+                                                             target.as<uint8_t>()});
+    };
+    D <= 64 ? with_head.operator()<64>() : with_head.operator()<128>();
+    EXPECT_EQ(fp8_judge::wrong_numbers(target.as<uint8_t>(), host.in.q, T, false), 0) << D;
+    target.as<uint8_t>()[0] ^= 1;
+    EXPECT_GT(fp8_judge::wrong_numbers(target.as<uint8_t>(), host.in.q, T, false), 0) << D;
   }
 }
 
@@ -185,7 +277,7 @@ TEST(HopperFp8Quantise, rows_in_bf16_are_the_same_numbers) {
       evenkeel::emulated::Poisoned workspace(lay_out_backward(memory.p, nullptr, kRest).bytes);
       const BackwardLayout layout = lay_out_backward(memory.p, workspace.data(), kRest);
       evenkeel::emulated::Launch launch{how};
-      quantise_rows(memory.p, memory.inputs(), layout, launch);
+      quantise_rows(memory.p, memory.inputs(), layout, /*multiprocessors=*/1, launch);
       memory.expect_guards();
       workspace.expect_guards("workspace");
       for (size_t n = 0; n < kRest; ++n)
@@ -228,6 +320,18 @@ TEST(HopperFp8, one_tile_is_the_cpus) {
     for (size_t n = 0; n < found.lse.values().size(); ++n)
       EXPECT_NEAR(found.lse.values()[n], cpu.lse.values()[n], 1e-4) << D << " " << n;
   }
+}
+
+// The tiles of q that the kernel rounds are those of its rows, with their scales: many items a block, lengths, packed sequences.
+TEST(HopperFp8, every_row_has_its_query) {
+  for (const int64_t D : {40, 128}) {
+    const Problem host = fp8_judge::scores_are_queries({1, 2, 2, 400, 1, D});
+    for (const How& how : evenkeel::emulated::several_orders(2))
+      EXPECT_EQ(fp8_judge::wrong_scores(host, run(host, "none", how, 1).lse), 0) << D << ", " << name_of(how);
+  }
+  const Problem host = fp8_judge::scores_are_queries({5, 2, 2, 140, 9, 64}, {.ragged = true});
+  for (const bool packed : {false, true})
+    EXPECT_EQ(fp8_judge::wrong_scores(host, run(host, "none", {.sequences = packed}).lse), 0) << packed;
 }
 
 TEST(HopperFp8, errors_are_those_of_the_plan) {

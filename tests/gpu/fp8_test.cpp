@@ -155,9 +155,15 @@ TEST_F(Fp8, a_the_quantiser_is_the_definition_to_the_bit) {
     const Problem host = make_problem({{2, 2, 1, T, N, D}, {}, ""});
     Result found = run(host.with(kernel_plan("none")), host);
     const hopper_fp8::Layout layout = hopper_fp8::lay_out(found.problem, found.workspace.data());
-    EXPECT_EQ(fp8_judge::wrong_numbers(layout.q, host.in.q, T, false), 0) << "q, D " << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.k, host.in.k, N, false), 0) << "k, D " << D;
     EXPECT_EQ(fp8_judge::wrong_numbers(layout.v, host.in.v, N, true), 0) << "v, D " << D;
+  }
+}
+
+TEST_F(Fp8, a_queries_are_rounded_in_the_kernel) {
+  for (const int64_t D : {40, 64, 128}) {
+    const Problem host = fp8_judge::scores_are_queries({2, 4, 4, 700, 1, D});
+    EXPECT_EQ(fp8_judge::wrong_scores(host, run(host.with(kernel_plan("none")), host).lse), 0) << "D " << D;
   }
 }
 

@@ -38,7 +38,7 @@ void hopper_fp8_backward(const AttentionProblem& problem, const FamilyPlan& plan
                          void* workspace, void* stream) {
   StreamLaunch launch = launch_on(stream);
   const hopper_fp8::BackwardLayout layout = backward_layout(problem, workspace);
-  hopper_fp8::quantise_rows(problem, in, layout, launch);
+  hopper_fp8::quantise_rows(problem, in, layout, cuda_device().multiprocessors, launch);
   hopper_backward(problem, plan, layout.rounded, grad_output, saved, out, layout.rest, stream);
 }
 

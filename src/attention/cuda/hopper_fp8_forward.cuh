@@ -2,8 +2,8 @@
 // of the device but src/gpu/cuda, and the tests run it on the CPU (tests/cuda_emulator). Internal to src/attention.
 //
 // A block stays on its multiprocessor and takes items (64 query rows for each of its warpgroups) from a counter, the
-// longest first. One thread of the last warpgroup drives the copy engine. Each of the others works on its 64 rows alone,
-// one pair of key tiles (128 keys) after another, the last first: scores, softmax, P V. P V of each pair goes to O in FP32,
+// longest first. One thread of the last warpgroup drives the copy engine, and three of its warps round the items' rows of q,
+// a tile each. Each of the other warpgroups works on its 64 rows alone, one pair of key tiles (128 keys) after another, the last first: scores, softmax, P V. P V of each pair goes to O in FP32,
 // away from the 13 bits of the tensor cores' sums; v has one scale a head.
 // The warpgroups take turns at the tensor cores. A turn is P V of one pair and the scores of the next. Without turns products
 // of several warpgroups get into each other's way: a tenth slower.
@@ -11,6 +11,7 @@
 
 #include <limits>
 
+#include "attention/cuda/hopper_fp8_queries.cuh"
 #include "attention/cuda/hopper_fp8_tile.h"
 #include "attention/cuda/sequences.cuh"
 #include "attention/cuda/warpgroup.cuh"
@@ -25,11 +26,13 @@ using namespace gpu;
 
 struct ForwardArguments {
   Sequences sequences;
-  const uint8_t *q, *k, *v;  // pairs of tiles: (B, H, row_pairs), (B, G, key_pairs) twice
-  uint16_t* o;               // BF16, (B, H, T, D)
-  int64_t o_stride[3];       // batch, head, row
-  float* lse;                // (B, H, T)
-  int H, heads_per_group, D, row_pairs, key_pairs;
+  const uint16_t* q;     // BF16, (B, H, T, D)
+  int64_t q_stride[3];   // batch, head, row
+  const uint8_t *k, *v;  // pairs of tiles: (B, G, key_pairs)
+  uint16_t* o;           // as q
+  int64_t o_stride[3];
+  float* lse;  // (B, H, T)
+  int H, heads_per_group, D, key_pairs;
   bool causal;
   float scale_log2;  // a log2(e)
   // Items of all heads, in the order of hopper::TilePlace.
@@ -70,20 +73,20 @@ struct Forward {
   static constexpr int kTileScores = kTileRows / 2, kTileWords = kTileScores / 4;
   static constexpr int kNextBarrier = 1;  // the first of the named barriers by which warpgroups take turns
 
+  static constexpr int kRounders = kWarpgroup / kWarp - 1;  // warps that round q
+  static_assert(kRounders == kWarpgroups, "a tile of an item for each of them");
+
   struct alignas(1024) Tile {
     uint8_t image[image_bytes(kHead)];
-    float scale[kScaleBytes / sizeof(float)];
-  };
-  struct alignas(1024) Pair {
-    uint8_t image[kPairTiles][image_bytes(kHead)];
-    float scale[kPairTiles][kScaleBytes / sizeof(float)];
   };
   struct Shared {
-    Tile q[kQueryStages][kWarpgroups];
-    Pair k[kStages], v[kStages];
+    Tile q[kQueryStages][kWarpgroups], k[kStages][kPairTiles], v[kStages][kPairTiles];
+    typename QueryTile<kHead>::Waiting q_waiting[kRounders];
+    alignas(16) float k_scale[kStages][kPairTiles][kScaleBytes / sizeof(float)];
+    float q_scale[kQueryStages][kWarpgroups];
     // An item outlives its q: a warpgroup that writes O may be behind.
     Item items[kItems];
-    uint64_t q_full[kQueryStages], q_empty[kQueryStages];
+    uint64_t q_asked[kQueryStages], q_full[kQueryStages], q_empty[kQueryStages];
     uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
@@ -93,8 +96,10 @@ struct Forward {
     auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
     if (threadIdx.x == 0) {
       constexpr int kWarps = kWorkers / 32;
-      for (int i = 0; i < kQueryStages; ++i)
-        barrier_init(&shared.q_full[i], 1), barrier_init(&shared.q_empty[i], kWarps);
+      for (int i = 0; i < kQueryStages; ++i) {
+        barrier_init(&shared.q_asked[i], 1), barrier_init(&shared.q_full[i], kRounders);
+        barrier_init(&shared.q_empty[i], kWarps);
+      }
       for (int i = 0; i < kStages; ++i) {
         barrier_init(&shared.k_full[i], 1), barrier_init(&shared.k_empty[i], kWarps);
         barrier_init(&shared.v_full[i], 1), barrier_init(&shared.v_empty[i], kWarps);
@@ -105,14 +110,38 @@ struct Forward {
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpgroup), 0);
     if (group == kWarpgroups) {
       give_registers<kCopyRegisters>();
-      if (threadIdx.x == kWorkers) Loader{shared, a}.run();
+      const int warp = static_cast<int>(warp_uniform(threadIdx.x / kWarp)) - kWorkers / kWarp;
+      if (warp < kRounders)
+        round_queries(shared, a, warp);
+      else if (threadIdx.x % kWarp == 0)
+        Loader{shared, a}.run();
     } else {
       take_registers<kWorkRegisters>();
       Worker(shared, a, group).run();
     }
   }
 
-  // --- The thread that loads tiles.
+  // --- A warp that rounds tile `tile` of each item. The loader asks for it when the place of an earlier one is free.
+  EK_DEVICE static void round_queries(Shared& shared, const ForwardArguments& a, int tile) {
+    for (int count = 0;; ++count) {
+      const int stage = count % kQueryStages;
+      barrier_wait(&shared.q_asked[stage], count / kQueryStages & 1);
+      const Item& item = shared.items[count % kItems];
+      const int pairs = item.pairs, row = item.row + tile * kTileRows;
+      if (pairs > 0 && row < item.rows) {
+        const uint16_t* const first = a.q + item.query_batch * a.q_stride[0] + item.h * a.q_stride[1] +
+                                      (static_cast<int64_t>(item.first_row) + row) * a.q_stride[2];
+        QueryTile<kHead>::round(first, a.q_stride[2], item.rows - row, a.D, shared.q_waiting[tile],
+                                shared.q[stage][tile].image, &shared.q_scale[stage][tile]);
+      }
+      store_fence();  // threads wrote what the tensor cores read
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) barrier_arrive(&shared.q_full[stage]);
+      if (pairs < 0) return;
+    }
+  }
+
+  // --- The thread that loads tiles of k and v.
   struct Loader {
     Shared& shared;
     const ForwardArguments& a;
@@ -120,15 +149,25 @@ struct Forward {
     int count = 0;     // of items
     int pending = -1;  // V of a pair is asked for after K of the next: the order of their use
 
-    // Pair `pair` of all heads.
-    EK_DEVICE static void load(Pair& to, const uint8_t* pairs, int pair, uint64_t* full) {
+    // Pair `pair` of all heads, and the scales of k's. Those of v are one a head, which write() takes from memory.
+    EK_DEVICE void load_keys(int pair) {
+      uint64_t* const full = &shared.k_full[k.stage];
+      const uint8_t* const from = a.k + pair * static_cast<int64_t>(pair_bytes(kHead));
       barrier_expect_bytes(full, pair_bytes(kHead));
-      load_bytes(&to, pairs + pair * static_cast<int64_t>(pair_bytes(kHead)), pair_bytes(kHead), full);
+      load_bytes(shared.k[k.stage], from, kPairTiles * image_bytes(kHead), full);
+      load_bytes(shared.k_scale[k.stage], from + kPairTiles * image_bytes(kHead), kPairTiles * kScaleBytes,
+                 full);
+    }
+    EK_DEVICE void load_values(int pair) {
+      uint64_t* const full = &shared.v_full[v.stage];
+      barrier_expect_bytes(full, kPairTiles * image_bytes(kHead));
+      load_bytes(shared.v[v.stage], a.v + pair * static_cast<int64_t>(pair_bytes(kHead)),
+                 kPairTiles * image_bytes(kHead), full);
     }
     EK_DEVICE void load_pending() {
       if (pending < 0) return;
       barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      load(shared.v[v.stage], a.v, pending, &shared.v_full[v.stage]);
+      load_values(pending);
       v.next();
       pending = -1;
     }
@@ -144,21 +183,13 @@ struct Forward {
       }
       return item;
     }
-    EK_DEVICE void load_queries(const Item& item) {
-      uint64_t* const full = &shared.q_full[count % kQueryStages];
-      if (item.pairs == 0) return barrier_arrive(full);
-      const int tiles = min(kWarpgroups, (item.rows - item.row + kTileRows - 1) / kTileRows);
-      barrier_expect_bytes(full, tiles * (image_bytes(kHead) + kScaleBytes));
-#pragma unroll 1
-      for (int n = 0; n < tiles; ++n) {
-        Tile& to = shared.q[count % kQueryStages][n];
-        const uint32_t tile = item.head * a.row_pairs * kPairTiles + item.row / kTileRows + n;
-        load_bytes(to.image, a.q + image_offset(tile, kHead), image_bytes(kHead), full);
-        load_bytes(to.scale, a.q + scale_offset(tile, kHead), kScaleBytes, full);
-      }
-    }
-    EK_DEVICE void wait_for_room() {
-      barrier_wait(&shared.q_empty[count % kQueryStages], ~(count / kQueryStages) & 1);
+    // The next item, when the one before the last is no longer needed.
+    EK_DEVICE void hand_out(const Item& item) {
+      const int stage = count % kQueryStages;
+      barrier_wait(&shared.q_empty[stage], ~(count / kQueryStages) & 1);
+      shared.items[count % kItems] = item;
+      barrier_arrive(&shared.q_asked[stage]);
+      ++count;
     }
     EK_DEVICE void run() {
       const int total = a.items_per_head * a.heads;
@@ -166,24 +197,21 @@ struct Forward {
         const Item item = item_at(index);
         // No K comes with it, and the item after it may wait for rows that wait for this V.
         if (item.pairs == 0) load_pending();
-        wait_for_room();
-        shared.items[count % kItems] = item;
-        load_queries(item);
-        ++count;
+        hand_out(item);
         const int first = item.head / a.heads_per_group * a.key_pairs;  // H is a multiple of heads_per_group
 #pragma unroll 1
         for (int j = item.pairs - 1; j >= 0; --j) {
           barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-          load(shared.k[k.stage], a.k, first + j, &shared.k_full[k.stage]);
+          load_keys(first + j);
           k.next();
           load_pending();
           pending = first + j;
         }
       }
       load_pending();
-      wait_for_room();
-      shared.items[count % kItems].pairs = -1;
-      barrier_arrive(&shared.q_full[count % kQueryStages]);
+      Item none{};
+      none.pairs = -1;
+      hand_out(none);
     }
   };
 
@@ -208,7 +236,6 @@ struct Forward {
         : WarpgroupThread(group_), shared(shared_), a(a_) {}
 
     EK_DEVICE const Item& item() const { return shared.items[count % kItems]; }
-    EK_DEVICE const Tile& query() const { return shared.q[count % kQueryStages][group]; }
 
     EK_DEVICE void wait_turn() { named_sync(kNextBarrier + group, 2 * kWarpgroup); }
     EK_DEVICE void pass_turn() {
@@ -238,8 +265,8 @@ struct Forward {
 
     // The scores of pair j, its keys being there.
     EK_DEVICE void issue_scores() {
-      const uint64_t queries = operand_e4m3<kKeyLine>(query().image);
-      const uint64_t keys = operand_e4m3<kKeyLine>(shared.k[k.stage].image);
+      const uint64_t queries = operand_e4m3<kKeyLine>(shared.q[count % kQueryStages][group].image);
+      const uint64_t keys = operand_e4m3<kKeyLine>(shared.k[k.stage][0].image);
       products_begin();
 #pragma unroll
       for (int step = 0; step < kHead / 32; ++step)
@@ -247,8 +274,9 @@ struct Forward {
       products_commit();
 #pragma unroll
       for (int tile = 0; tile < kPairTiles; ++tile)
-        factor[tile] =
-            fmaxf(a.scale_log2 * query().scale[0] * shared.k[k.stage].scale[tile][0], kLeastFactor);
+        factor[tile] = fmaxf(
+            a.scale_log2 * shared.q_scale[count % kQueryStages][group] * shared.k_scale[k.stage][tile][0],
+            kLeastFactor);
     }
     EK_DEVICE void take_scores(int clear) {
       products_wait<0>();
@@ -280,7 +308,7 @@ struct Forward {
       constexpr int kSteps = kTileRows / 32, kPieceBytes = 64 * kValueLine;
 #pragma unroll
       for (int step = 0; step < kPairRows / 32; ++step) {
-        const uint64_t values = operand_e4m3<kValueLine>(shared.v[v.stage].image[step / kSteps]);
+        const uint64_t values = operand_e4m3<kValueLine>(shared.v[v.stage][step / kSteps].image);
         WgmmaE4m3<64>::rs(part[piece], p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
                           advance(values, piece * kPieceBytes + step % kSteps * 32), step > 0);
       }

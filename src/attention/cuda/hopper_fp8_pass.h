@@ -12,7 +12,7 @@ namespace evenkeel::hopper_fp8 {
 
 // Without a target yet.
 inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const PassInputs& in,
-                                            uint32_t* v_largest) {
+                                            const Counters& counters) {
   const auto operand = [&](const DeviceTensor& x, int64_t heads, int64_t rows) {
     QuantiseArguments::Operand made{};
     made.data = static_cast<const uint16_t*>(x.data);
@@ -26,16 +26,18 @@ inline QuantiseArguments quantise_arguments(const AttentionProblem& p, const Pas
   a.sequences = sequences(p);
   a.B = static_cast<int>(p.B);
   a.D = static_cast<int>(p.D);
-  a.v_largest = v_largest;
+  a.counters = counters;
   return a;
 }
 
 template <Target kTarget, class Launch>
-void quantise(const QuantiseArguments& a, Launch& launch) {
+void quantise(QuantiseArguments a, int multiprocessors, Launch& launch) {
+  a.query_tiles = kTarget == Target::rows ? a.B * a.q.heads * a.q.tiles : 0;
+  a.pieces = a.query_tiles + 3 * a.B * a.k.heads * a.k.tiles;
+  launch.template run<ClearCounters>(divide_up(a.counters.count, ClearCounters::kThreads), a.counters);
   const auto with_head = [&]<int kHead>() {
-    const int64_t tiles = int64_t{a.q.heads} * a.q.tiles + int64_t{2} * a.k.heads * a.k.tiles;
-    launch.template run<Quantise<kHead, kTarget>>(a.B * tiles, a);
-    launch.template run<QuantiseValues<kHead, kTarget>>(int64_t{a.B} * a.v.heads * a.v.tiles, a);
+    using Kernel = Quantise<kHead, kTarget>;
+    launch.template run<Kernel>(std::min(multiprocessors * Kernel::kBlocksAtOnce, a.pieces), a);
   };
   if (kernel_head(a.D) == 64)
     with_head.template operator()<64>();
@@ -43,40 +45,41 @@ void quantise(const QuantiseArguments& a, Launch& launch) {
     with_head.template operator()<128>();
 }
 
-// E4M3 tiles for the forward kernel.
+// E4M3 tiles of k and v for the forward kernel, and its counter at zero.
 template <class Launch>
-void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout, Launch& launch) {
-  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
-  a.next_item = layout.next_item;
-  a.q.target = layout.q, a.k.target = layout.k, a.v.target = layout.v;
-  quantise<Target::tiles>(a, launch);
+void quantise_tiles(const AttentionProblem& p, const PassInputs& in, const Layout& layout,
+                    int multiprocessors, Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.counters);
+  a.k.target = layout.k, a.v.target = layout.v;
+  quantise<Target::tiles>(a, multiprocessors, launch);
 }
 
 // The same numbers in BF16, to layout.rounded. Rows that do not exist are not written.
 template <class Launch>
 void quantise_rows(const AttentionProblem& p, const PassInputs& in, const BackwardLayout& layout,
-                   Launch& launch) {
-  QuantiseArguments a = quantise_arguments(p, in, layout.v_largest);
+                   int multiprocessors, Launch& launch) {
+  QuantiseArguments a = quantise_arguments(p, in, layout.counters);
   const auto to = [](QuantiseArguments::Operand& x, const DeviceTensor& rounded) {
     x.rounded = static_cast<uint16_t*>(rounded.data);
     std::copy_n(rounded.stride.begin(), 3, x.rounded_stride);
   };
   to(a.q, layout.rounded.q), to(a.k, layout.rounded.k), to(a.v, layout.rounded.v);
-  quantise<Target::rows>(a, launch);
+  quantise<Target::rows>(a, multiprocessors, launch);
 }
 
-inline ForwardArguments forward_arguments(const AttentionProblem& p, const ForwardPass& out,
-                                          const Layout& layout, int rows_of_item) {
+inline ForwardArguments forward_arguments(const AttentionProblem& p, const PassInputs& in,
+                                          const ForwardPass& out, const Layout& layout, int rows_of_item) {
   ForwardArguments a{};
   a.sequences = sequences(p);
-  a.q = layout.q, a.k = layout.k, a.v = layout.v;
+  a.q = static_cast<const uint16_t*>(in.q.data);
+  std::copy_n(in.q.stride.begin(), 3, a.q_stride);
+  a.k = layout.k, a.v = layout.v;
   a.o = static_cast<uint16_t*>(out.o.data);
-  for (size_t axis = 0; axis < 3; ++axis) a.o_stride[axis] = out.o.stride[axis];
+  std::copy_n(out.o.stride.begin(), 3, a.o_stride);
   a.lse = out.lse;
   a.H = static_cast<int>(p.H);
   a.heads_per_group = static_cast<int>(p.H / p.G);
   a.D = static_cast<int>(p.D);
-  a.row_pairs = static_cast<int>(divide_up(p.T, kPairRows));
   a.key_pairs = static_cast<int>(divide_up(p.N, kPairRows));
   a.causal = p.mask.causal;
   a.scale_log2 = p.scale * kLog2E;
@@ -86,7 +89,7 @@ inline ForwardArguments forward_arguments(const AttentionProblem& p, const Forwa
   const int64_t key_bytes = p.N * p.D * 2;   // K and V of one head
   a.section_heads = static_cast<int>(
       std::clamp<int64_t>(kCacheBytes / std::max<int64_t>(1, key_bytes) * a.heads_per_group, 1, a.heads));
-  a.next_item = layout.next_item;
+  a.next_item = layout.counters.next_item();
   return a;
 }
 
@@ -95,10 +98,10 @@ template <class Launch>
 void forward_pass(const AttentionProblem& p, const PassInputs& in, const ForwardPass& out, void* workspace,
                   int multiprocessors, Launch& launch) {
   const Layout layout = lay_out(p, workspace);
-  quantise_tiles(p, in, layout, launch);
+  quantise_tiles(p, in, layout, multiprocessors, launch);
   const auto with_head = [&]<int kHead>() {
     using Kernel = Forward<kHead>;
-    const ForwardArguments a = forward_arguments(p, out, layout, Kernel::kRows);
+    const ForwardArguments a = forward_arguments(p, in, out, layout, Kernel::kRows);
     launch.template run<Kernel>(std::min(multiprocessors, a.items_per_head * a.heads), a);
   };
   if (kernel_head(p.D) == 64)

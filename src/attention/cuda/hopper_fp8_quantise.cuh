@@ -1,13 +1,11 @@
 // q, k and v rounded to E4M3 with scales that are powers of two: e4m3*tile@e8m0_up (q, k) and e4m3*head@e8m0_up (v) of
-// numerics/round_block.h, to the bit. Two passes before either kernel. For the forward kernel they write E4M3 tiles
-// (hopper_fp8_tile.h), v transposed. For the backward kernel they write the same numbers in BF16, which has them exactly, in rows
-// as the given tensors have them. Internal to src/attention.
+// numerics/round_block.h, to the bit. One kernel, before that of either pass. For the forward kernel, which rounds q itself, it
+// writes E4M3 tiles of k and v (hopper_fp8_tile.h), v transposed. For the backward kernel it writes q, k and v: the same numbers in
+// BF16, which has them exactly, in rows as the given tensors have them. Internal to src/attention.
 #pragma once
 
-#include "attention/cuda/hopper_fp8_tile.h"
+#include "attention/cuda/hopper_fp8_rounding.cuh"
 #include "attention/cuda/sequences.cuh"
-#include "gpu/cuda/wgmma_e4m3.cuh"
-#include "numerics/format.h"
 
 namespace evenkeel::hopper_fp8 {
 
@@ -27,24 +25,9 @@ struct QuantiseArguments {
   Operand q, k, v;
   Sequences sequences;
   int B, D;
-  uint32_t* next_item;  // the forward kernel's counter, cleared here; or null
-  uint32_t* v_largest;  // (B, heads, tiles): bits of the largest finite magnitude
-};
-
-// A power of two by which a tile's numbers, or a head's, are E4M3 numbers. `largest` has the bits of their largest finite
-// magnitude in BF16.
-static_assert(scale_target(kE4m3) == 1.75f * 256);
-struct TileScale {
-  float scale, inverse;
-  EK_DEVICE explicit TileScale(uint32_t largest) {
-    // ScaleRule::e8m0_up: 2^8 times the scale is largest's own power of two, or the next one if largest is above 1.75 of it
-    // (the target is 1.75 2^8). Both are in reach: from 2^-127, a subnormal number, which zeros get too, up to 2^120.
-    constexpr uint32_t kSignificands = 128, kTop = kSignificands * 3 / 4;
-    const uint32_t above = (largest + kSignificands - 1 - kTop) / kSignificands;
-    const uint32_t exponent = above > 8 ? above - 8 : 0;
-    scale = __uint_as_float(exponent ? exponent << 23 : 1u << 22);
-    inverse = __uint_as_float((254 - exponent) << 23);
-  }
+  int query_tiles,
+      pieces;  // tiles of q to round, none for Target::tiles; they, and three pieces of work for each of k's
+  Counters counters;  // zeros at the start
 };
 
 // A tile a block, of which a thread has 8 features of 4 rows.
@@ -52,7 +35,6 @@ template <int kHead>
 struct QuantiseTile {
   static constexpr int kOctets = kHead / 8, kPerThread = 4;
   static constexpr int kThreads = kTileRows / kPerThread * kOctets;
-  static constexpr size_t kSharedBytes = kThreads / 32 * sizeof(uint32_t);
   using Numbers = uint4[kPerThread];
 
   // Of rows: lanes side by side hold octets of one row. Of columns (v's tiles): 16 lanes side by side hold one octet of all 64
@@ -72,6 +54,7 @@ struct QuantiseTile {
   struct Place {
     int64_t batch, head, row;  // of the tile's first row
     int rows;                  // that exist from there on; may be none
+    int tiles;                 // of the head, that have rows
     bool read;                 // does anybody read the tile's pair?
 
     EK_DEVICE Place(const QuantiseArguments& a, const QuantiseArguments::Operand& x, int index,
@@ -82,6 +65,7 @@ struct QuantiseTile {
       head = of_all % x.heads;
       row = static_cast<int64_t>(is_query ? s.first_row : s.first_key) + first;
       rows = (is_query ? s.rows : s.keys) - first;
+      tiles = (rows + first + kTileRows - 1) / kTileRows;
       read = rows + first > first / kPairRows * kPairRows;
     }
     template <class Number>
@@ -123,21 +107,10 @@ struct QuantiseTile {
           float4{by.scale, by.scale, by.scale, by.scale};
   }
 
-  EK_DEVICE static float number(const uint4& loaded, int i) {
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    return i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]);
-  }
-  // Four neighbours of an octet in E4M3. What is infinite becomes the largest number, as anything too large.
-  EK_DEVICE static uint32_t four(const uint4& loaded, int i, const TileScale& by) {
-    return pack_e4m3(number(loaded, i) * by.inverse, number(loaded, i + 1) * by.inverse,
-                     number(loaded, i + 2) * by.inverse, number(loaded, i + 3) * by.inverse);
-  }
   EK_DEVICE static void write_lines(uint8_t* to, const Numbers& loaded, const TileScale& by) {
 #pragma unroll
     for (int n = 0; n < kPerThread; ++n)
-      *reinterpret_cast<uint2*>(to +
-                                tile_offset(row<false>(n), octet<false>() * 8, line_bytes(false, kHead))) =
-          uint2{four(loaded[n], 0, by), four(loaded[n], 4, by)};
+      write_octet<kHead>(to, row<false>(n), octet<false>() * 8, loaded[n], by);
   }
   EK_DEVICE static void write_columns(uint8_t* to, const Numbers& loaded, const TileScale& by) {
     const auto scaled = [&](int n, int i) { return number(loaded[n], i) * by.inverse; };
@@ -168,95 +141,131 @@ struct QuantiseTile {
     }
   }
 
-  // The bits of the tile's largest finite magnitude.
-  EK_DEVICE static uint32_t largest(const Numbers& loaded) {
-    constexpr uint32_t kInfinity = 0x7f80u;
-    uint32_t pair = 0;  // magnitudes of BF16 numbers are in the order of integers, two in a word
-    each_word(loaded, [&](uint32_t first, uint32_t second) {
-      pair = __vimax3_u16x2(pair, first & 0x7fff7fffu, second & 0x7fff7fffu);
-    });
-    const uint32_t most = block_max(larger(pair & 0xffffu, pair >> 16));
-    if (most < kInfinity) return most;
-    __syncthreads();  // the warps' maxima are read
-    uint32_t finite = 0;
-    const auto add = [&](uint32_t magnitude) {
-      if (magnitude < kInfinity) finite = larger(finite, magnitude);
+  // The bits of the tile's largest finite magnitude, in all threads. of_warps: shared memory, a word a warp.
+  EK_DEVICE static uint32_t largest(const Numbers& loaded, uint32_t* of_warps) {
+    bool again = false;
+    const auto each = [&](auto body) {
+#pragma unroll
+      for (int n = 0; n < kPerThread; ++n) body(loaded[n]);
     };
-    each_word(loaded, [&](uint32_t first, uint32_t second) {
-      add(first & 0x7fffu), add(first >> 16 & 0x7fffu), add(second & 0x7fffu), add(second >> 16 & 0x7fffu);
+    return largest_finite(each, [&](uint32_t most) {
+      most = warp_largest(most);
+      if (again) __syncthreads();  // the warps' maxima are read
+      again = true;
+      if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = most;
+      __syncthreads();
+#pragma unroll
+      for (int warp = 0; warp < kThreads / kWarp; ++warp) most = larger(most, of_warps[warp]);
+      return most;
     });
-    return block_max(finite);
-  }
-  // body(word, next word), all of them.
-  template <class Body>
-  EK_DEVICE static void each_word(const Numbers& loaded, Body body) {
-#pragma unroll
-    for (int n = 0; n < kPerThread; ++n) body(loaded[n].x, loaded[n].y), body(loaded[n].z, loaded[n].w);
-  }
-  EK_DEVICE static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  EK_DEVICE static uint32_t block_max(uint32_t most) {
-#pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
-    auto* const of_warp = reinterpret_cast<uint32_t*>(dynamic_shared());
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < kThreads / 32; ++warp) most = larger(most, of_warp[warp]);
-    return most;
   }
 };
 
-// q and k, and the largest magnitudes of v's tiles.
+// Before Quantise.
+struct ClearCounters {
+  static constexpr int kThreads = 256, kBlocksAtOnce = 1;
+  static constexpr size_t kSharedBytes = 0;
+  EK_DEVICE static void run(const Counters& counters) {
+    const int64_t n = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+    if (n < counters.count) counters.all[n] = 0;
+  }
+};
+
+// Work on a tile of k or v, by its number among all such pieces. Some heads at a time: the largest magnitudes of v's tiles, then k,
+// and then v, which is so read a second time when the cache still has it.
+struct KeyPiece {
+  enum Kind { find_largest, round_keys, round_values } kind;
+  int tile;  // of all heads
+  // So many tiles, or a head, lie between a largest magnitude and its use. About as many are at work at once. Of so many the cache
+  // has k and v and what is written.
+  static constexpr int kTiles = 512;
+
+  EK_DEVICE KeyPiece(int number, int tiles, int heads) {
+    const int most_heads = max(1, kTiles / tiles), section = number / (3 * most_heads * tiles);
+    const int first = section * most_heads * tiles, in_section = number - 3 * first;
+    const int count = min(most_heads, heads - section * most_heads) * tiles;
+    kind = static_cast<Kind>(in_section / count);
+    tile = first + in_section % count;
+    // The last first: of heads that are longer than the cache it has those.
+    if (kind == round_values) tile = first + count - 1 - in_section % count;
+  }
+};
+
+// Blocks draw pieces of work from a counter: tiles of q, then those of k and v. v's scale waits for the largest of its head.
+// Nobody can wait for ever, however few of the blocks run at once. A piece waits for smaller numbers alone. The smallest number that
+// is not done belongs to a block that has started, and that is not kept by another piece: what a block does before it has a
+// smaller number. So that block goes on, and all others in their turn.
 template <int kHead, Target kTarget>
 struct Quantise : QuantiseTile<kHead> {
   using Tile = QuantiseTile<kHead>;
+  using typename Tile::Numbers, typename Tile::Place;
+  using Operand = QuantiseArguments::Operand;
   static constexpr int kBlocksAtOnce = 6;
-  EK_DEVICE static int count(const QuantiseArguments& a, const QuantiseArguments::Operand& x) {
-    return a.B * x.heads * x.tiles;
-  }
-  EK_DEVICE static void run(const QuantiseArguments& a) {
-    if (a.next_item && blockIdx.x == 0 && threadIdx.x == 0) *a.next_item = 0;
-    int index = blockIdx.x;
-    if (index < count(a, a.q)) return round_tile(a, a.q, index, /*is_query=*/true);
-    index -= count(a, a.q);
-    if (index < count(a, a.k)) return round_tile(a, a.k, index, false);
-    index -= count(a, a.k);
-    const typename Tile::Place place(a, a.v, index, false);
-    if (!place.read) return;
-    typename Tile::Numbers loaded;
-    Tile::template load<false>(a, a.v, place, loaded);
-    const uint32_t largest = Tile::largest(loaded);
-    if (threadIdx.x == 0) a.v_largest[index] = largest;
-  }
-  EK_DEVICE static void round_tile(const QuantiseArguments& a, const QuantiseArguments::Operand& x, int index,
-                                   bool is_query) {
-    const typename Tile::Place place(a, x, index, is_query);
-    if (!place.read) return;
-    typename Tile::Numbers loaded;
-    Tile::template load<false>(a, x, place, loaded);
-    Tile::template write<kTarget, false>(a, x, index, place, loaded, Tile::largest(loaded));
-  }
-};
+  static constexpr bool kColumns = kTarget == Target::tiles;  // of v
+  struct Shared {
+    int piece;
+    uint32_t most, of_warps[Tile::kThreads / kWarp];
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared);
 
-// v, after Quantise. Last tiles first: those are still in the cache.
-template <int kHead, Target kTarget>
-struct QuantiseValues : QuantiseTile<kHead> {
-  using Tile = QuantiseTile<kHead>;
-  static constexpr int kBlocksAtOnce = 6;
-  static constexpr bool kColumns = kTarget == Target::tiles;
   EK_DEVICE static void run(const QuantiseArguments& a) {
-    const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-    const typename Tile::Place place(a, a.v, index, false);
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+    const auto draw = [&] {
+      return threadIdx.x == 0 ? static_cast<int>(atomicAdd(a.counters.next_piece(), 1u)) : 0;
+    };
+    for (int next = draw();;) {
+      __syncthreads();  // the piece before it is done with `shared`
+      if (threadIdx.x == 0) shared.piece = next;
+      __syncthreads();
+      const int piece = shared.piece;
+      if (piece >= a.pieces) return;
+      next = draw();  // it arrives while the piece at hand is done
+      if (piece < a.query_tiles)
+        round_tile(a, shared, a.q, piece, /*is_query=*/true);
+      else
+        of_keys(a, shared, KeyPiece(piece - a.query_tiles, a.k.tiles, a.B * a.k.heads));
+    }
+  }
+  EK_DEVICE static void of_keys(const QuantiseArguments& a, Shared& shared, const KeyPiece& piece) {
+    if (piece.kind == KeyPiece::find_largest)
+      find_largest(a, shared, piece.tile);
+    else if (piece.kind == KeyPiece::round_keys)
+      round_tile(a, shared, a.k, piece.tile, /*is_query=*/false);
+    else
+      round_values(a, shared, piece.tile);
+  }
+  EK_DEVICE static void round_tile(const QuantiseArguments& a, Shared& shared, const Operand& x, int index,
+                                   bool is_query) {
+    const Place place(a, x, index, is_query);
     if (!place.read) return;
-    typename Tile::Numbers loaded;
+    Numbers loaded;
+    Tile::template load<false>(a, x, place, loaded);
+    const uint32_t most = Tile::largest(loaded, shared.of_warps);
+    Tile::template write<kTarget, false>(a, x, index, place, loaded, most);
+  }
+  EK_DEVICE static void find_largest(const QuantiseArguments& a, Shared& shared, int index) {
+    const Place place(a, a.v, index, false);
+    if (place.rows <= 0) return;
+    Numbers loaded;
+    Tile::template load<false>(a, a.v, place, loaded);
+    const uint32_t most = Tile::largest(loaded, shared.of_warps);
+    if (threadIdx.x != 0) return;
+    const Counters::Head head = a.counters.head(index / a.v.tiles);
+    atomicMax(head.largest, static_cast<int>(most));
+    add_release(head.tiles, 1);
+  }
+  EK_DEVICE static void round_values(const QuantiseArguments& a, Shared& shared, int index) {
+    const Place place(a, a.v, index, false);
+    if (!place.read) return;
+    Numbers loaded;
     Tile::template load<kColumns>(a, a.v, place, loaded);
-    const int head = index / a.v.tiles,
-              tiles = (sequence(a.sequences, head / a.v.heads).keys + kTileRows - 1) / kTileRows;
-    const uint32_t* const of_head = a.v_largest + static_cast<int64_t>(head) * a.v.tiles;
-    uint32_t most = 0;
-    for (int n = static_cast<int>(threadIdx.x); n < tiles; n += Tile::kThreads)
-      most = Tile::larger(most, of_head[n]);
-    Tile::template write<kTarget, kColumns>(a, a.v, index, place, loaded, Tile::block_max(most));
+    if (threadIdx.x == 0) {
+      const Counters::Head head = a.counters.head(index / a.v.tiles);
+      while (load_acquire(head.tiles) < place.tiles) let_others_run();
+      shared.most = static_cast<uint32_t>(load_relaxed(head.largest));
+    }
+    __syncthreads();
+    Tile::template write<kTarget, kColumns>(a, a.v, index, place, loaded, shared.most);
   }
 };
 

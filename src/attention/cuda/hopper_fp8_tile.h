@@ -1,6 +1,7 @@
 // A tile of the FP8 kernel: 64 rows of q, k or v of one head in E4M3, and the one scale they share. The bytes are exactly
-// as shared memory holds them for the tensor cores. The quantiser writes tiles to device memory, a plain copy of bytes
-// brings them to shared memory, and `wgmma` reads them there: this file is what the three agree on. Plain C++, for host and device code.
+// as shared memory holds them for the tensor cores. The quantiser writes tiles of k and v to device memory, and a plain copy of
+// bytes brings them to shared memory, where the forward kernel writes those of q. `wgmma` reads them there: this file is what all
+// agree on. Plain C++, for host and device code.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +38,7 @@ EVENKEEL_HOST_DEVICE constexpr int value_slot(int key) {
   return key / 16 * 16 + quad * 4 + pair * 2 + key % 2;
 }
 
-// Tiles come in pairs, 128 rows: the numbers of both, then the scale of each. The second tile of a last pair may be all zeros.
+// Tiles of k and v come in pairs, 128 rows: the numbers of both, then the scale of each. The second tile of a last pair may be all zeros.
 inline constexpr int kPairTiles = 2, kPairRows = kPairTiles * kTileRows;
 EVENKEEL_HOST_DEVICE constexpr size_t image_bytes(int head) { return static_cast<size_t>(kTileRows * head); }
 inline constexpr size_t kScaleBytes = 16;  // the least that the copy engine moves
@@ -55,29 +56,44 @@ EVENKEEL_HOST_DEVICE constexpr size_t scale_offset(uint32_t tile, int head) {
 
 constexpr int kernel_head(int64_t D) { return D <= 64 ? 64 : 128; }
 
-// The forward pass's workspace: the counter of items, the largest magnitude of each of v's tiles, and the tiles of q, k and v.
+// What the blocks of a kernel share, zeros when it starts.
+struct Counters {
+  int32_t* all;
+  int64_t count;
+  // Of one head's v, as far as it was looked at: bits of the largest finite magnitude, and tiles.
+  struct Head {
+    int32_t *largest, *tiles;
+  };
+  EVENKEEL_HOST_DEVICE uint32_t* next_item() const { return reinterpret_cast<uint32_t*>(all); }
+  EVENKEEL_HOST_DEVICE uint32_t* next_piece() const { return next_item() + 1; }
+  EVENKEEL_HOST_DEVICE Head head(int n) const { return {all + 2 + 2 * n, all + 3 + 2 * n}; }
+};
+inline Counters take_counters(const AttentionProblem& problem, Carver& parts) {
+  const int64_t count = 2 + 2 * problem.B * problem.G;
+  return {parts.take<int32_t>(count), count};
+}
+
+// The forward pass's workspace: counters, and the tiles of k and v.
 struct Layout {
-  uint32_t *next_item, *v_largest;
-  uint8_t *q, *k, *v;
+  Counters counters;
+  uint8_t *k, *v;
   size_t bytes;
 };
 inline Layout lay_out(const AttentionProblem& problem, void* workspace) {
   Carver parts(workspace);
   const auto pair = static_cast<int64_t>(pair_bytes(kernel_head(problem.D)));
-  const int64_t row_pairs = divide_up(problem.T, kPairRows), key_pairs = divide_up(problem.N, kPairRows);
+  const int64_t key_pairs = divide_up(problem.N, kPairRows);
   Layout layout{};
-  layout.next_item = parts.take<uint32_t>(1);
-  layout.v_largest = parts.take<uint32_t>(problem.B * problem.G * key_pairs * kPairTiles);
-  layout.q = parts.take<uint8_t>(problem.B * problem.H * row_pairs * pair);
+  layout.counters = take_counters(problem, parts);
   layout.k = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.v = parts.take<uint8_t>(problem.B * problem.G * key_pairs * pair);
   layout.bytes = parts.used();
   return layout;
 }
 
-// The backward pass's: the same largest magnitudes, the rounded q, k and v in BF16, and what the BF16 kernels need.
+// The backward pass's: counters, the rounded q, k and v in BF16, and what the BF16 kernels need.
 struct BackwardLayout {
-  uint32_t* v_largest;
+  Counters counters;
   PassInputs rounded;
   void* rest;
   size_t bytes;
@@ -93,8 +109,7 @@ inline BackwardLayout lay_out_backward(const AttentionProblem& problem, void* wo
   const AttentionMask& mask = problem.mask;
   const bool packed_keys = !mask.key_offsets.empty();
   BackwardLayout layout{};
-  layout.v_largest =
-      parts.take<uint32_t>(problem.B * problem.G * divide_up(problem.N, kPairRows) * kPairTiles);
+  layout.counters = take_counters(problem, parts);
   layout.rounded = {rounded(problem.H, problem.T, mask.query_rows, !mask.query_offsets.empty()),
                     rounded(problem.G, problem.N, mask.key_rows, packed_keys),
                     rounded(problem.G, problem.N, mask.key_rows, packed_keys)};
