@@ -123,7 +123,7 @@ def steps_of(options):
     steps.append(Step("bench", 150, [program, *bench]))
     steps.append(Step("bench_forms", 200, [program, *bench, "--forms"]))
     steps.append(Step("bench_train", 150, [program, "bench", "train", "--gpu", "--preset", "gpt2"]))
-    steps.append(Step("bench_probes", 90, [program, "bench", "probes", "--gpu"]))
+    steps.append(Step("bench_probes", 120, [program, "bench", "probes", "--gpu"]))
     steps.append(Step("bench_ampere", 90, [program, *bench, "--quick"], {"EVENKEEL_KERNELS": "ampere"}))
     if options.study:
         steps.append(training("study", options, options.study_only))

@@ -40,6 +40,7 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
       fused_gelu_(config.mlp == MlpKind::gelu && is_bf16() && config.hidden_width() % 8 == 0),
+      stream_(/*preferred=*/fact_stream() == FactStream::low),
       products_(stream_),
       parameters_(at(table_.size()) * sizeof(float)),
       gradients_(at(table_.size()) * sizeof(float)),
