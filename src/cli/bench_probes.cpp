@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -40,12 +43,13 @@ struct RandomBatch {
   Batch batch{};
 };
 
-// What probes add to a step, as shares of its time, one a round; and the most that the median may be.
+// What probes add to a step, as shares of its time, one a round; and the most that the median may be, where something is asked
+// (0: nothing is).
 struct Figure {
   std::string name;
   double most;
   std::vector<double> shares = {};
-  bool ok() const { return quantile(shares, 0.5) <= most; }
+  bool ok() const { return most == 0 || quantile(shares, 0.5) <= most; }
 };
 
 // head: what JSON has before the results; title: a line instead of it.
@@ -64,9 +68,10 @@ int print(const std::vector<Figure>& figures, nlohmann::ordered_json head, const
   } else {
     fmt::print("{}; in brackets quartiles\n\n", title);
     for (const Figure& f : figures)
-      fmt::print("{:<36}{:>+7.2f} %  ({:+.2f}..{:+.2f})   at most {:.0f} %  {}\n", f.name,
-                 100 * quantile(f.shares, 0.5), 100 * quantile(f.shares, 0.25),
-                 100 * quantile(f.shares, 0.75), 100 * f.most, f.ok() ? "ok" : "MISS");
+      fmt::print(
+          "{:<48}{:>+7.2f} %  ({:+.2f}..{:+.2f})   {}\n", f.name, 100 * quantile(f.shares, 0.5),
+          100 * quantile(f.shares, 0.25), 100 * quantile(f.shares, 0.75),
+          f.most == 0 ? "" : fmt::format("at most {:.0f} %  {}", 100 * f.most, f.ok() ? "ok" : "MISS"));
   }
   return check && !ok ? 1 : 0;
 }
@@ -129,56 +134,95 @@ int bench_probes(bool check, bool json) {
                check, json);
 }
 
-// A round has three stretches of kEvery steps: without probes, with the cheap set, and with both sets as a run has them.
-// In the last the full set is at the first step and its record at the last.
+namespace probes_bench {
+namespace {
+
+// Training `nano` with a plan, with facts where $EVENKEEL_FACT_STREAM has them.
+class GpuRun {
+ public:
+  GpuRun(const std::string& plan, const char* fact_stream)
+      : config_(run_config(plan, folder_.path())),
+        full_(probed(config_, kEvery), "", 0),
+        cheap_(probed(config_, config_.schedule.steps), "",
+               0) {  // never but at step 0, which has no probes here
+    write_bench_tokens(config_.data, config_.model.vocabulary);
+    if (*fact_stream) setenv(kVariable, fact_stream, 1);
+    trainer_ = Trainer::start(folder_.path() / "run", config_);
+    if (*fact_stream) unsetenv(kVariable);
+    const std::string name = *fact_stream ? fmt::format("{}, facts on {}", plan, fact_stream) : plan;
+    const double limit = *fact_stream ? 0 : 1;
+    figures = {{fmt::format("{}: cheap set, every step", name), limit * kMostCheap},
+               {fmt::format("{}: and full set, every {}th", name, kEvery), limit * kMostFull}};
+  }
+
+  // Three stretches of kEvery steps: without probes, with the cheap set, and with both sets as a run has them. In the last the
+  // full set is at the first step and its record at the last. Every round has another order; round 0 warms up.
+  void run(size_t round) {
+    StepWatcher* const kinds[] = {nullptr, &cheap_, &full_};
+    double seconds[3];
+    for (size_t n = 0; n < 3; ++n) seconds[(n + round) % 3] = seconds_of(kinds[(n + round) % 3]);
+    if (round == 0) return;
+    times.push_back(seconds[0] / static_cast<double>(kEvery));
+    for (size_t n = 0; n < 2; ++n) figures[n].shares.push_back(seconds[n + 1] / seconds[0] - 1);
+  }
+
+  std::vector<double> times;  // of a step without probes
+  std::vector<Figure> figures;
+
+ private:
+  static constexpr const char* kVariable = "EVENKEEL_FACT_STREAM";
+
+  static RunConfig run_config(const std::string& plan, const std::filesystem::path& folder) {
+    RunConfig config = bench_run("nano", Backend::cuda, 32);
+    config.plan = plan;
+    config.data = (folder / "tokens.bin").string();
+    return config;
+  }
+  static RunConfig probed(RunConfig config, int64_t every) {
+    config.probe_every = every;
+    return config;
+  }
+  double seconds_of(StepWatcher* watcher) {
+    trainer_->set_watcher(watcher);
+    const auto began = std::chrono::steady_clock::now();
+    for (int64_t n = 0; n < kEvery; ++n) trainer_->step();
+    trainer_->set_watcher(nullptr);  // when its last record is written
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  }
+
+  const ScratchFolder folder_{"evenkeel-bench-"};
+  const RunConfig config_;
+  ProbeRecorder full_, cheap_;
+  std::unique_ptr<Trainer> trainer_;
+};
+
+}  // namespace
+}  // namespace probes_bench
+
+// The two plans of `nano`, and for the one whose facts are a pass of their own the other streams for it, in turns.
 int bench_probes_gpu(bool check, bool json) {
   using namespace probes_bench;
   const CudaDevice device = cuda_device();
   require_data(device.present, "--gpu: no GPU: {}", device.why);
-  const char* const plans[] = {"bf16_all", "flash2"};
   std::vector<Figure> figures;
   nlohmann::ordered_json head = {
       {"bench", "probes"}, {"device", device.name}, {"rounds", kGpuRounds}, {"step_ms", {}}};
   std::string title = fmt::format("nano, 32 x 512 tokens on {}: medians of {} rounds of {} steps",
                                   device.name, kGpuRounds, kEvery);
+  const std::pair<const char*, std::vector<const char*>> plans[] = {{"bf16_all", {""}},
+                                                                    {"flash2", {"", "low", "main"}}};
   Progress progress("bench probes", std::size(plans) * (kGpuRounds + 1));
-  for (const char* const plan : plans) {
-    const ScratchFolder folder("evenkeel-bench-");
-    RunConfig config = bench_run("nano", Backend::cuda, 32);
-    config.plan = plan;
-    config.data = (folder.path() / "tokens.bin").string();
-    write_bench_tokens(config.data, config.model.vocabulary);
-    RunConfig with_full = config, without_full = config;
-    with_full.probe_every = kEvery;
-    without_full.probe_every = config.schedule.steps;  // never but at step 0, which has no probes here
-    ProbeRecorder full(with_full, "", 0), cheap(without_full, "", 0);
-    const auto trainer = Trainer::start(folder.path() / "run", config);
-    const auto seconds_of = [&](StepWatcher* watcher) {
-      trainer->set_watcher(watcher);
-      const auto began = std::chrono::steady_clock::now();
-      for (int64_t n = 0; n < kEvery; ++n) trainer->step();
-      trainer->set_watcher(nullptr);  // when its last record is written
-      return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-    };
-    StepWatcher* const kinds[] = {nullptr, &cheap, &full};
-    std::vector<double> times;
-    Figure cheap_figure{fmt::format("{}: cheap set, every step", plan), kMostCheap},
-        full_figure{fmt::format("{}: and full set, every {}th", plan, kEvery), kMostFull};
+  for (const auto& [plan, streams] : plans) {
+    std::vector<std::unique_ptr<GpuRun>> runs;
+    for (const char* stream : streams) runs.push_back(std::make_unique<GpuRun>(plan, stream));
     for (size_t round = 0; round <= kGpuRounds; ++round) {
-      double seconds[3];
-      // Every round in another order; the first one warms up.
-      for (size_t n = 0; n < 3; ++n) seconds[(n + round) % 3] = seconds_of(kinds[(n + round) % 3]);
+      for (const auto& run : runs) run->run(round);
       progress.advance();
-      if (round == 0) continue;
-      times.push_back(seconds[0] / static_cast<double>(kEvery));
-      cheap_figure.shares.push_back(seconds[1] / seconds[0] - 1);
-      full_figure.shares.push_back(seconds[2] / seconds[0] - 1);
     }
-    const double milliseconds = 1e3 * quantile(times, 0.5);
+    const double milliseconds = 1e3 * quantile(runs[0]->times, 0.5);
     head["step_ms"][plan] = milliseconds;
     title += fmt::format("; {} {:.3f} ms a step", plan, milliseconds);
-    figures.push_back(std::move(cheap_figure));
-    figures.push_back(std::move(full_figure));
+    for (const auto& run : runs) figures.insert(figures.end(), run->figures.begin(), run->figures.end());
   }
   return print(figures, std::move(head), title, check, json);
 }

@@ -19,6 +19,7 @@
 #include "cli/python_script.h"
 #include "diagnosis/probe_recorder.h"
 #include "gpu/device.h"
+#include "model/device_product.h"
 #include "numerics/cpu.h"
 #include "numerics/random.h"
 #include "training/trainer.h"
@@ -404,6 +405,11 @@ int bench_train_gpu(const GpuBenchOptions& options) {
   if (wanted("llama-124m")) measure_large(report, "llama-124m", options.rounds, counts);
   if (wanted("llama-nano"))
     measure_small(report, "llama-nano", "bf16_all", "", options.rounds, counts ? kRotaryNanoSteps : 0);
+  const ProductChoices choices = product_choices();
+  report.notes.push_back(
+      fmt::format("choosing algorithms for products, before the first steps: {} shapes timed in {:.2f} s; "
+                  "others were known from earlier calls",
+                  choices.count, choices.seconds));
   return print(report, options.check, options.json);
 }
 

@@ -3,8 +3,8 @@
 // DataError and says what was looked for.
 //
 // Sums are FP32 whatever the operands are. The same product has the same bits every time. No algorithm in use
-// adds in an order that may change. The choice is made once for a shape, a GPU and a version of cuBLASLt.
-// It is then kept in a file of the user's cache folder (products.txt in $XDG_CACHE_HOME/evenkeel or
+// adds in an order that may change. The choice is made once for a shape, a GPU and a version of cuBLASLt, by time
+// (quickest.h), on a GPU that has been busy for a while. It is then kept in a file of the user's cache folder (products.txt in $XDG_CACHE_HOME/evenkeel or
 // ~/.cache/evenkeel). Where that file cannot be kept, nothing is timed: cuBLASLt's own first choice is used.
 #pragma once
 
@@ -36,7 +36,9 @@ struct DeviceProduct {
   void* c;          // (rows, columns), stride c_stride
   int64_t c_stride;
   TensorType c_type;
-  const void* base = nullptr;  // (rows, columns) of c_type, stride c_stride; c itself to add to it
+  // (rows, columns) of c_type, stride c_stride; c itself to add to it. With base_scale 0 it is not read, but the
+  // algorithm is the one with which it would be added: the sums have the same order.
+  const void* base = nullptr;
   const void* bias = nullptr;  // (columns) of c_type
   float scale = 1, base_scale = 1;
   ProductEnd end = ProductEnd::plain;
@@ -62,5 +64,12 @@ class DeviceProducts {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// What choosing algorithms has cost in this process: shapes that were timed, and seconds.
+struct ProductChoices {
+  int count;
+  double seconds;
+};
+ProductChoices product_choices();
 
 }  // namespace evenkeel

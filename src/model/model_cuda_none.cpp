@@ -15,6 +15,7 @@ struct DeviceProducts::State {};
 DeviceProducts::DeviceProducts(void*) { refuse(); }
 DeviceProducts::~DeviceProducts() = default;
 void DeviceProducts::multiply(const DeviceProduct&) { refuse(); }
+ProductChoices product_choices() { return {}; }
 
 std::unique_ptr<Model> make_model_cuda(const ModelConfig&, uint64_t) { refuse(); }
 std::vector<PhaseTime> time_phases_cuda(Model&, const Batch&, const StepContext&, int) { refuse(); }

@@ -191,6 +191,16 @@ TEST(DeviceProduct, SmallBaseBiasAndScale) {
          .base_scale = 3});
 }
 
+// A base that is not read: the same algorithm, and so the same order, as where it is added.
+TEST(DeviceProduct, SmallBaseThatIsNotRead) {
+  check({.rows = 24,
+         .columns = 40,
+         .depth = 72,
+         .a_transposed = true,
+         .base = Case::in_place,
+         .base_scale = 0});
+}
+
 TEST(DeviceProduct, SmallGelu) {
   check({.rows = 40, .columns = 64, .depth = 32, .c_type = bf16, .end = ProductEnd::gelu});
   check({.rows = 40, .columns = 64, .depth = 32, .c_type = bf16, .bias = true, .end = ProductEnd::gelu});

@@ -371,16 +371,45 @@ TEST(ModelCuda, SmallNaNIsAResult) {
     model->read_parameters(parameters);
     const Floats before = parameters;
     const double healthy = model->forward_backward(tokens.batch(), 1, {});
+    const Floats gradients = gradients_of(*model);
     for (const float bad : {std::nanf(""), INFINITY}) {
       parameters[at(model->table().find("h.0.attn.c_attn.weight")->offset)] = bad;
       model->write_parameters(parameters);
+      model->zero_gradients();
       const double loss = model->forward_backward(tokens.batch(), 1, {.score_facts = true});
       EXPECT_FALSE(std::isfinite(loss)) << bad;
       EXPECT_TRUE(std::isnan(model->facts()[0].mean_lse) || std::isinf(model->facts()[0].mean_lse));
     }
     model->write_parameters(before);
-    EXPECT_EQ(model->forward_backward(tokens.batch(), 1, {}), healthy);
+    // Nothing of the old gradients is read, neither by the first call nor by one that a graph was recorded of.
+    for (int call = 0; call < 3; ++call) {
+      model->zero_gradients();
+      EXPECT_EQ(model->forward_backward(tokens.batch(), 1, {}), healthy);
+      EXPECT_TRUE(gradients_of(*model) == gradients) << call;  // -0 is 0
+    }
   }
+}
+
+TEST(ModelCuda, SmallWritesWhatItWouldAddToZeros) {
+  for (const bool tied : {true, false})
+    for (const LinearPrecision precision : {kFp32, kBf16}) {
+      ModelConfig config = config_of(precision, 2, 64);
+      config.tied_embeddings = tied;
+      const Tokens longer(config, 2, 37), tokens(config, 2, 21, 8);
+      const auto model = make_model_cuda(config, 5);
+      const auto pass = [&] {
+        model->forward_backward(tokens.batch(), 1, {});
+        return gradients_of(*model);
+      };
+      const Floats zeros(at(model->table().size()));
+      model->write_gradients(zeros);
+      const Floats added = pass();
+      model->forward_backward(longer.batch(), 1, {});  // tokens and positions that `tokens` has not
+      model->zero_gradients();
+      EXPECT_TRUE(pass() == added) << tied;
+      model->zero_gradients();
+      EXPECT_TRUE(gradients_of(*model) == zeros) << tied;
+    }
 }
 
 TEST(ModelCuda, SmallBadRequestsAreRefused) {

@@ -14,7 +14,9 @@ Graph Graph::record(cudaStream_t stream, const std::function<void()>& work) {
   }
   check_cuda(cudaStreamEndCapture(stream, &graph), "recording a graph");
   Graph made;
-  const cudaError_t status = cudaGraphInstantiate(made.exec_.place(), graph, 0);
+  // Kernels have the priorities of the streams that they were recorded from, other than all that of the launch's stream.
+  const cudaError_t status =
+      cudaGraphInstantiate(made.exec_.place(), graph, cudaGraphInstantiateFlagUseNodePriority);
   cudaGraphDestroy(graph);
   check_cuda(status, "making a graph");
   return made;

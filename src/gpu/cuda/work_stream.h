@@ -7,15 +7,24 @@
 #include "gpu/cuda/check.h"
 #include "gpu/cuda/clock.h"
 #include "gpu/device_memory.h"
+#include "gpu/owned.h"
 
 namespace evenkeel {
 
 class WorkStream {
  public:
-  WorkStream() = default;
+  // preferred: where its kernels and another stream's both wait for a multiprocessor, its own come first. What runs already
+  // runs on.
+  explicit WorkStream(bool preferred = false) {
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
+    check_cuda(
+        cudaStreamCreateWithPriority(owned_.place(), cudaStreamNonBlocking, preferred ? greatest : least),
+        "making a stream");
+  }
   WorkStream(const WorkStream&) = delete;
   WorkStream& operator=(const WorkStream&) = delete;
-  operator cudaStream_t() const { return static_cast<cudaStream_t>(owned_.get()); }
+  operator cudaStream_t() const { return owned_.get(); }
 
   void copy_up(void* to, const void* from, size_t bytes) const {
     check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, *this), "copying to the device");
@@ -32,7 +41,7 @@ class WorkStream {
   std::optional<PhaseClock> clock;  // set while phases are timed
 
  private:
-  DeviceStream owned_;
+  Owned<cudaStream_t, cudaStreamDestroy> owned_;
 };
 
 }  // namespace evenkeel

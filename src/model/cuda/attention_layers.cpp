@@ -1,13 +1,26 @@
 #include "model/cuda/attention_layers.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 #include <utility>
 
+#include "base/error.h"
 #include "base/sizes.h"
 #include "gpu/cuda/check.h"
 #include "gpu/device.h"
 
 namespace evenkeel::device {
+
+FactStream fact_stream() {
+  constexpr const char* kVariable = "EVENKEEL_FACT_STREAM";
+  const char* const set = std::getenv(kVariable);
+  const std::string_view name = set && *set ? set : "second";
+  if (name == "second") return FactStream::second;
+  if (name == "low") return FactStream::low;
+  require(name == "main", "{}: expected second, low or main, got '{}'", kVariable, name);
+  return FactStream::main;
+}
 
 DeviceTensor AttentionLayers::heads_of(void* data, int64_t first, int64_t row_stride) const {
   return {static_cast<char*>(data) + at(first) * element_bytes(config_.tensor_type()),
@@ -116,18 +129,22 @@ void AttentionLayers::backward(int64_t layer) {
   const ForwardPass saved = outputs(layer, m, false);
   call.backward(inputs(m), d_o, saved, out, workspace(), stream_);
   if (!fact_pass) return;
-  fork();
-  call.facts(inputs(m), d_o, saved, {m.delta, m.residual, kind_.tie_facts ? m.ties : nullptr},
-             second_stream_);
-  joined_.set(second_stream_);
+  call.facts(inputs(m), d_o, saved, {m.delta, m.residual, kind_.tie_facts ? m.ties : nullptr}, fork());
+  facts_end();
 }
 
 // --- Facts aside: by the kernels that train, or by a second pass of others
 
-void AttentionLayers::fork() {
+const WorkStream& AttentionLayers::fork() {
+  if (fact_stream_ == FactStream::main) return stream_;
   forked_.set(stream_);
   forked_.wait_in(second_stream_);
   facts_run_aside_ = true;
+  return second_stream_;
+}
+
+void AttentionLayers::facts_end() {
+  if (facts_run_aside_) joined_.set(second_stream_);
 }
 
 AttentionLayers::SecondPass AttentionLayers::carve_second_pass(const AttentionCall& call,
@@ -153,16 +170,16 @@ void AttentionLayers::compute_facts_separately(int64_t layer) {
   const AttentionCall& call = *calls(layer).facts;
   Carver carver(memory_.as<char>() + layout_->second_pass);
   SecondPass second = carve_second_pass(call, carver);
-  fork();
+  const WorkStream& stream = fork();
   if (kind_.tie_facts) second.forward.ties = m.ties;
-  call.forward(inputs(m), second.forward, second.workspace, second_stream_);
+  call.forward(inputs(m), second.forward, second.workspace, stream);
   if (kind_.residual_facts) {
     second.backward.residual = m.residual;
     second.backward.delta = m.delta;
     call.backward(inputs(m), heads_of(a_->d_o, 0, config_.query_width()), second.forward, second.backward,
-                  second.workspace, second_stream_);
+                  second.workspace, stream);
   }
-  joined_.set(second_stream_);
+  facts_end();
 }
 
 void AttentionLayers::join_facts() {

@@ -23,6 +23,11 @@
 
 namespace evenkeel::device {
 
+// Where facts that are computed separately run: $EVENKEEL_FACT_STREAM, `second` (the default), `low` or `main`. Second: on a
+// stream of their own. Low: there, and the kernels of the main stream come first. Main: on the main stream.
+enum class FactStream { second, low, main };
+FactStream fact_stream();
+
 class AttentionLayers {
  public:
   AttentionLayers(const Model& model, WorkStream& stream)
@@ -90,11 +95,14 @@ class AttentionLayers {
                                             [](const LayerCalls& c) { return c.train.gives_score_facts(); });
   }
   const LayerCalls& calls(int64_t layer) const { return layout_->calls[static_cast<size_t>(layer)]; }
-  void fork();  // the second stream goes on from here
+  // Where facts go on from here, beside the main stream or on it; and their end, for join_facts.
+  const WorkStream& fork();
+  void facts_end();
   SecondPass carve_second_pass(const AttentionCall& call, Carver& carver) const;
 
   const Model& model_;
   const ModelConfig& config_;
+  const FactStream fact_stream_ = fact_stream();
   WorkStream& stream_;
   WorkStream second_stream_;
   std::span<const float> slopes_;

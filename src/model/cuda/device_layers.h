@@ -24,8 +24,8 @@ struct BlockSums {
   int32_t blocks, columns;
 };
 int64_t sum_blocks(int64_t rows);  // of every sum over rows below
-// total += the sum of its parts, for `count` of them. sums: device memory; most_columns: of any.
-void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, cudaStream_t stream);
+// total = the sum of its parts, or += where `add`, for `count` of them. sums: device memory; most_columns: of any.
+void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, bool add, cudaStream_t stream);
 
 // x[b][t] = wte[tokens[b][t]] + wpe[t]: x (N, C); wpe may be nullptr. Moves 4 N C bytes, and reads as many.
 void embedding_forward(const int32_t* tokens, const float* wte, const float* wpe, int64_t N, int64_t T,

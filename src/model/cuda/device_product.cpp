@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -23,6 +24,7 @@
 #include "gpu/cuda/cublaslt.h"
 #include "gpu/device.h"
 #include "gpu/device_memory.h"
+#include "model/quickest.h"
 
 namespace evenkeel {
 namespace {
@@ -34,7 +36,7 @@ namespace fs = std::filesystem;
 // are our columns and rows. A bias for each of its m rows is one for each of our columns.
 
 constexpr size_t kWorkspaceBytes = size_t{128} << 20;  // split sums of the largest weight gradients
-constexpr int kCandidates = 16;
+constexpr int kCandidates = 64;
 
 cudaDataType_t data_type(TensorType type) { return type == TensorType::bf16 ? CUDA_R_16BF : CUDA_R_32F; }
 uint32_t alignment_of(const void* pointer) {
@@ -291,6 +293,22 @@ void check_product(const DeviceProduct& p) {
 
 }  // namespace
 
+namespace {
+
+std::mutex choosing;               // guards what follows, and DeviceProducts' choices
+ProductChoices cost_of_choices{};  // of this process
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+ProductChoices product_choices() {
+  const std::lock_guard lock(choosing);
+  return cost_of_choices;
+}
+
 struct DeviceProducts::State {
   explicit State(void* given) : stream(static_cast<cudaStream_t>(given)), workspace(kWorkspaceBytes) {
     check_blas(cublaslt().create(&handle), "starting");
@@ -302,27 +320,36 @@ struct DeviceProducts::State {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  // Seconds for one product. Enough runs that the clock's grain does not matter.
-  double time(const Description& description, const cublasLtMatmulAlgo_t& algorithm, void* target) const {
-    constexpr double kEnough = 2e-3, kMostRuns = 64;
+  // Seconds for one of so many products.
+  double time(const Description& description, const cublasLtMatmulAlgo_t& algorithm, void* target,
+              int runs) const {
     TimeMark begin, end;
-    const auto runs = [&](int count) {
-      begin.set(stream);
-      for (int n = 0; n < count; ++n)
-        if (description.run(handle, algorithm, target, workspace.data(), stream) != CUBLAS_STATUS_SUCCESS)
-          return std::numeric_limits<double>::infinity();
-      end.set(stream);
-      end.wait();
-      return end.seconds_since(begin) / count;
-    };
-    if (!(runs(1) < 1e3)) return std::numeric_limits<double>::infinity();  // loads the kernel
-    const int count = static_cast<int>(std::clamp(kEnough / runs(1), 1.0, kMostRuns));
-    return std::min(runs(count), runs(count));
+    begin.set(stream);
+    for (int n = 0; n < runs; ++n)
+      if (description.run(handle, algorithm, target, workspace.data(), stream) != CUBLAS_STATUS_SUCCESS)
+        return std::numeric_limits<double>::infinity();
+    end.set(stream);
+    end.wait();
+    return end.seconds_since(begin) / runs;
   }
 
-  cublasLtMatmulAlgo_t quickest(const Description& given, const DeviceProduct& p,
-                                const std::vector<cublasLtMatmulAlgo_t>& candidates) const {
+  // A GPU that has idled runs faster than one in the middle of a step, which its power limits; and not every algorithm loses
+  // as much. Once a process, with the first product that keeps all of the GPU busy.
+  void warm_up(const Description& description, const DeviceProduct& p, const cublasLtMatmulAlgo_t& algorithm,
+               void* target) const {
+    constexpr double kBusy = 1e9, kWarm = 0.1;  // operations, seconds
+    static std::once_flag warm;
+    if (static_cast<double>(p.rows * p.batch) * static_cast<double>(p.columns * p.depth) < kBusy) return;
+    std::call_once(warm, [&] {
+      const double began = now();
+      while (now() - began < kWarm && time(description, algorithm, target, 16) < 1) continue;
+    });
+  }
+
+  cublasLtMatmulAlgo_t choose_by_time(const Description& given, const DeviceProduct& p,
+                                      const std::vector<cublasLtMatmulAlgo_t>& candidates) const {
     if (candidates.size() == 1) return candidates[0];
+    const double began = now();
     // Written beside: what is there already must not be added to, nor lost.
     const size_t bytes =
         static_cast<size_t>((p.batch - 1) * p.c_batch + p.rows * p.c_stride) * element_bytes(p.c_type);
@@ -334,15 +361,15 @@ struct DeviceProducts::State {
       own.emplace(beside);
     }
     const Description& description = own ? *own : given;
-    double best = std::numeric_limits<double>::infinity();
-    cublasLtMatmulAlgo_t choice = candidates[0];
-    for (const cublasLtMatmulAlgo_t& candidate : candidates)
-      if (const double seconds = time(description, candidate, scratch.data()); seconds < best) {
-        best = seconds;
-        choice = candidate;
-      }
+    warm_up(description, p, candidates[0], scratch.data());
+    const size_t choice = quickest(
+        candidates.size(),
+        {[&](size_t way, int runs) { return time(description, candidates[way], scratch.data(), runs); },
+         now});
     check_cuda(cudaStreamSynchronize(stream), "timing a product");
-    return choice;
+    ++cost_of_choices.count;
+    cost_of_choices.seconds += now() - began;
+    return candidates[choice];
   }
 
   cublasLtMatmulAlgo_t choose(const Description& description, const DeviceProduct& p,
@@ -363,7 +390,7 @@ struct DeviceProducts::State {
     const std::vector<cublasLtMatmulAlgo_t> candidates = description.candidates(handle);
     require_data(!candidates.empty(), "cuBLASLt has no algorithm for this product: {}", key);
     if (!file.usable()) return candidates[0];
-    return file.keep(key, quickest(description, p, candidates), refused);
+    return file.keep(key, choose_by_time(description, p, candidates), refused);
   }
 
   cudaStream_t stream;
@@ -378,12 +405,11 @@ DeviceProducts::~DeviceProducts() = default;
 void DeviceProducts::multiply(const DeviceProduct& p) {
   check_product(p);
   const Description description(p);
-  static std::mutex mutex;
   static ChoiceFile::Choices known;  // of this process
   const std::string key = shape_key(p, state_->machine);
   cublasLtMatmulAlgo_t algorithm;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(choosing);
     auto found = known.find(key);
     if (found == known.end()) found = known.emplace(key, state_->choose(description, p, key)).first;
     algorithm = found->second;

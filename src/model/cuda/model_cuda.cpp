@@ -40,6 +40,7 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
       padded_V_(config.padded_vocabulary()),
       // Products with a GELU exist for BF16, with rows of whole 16 bytes.
       fused_gelu_(config.mlp == MlpKind::gelu && is_bf16() && config.hidden_width() % 8 == 0),
+      stream_(/*preferred=*/fact_stream() == FactStream::low),
       products_(stream_),
       parameters_(at(table_.size()) * sizeof(float)),
       gradients_(at(table_.size()) * sizeof(float)),
@@ -58,7 +59,8 @@ ModelCuda::ModelCuda(const ModelConfig& config, uint64_t seed)
   std::vector<float> initial(at(table_.size()));
   initialise(config_, table_, seed, initial);
   write(initial, parameters_);
-  zero_gradients();
+  // Gaps between tensors stay zero from here on.
+  check_cuda(cudaMemsetAsync(gradients_.data(), 0, gradients_.bytes(), stream_), "clearing gradients");
   if (config_.is_rotary())
     turns_ = DeviceMemory(rotary_turns(config_.rotary_base, config_.context, config_.head_size()));
   if (!slopes_.empty()) slopes_on_device_ = DeviceMemory(slopes_);
@@ -84,6 +86,22 @@ void ModelCuda::write(std::span<const float> from, DeviceMemory& to) {
           to.bytes() / sizeof(float), from.size());
   stream_.copy_up(to.data(), from.data(), to.bytes());
   stream_.wait();
+}
+
+void ModelCuda::clear_now() const {
+  if (!std::exchange(cleared_, false)) return;
+  check_cuda(cudaMemsetAsync(gradients_.data(), 0, gradients_.bytes(), stream_), "clearing gradients");
+}
+
+// What a pass adds to and nothing has written before: rows of wpe behind the sequences' end and of wte without a token get
+// nothing at all. A tied wte is the output layer's, which writes it first.
+void ModelCuda::clear_embeddings() {
+  const auto clear = [&](int64_t offset, int64_t rows) {
+    check_cuda(cudaMemsetAsync(gradient(offset), 0, at(rows * config_.width) * sizeof(float), stream_),
+               "clearing gradients");
+  };
+  if (wpe_ >= 0) clear(wpe_, config_.context);
+  if (wte_ != head_) clear(wte_, config_.vocabulary);
 }
 
 void ModelCuda::refresh_operands() {
@@ -145,6 +163,8 @@ void ModelCuda::enqueue(const CallKind& kind) {
   stream_.copy_up(a_->input, input_.as<void>(), at(kInputHeader + 2 * N_) * sizeof(int32_t));
   forward();
   if (kind.backward) {
+    writes_gradients_ = kind.writes_gradients;
+    if (writes_gradients_) clear_embeddings();
     backward(kind.gradient_scale());
     write_facts(kind);
   } else {
@@ -210,6 +230,7 @@ double ModelCuda::forward_backward(const Batch& batch, float loss_scale, const S
   if (kind.attention_has_facts())
     kind.fact_sequences = context.fact_sequences == 0 ? batch.B : std::min(batch.B, context.fact_sequences);
   kind.plan_version = plan_version_;
+  kind.writes_gradients = cleared_;
   start(kind);
   stage(batch, random_step(context));
   refresh_operands();
@@ -218,6 +239,7 @@ double ModelCuda::forward_backward(const Batch& batch, float loss_scale, const S
     start_captures(batch, context);
     capture_rows_.start(captures_, T_);
   }
+  cleared_ = false;
   run(kind);
   token_backward(batch.tokens);
   if (stream_.clock) stream_.clock->end();
@@ -294,6 +316,7 @@ std::vector<PhaseTime> ModelCuda::time_phases(const Batch& batch, const StepCont
   std::vector<PhaseTime> phases;
   for (int n = 0; n < repeats; ++n) {
     parameters_changed();  // as in a step
+    zero_gradients();
     stream_.clock.emplace(stream_);
     try {
       forward_backward(batch, 1, context);

@@ -38,7 +38,10 @@ class ModelCuda final : public Model {
   ~ModelCuda() override { cudaStreamSynchronize(stream_); }
 
   float* parameters() override { return parameters_.as<float>(); }
-  float* gradients() override { return gradients_.as<float>(); }
+  float* gradients() override {
+    clear_now();
+    return gradients_.as<float>();
+  }
   void parameters_changed() override { operands_fresh_ = false; }
   void* stream() const override { return static_cast<cudaStream_t>(stream_); }
   void read_parameters(std::span<float> to) const override { read(parameters_, to); }
@@ -46,11 +49,16 @@ class ModelCuda final : public Model {
     write(from, parameters_);
     parameters_changed();
   }
-  void read_gradients(std::span<float> to) const override { read(gradients_, to); }
-  void write_gradients(std::span<const float> from) override { write(from, gradients_); }
-  void zero_gradients() override {
-    check_cuda(cudaMemsetAsync(gradients_.data(), 0, gradients_.bytes(), stream_), "clearing gradients");
+  void read_gradients(std::span<float> to) const override {
+    clear_now();
+    read(gradients_, to);
   }
+  void write_gradients(std::span<const float> from) override {
+    cleared_ = false;
+    write(from, gradients_);
+  }
+  // Nothing yet: the next forward_backward writes what it would add to zeros, and clears the rest.
+  void zero_gradients() override { cleared_ = true; }
   std::shared_ptr<float> make_host_buffer() const override {
     const auto memory = std::make_shared<PinnedMemory>(parameters_.bytes());
     return {memory, memory->as<float>()};
@@ -77,6 +85,8 @@ class ModelCuda final : public Model {
     if (offset < 0 || !is_bf16()) return master(offset);
     return operands_.as<uint16_t>() + offset;
   }
+  void clear_now() const;  // where zero_gradients() is still owed
+  void clear_embeddings();
   float* gradient(int64_t offset) const { return offset < 0 ? nullptr : gradients_.as<float>() + offset; }
 
   // --- Products: layers.h has their definition. `y_type` of what is not FP32 is that of activations.
@@ -124,6 +134,8 @@ class ModelCuda final : public Model {
   DeviceMemory turns_;             // (context, D / 2, 2): of rotary positions
   DeviceMemory slopes_on_device_;  // (H): of ALiBi
   bool operands_fresh_ = false;
+  mutable bool cleared_ =
+      false;  // zero_gradients() was called, and gradients_ still holds what was there before
   Arena arena_;
   AttentionLayers attention_;
   CaptureRows capture_rows_;
@@ -143,6 +155,7 @@ class ModelCuda final : public Model {
   Arena::Sized* at_hand_ = nullptr;
   Activations* a_ = nullptr;
   bool captures_now_ = false;
+  bool writes_gradients_ = false;  // other than adds to them
 };
 
 }  // namespace evenkeel::device

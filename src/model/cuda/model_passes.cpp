@@ -16,7 +16,8 @@ void ModelCuda::multiply(const char* name, const DeviceProduct& p) {
         name,
         2.0 * static_cast<double>(p.rows) * static_cast<double>(p.columns) * static_cast<double>(p.depth),
         bytes(p.rows, p.depth, p.type) + bytes(p.depth, p.columns, p.type) +
-            bytes(p.rows, p.columns, p.c_type) * (1 + (p.base != nullptr) + (p.end != ProductEnd::plain)));
+            bytes(p.rows, p.columns, p.c_type) *
+                (1 + (p.base && p.base_scale != 0) + (p.end != ProductEnd::plain)));
   }
   products_.multiply(p);
 }
@@ -52,6 +53,7 @@ void ModelCuda::weight_backward(const char* name, const void* dy, const void* x,
                   out,
                   TensorType::fp32};
   p.base = p.c;
+  p.base_scale = writes_gradients_ ? 0 : 1;
   multiply(name, p);
 }
 
@@ -169,6 +171,7 @@ void ModelCuda::backward(float gradient_scale) {
                      C,
                      TensorType::fp32};
   head.base = head.c;
+  head.base_scale = writes_gradients_ ? 0 : 1;
   multiply("logits, weight gradient", head);
   multiply("logits, input gradient", {N_, C, padded_V_, type_, DeviceMatrix::rows_of(a_->logits, padded_V_),
                                       DeviceMatrix::rows_of(operand(head_), C), a_->dnorm, C, type_});
@@ -179,7 +182,8 @@ void ModelCuda::backward(float gradient_scale) {
     attention_backward(l);
   }
   stream_.phase("sums over rows");
-  add_sums(at_hand_->sums.as<BlockSums>(), at_hand_->sum_count, at_hand_->most_columns, stream_);
+  add_sums(at_hand_->sums.as<BlockSums>(), at_hand_->sum_count, at_hand_->most_columns, !writes_gradients_,
+           stream_);
   if (wpe_ < 0) return;
   stream_.phase("embedding", 0, stream_bytes());
   position_backward(a_->dx, B_, T_, C, gradient(wpe_), stream_);

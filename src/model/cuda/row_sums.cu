@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSumColumns = 32, kSumRows = 16;  // of a block of add_sums
 
-__global__ void __launch_bounds__(kSumColumns* kSumRows) add_sums_kernel(const BlockSums* sums) {
+__global__ void __launch_bounds__(kSumColumns* kSumRows) add_sums_kernel(const BlockSums* sums, bool add) {
   __shared__ float shared[kSumRows][kSumColumns];
   const BlockSums s = sums[blockIdx.y];
   const int column = blockIdx.x * kSumColumns + threadIdx.x;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows) add_sums_kernel(const B
   float total = 0;
 #pragma unroll
   for (int row = 0; row < kSumRows; ++row) total += shared[row][threadIdx.x];
-  s.total[column] += total;
+  s.total[column] = (add ? s.total[column] : 0) + total;
 }
 
 template <class T>
@@ -48,9 +48,9 @@ int64_t sum_blocks(int64_t rows) {
   return std::min(most, divide_up(rows, 4));
 }
 
-void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, cudaStream_t stream) {
+void add_sums(const BlockSums* sums, int64_t count, int64_t most_columns, bool add, cudaStream_t stream) {
   const dim3 blocks(grid(divide_up(most_columns, kSumColumns)), grid(count)), threads(kSumColumns, kSumRows);
-  add_sums_kernel<<<blocks, threads, 0, stream>>>(sums);
+  add_sums_kernel<<<blocks, threads, 0, stream>>>(sums, add);
   check_launch("adding up sums over rows");
 }
 
