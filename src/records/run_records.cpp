@@ -122,7 +122,7 @@ std::string read_config_text(const fs::path& folder) {
 }
 
 void write_config_text(const fs::path& folder, const std::string& text) {
-  write_whole_file(record_path(folder, RecordFile::config), text);
+  write_whole_file(record_path(folder, RecordFile::config), text, Links::replaced);
 }
 
 void take_metrics(Metrics metrics, RunRecords& run) {
