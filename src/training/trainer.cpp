@@ -118,7 +118,7 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
                                          std::shared_ptr<Ranks> ranks, std::optional<int64_t> steps) {
   ranks = or_alone(std::move(ranks));
   RunConfig config;
-  if (ranks->first()) config = config_of_run(folder);
+  if (ranks->first()) config = config_of_own_run(folder);
   const int64_t planned = config.schedule.steps;
   if (steps && ranks->first()) change_length(config, *steps, folder);
   const std::string text = ranks->broadcast(to_toml(to_toml_table(config)));
