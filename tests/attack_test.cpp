@@ -66,6 +66,18 @@ TEST_F(Attack, threads_that_cannot_start_are_said_in_words) {
   EXPECT_NE(output.out.find("--threads N sets fewer"), std::string::npos) << output.out;
 }
 
+// What is advised can be typed.
+TEST_F(Attack, a_command_without_threads_does_not_advise_them) {
+  SKIP_WITH_SANITIZERS();
+  for (const char* command : {"conform --quick", "explain 1 + 1"}) {
+    const Output output = run(fmt::format("ulimit -v 60000; {} {}", EVENKEEL_PROGRAM, command));
+    EXPECT_EQ(output.out.find("--threads"), std::string::npos) << output.out;
+    if (output.code == 3) {
+      EXPECT_NE(output.out.find("taskset"), std::string::npos) << output.out;
+    }
+  }
+}
+
 TEST_F(Attack, a_pipe_or_a_device_as_configuration_is_refused) {
   ASSERT_EQ(run(training("run")).code, 0);
   const fs::path config = folder / "run" / "config.toml";
@@ -163,6 +175,104 @@ TEST_F(Attack, a_flipped_bit_of_a_checkpoint_is_refused_by_name) {
     EXPECT_EQ(output.code, 0) << output.out;
     EXPECT_NE(output.out.find("has no checksums"), std::string::npos) << output.out;
   }
+}
+
+// An absent file is an older version's; one without a line is what a power cut leaves, and checks nothing.
+TEST_F(Attack, checksums_that_say_nothing_are_refused) {
+  ASSERT_EQ(run(training("run", "--steps 8 --checkpoint-every 8")).code, 0);
+  const fs::path checkpoint = folder / "run" / "checkpoints" / "step-00000008",
+                 checksums = checkpoint / "checksums.txt";
+  const std::string resume = fmt::format("{} train --resume {}", EVENKEEL_PROGRAM, (folder / "run").string()),
+                    good = read_whole_file(checksums, 1 << 20);
+  std::string weights = read_whole_file(checkpoint / "model.safetensors", 1 << 26);
+  weights[weights.size() - 5] ^= 4;
+  write_whole_file(checkpoint / "model.safetensors", weights);
+  for (const std::string& text :
+       {std::string(), std::string("\n"), std::string("garbage\n"), good.substr(0, 70), good + "more\n",
+        "z" + good.substr(1), good.substr(0, good.find('\n') + 1)}) {
+    write_whole_file(checksums, text);
+    const Output output = run(resume);
+    EXPECT_EQ(output.code, 3) << text << output.out;
+    EXPECT_NE(output.out.find(checksums.filename().string()), std::string::npos) << output.out;
+  }
+  fs::remove(checksums);
+  fs::create_symlink("nowhere", checksums);
+  EXPECT_EQ(run(resume).code, 3);
+}
+
+// Where the sequences of each step began follows from the seed: a record of others is damaged.
+TEST_F(Attack, overwritten_batches_are_noticed) {
+  ASSERT_EQ(run(training("run", "--steps 8 --checkpoint-every 4")).code, 0);
+  const std::string at = (folder / "run").string();
+  const fs::path batches = folder / "run" / "batches.bin";
+  const std::string good = read_whole_file(batches, 1 << 20);
+  const std::string commands[] = {fmt::format("{} probe {}@6", EVENKEEL_PROGRAM, at),
+                                  fmt::format("{} capture {}@6 --layer 0 -o {}", EVENKEEL_PROGRAM, at,
+                                              (folder / "c.safetensors").string())};
+  for (const std::string& command : commands) EXPECT_EQ(run(command).code, 0) << run(command).out;
+  std::string bad = good;
+  for (size_t n = 32 + 2 * 8 * 6; n < bad.size(); n += 8) bad[n] ^= 1;  // from step 6 on
+  write_whole_file(batches, bad);
+  for (const std::string& command : commands) {
+    const Output output = run(command);
+    EXPECT_EQ(output.code, 3) << output.out;
+    EXPECT_NE(output.out.find("batches.bin: step 6: "), std::string::npos) << output.out;
+  }
+  write_whole_file(batches, good);
+  for (const std::string& command : commands) EXPECT_EQ(run(command).code, 0);
+}
+
+// A run's folder may come from somebody else: what its links lead to is not written.
+TEST_F(Attack, records_are_not_written_through_links) {
+  ASSERT_EQ(run(training("run", "--steps 8")).code, 0);
+  const fs::path at = folder / "run", precious = folder / "precious";
+  const std::string resume = fmt::format("{} train --resume {} --steps 12", EVENKEEL_PROGRAM, at.string());
+  const auto is_whole = [&](const fs::path& file, const std::string& text) {
+    EXPECT_EQ(read_whole_file(file, 1 << 26), text) << file;
+  };
+  write_whole_file(precious, "precious\n");
+  for (const char* command : {"verdict", "isolate"}) {
+    fs::remove(at / "verdict.json");
+    fs::create_symlink("../precious", at / "verdict.json");
+    EXPECT_EQ(run(fmt::format("{} {} {}", EVENKEEL_PROGRAM, command, at.string())).code, 0);
+    is_whole(precious, "precious\n");
+    EXPECT_FALSE(fs::is_symlink(at / "verdict.json")) << command;
+  }
+  for (const char* name : {"metrics.jsonl", "batches.bin"}) {
+    const std::string text = read_whole_file(at / name, 1 << 26);
+    fs::rename(at / name, folder / "moved");
+    fs::create_symlink("../moved", at / name);
+    const Output output = run(resume);
+    EXPECT_EQ(output.code, 3) << output.out;
+    EXPECT_NE(output.out.find(fmt::format("{}: expected a regular file or nothing, found a symbolic link",
+                                          (at / name).string())),
+              std::string::npos)
+        << output.out;
+    is_whole(folder / "moved", text);
+    fs::remove(at / name);
+    fs::rename(folder / "moved", at / name);
+  }
+  // config.toml is replaced, and its text kept. Old checkpoints elsewhere are not removed.
+  const std::string config = read_whole_file(at / "config.toml", 1 << 20);
+  fs::rename(at / "config.toml", folder / "moved");
+  fs::create_symlink("../moved", at / "config.toml");
+  fs::rename(at / "checkpoints", folder / "elsewhere");
+  fs::create_directory_symlink("../elsewhere", at / "checkpoints");
+  const Output output = run(resume);
+  EXPECT_EQ(output.code, 3) << output.out;
+  EXPECT_NE(output.out.find("expected a folder or nothing, found a symbolic link"), std::string::npos)
+      << output.out;
+  fs::remove(at / "checkpoints");
+  fs::rename(folder / "elsewhere", at / "checkpoints");
+  EXPECT_EQ(run(resume).code, 0) << run(resume).out;
+  is_whole(folder / "moved", config);
+}
+
+TEST_F(Attack, operands_without_end_are_refused) {
+  const Output output = run(fmt::format(
+      "ulimit -v 4000000; {} explain --mma bf16 --file-a /dev/zero --file-b /dev/zero", EVENKEEL_PROGRAM));
+  EXPECT_EQ(output.code, 3);
+  EXPECT_NE(output.out.find("/dev/zero: expected at most"), std::string::npos) << output.out;
 }
 
 TEST_F(Attack, a_run_within_its_own_data_can_be_resumed) {

@@ -116,6 +116,41 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
   }
 }
 
+TEST(Cli, TwoDashesEndTheOptions) {
+  for (const char* command : {"verdict", "report", "watch", "sample", "forecast", "isolate"}) {
+    const Outcome plain = run(std::string(command) + " /nowhere/run"),
+                  dashes = run(std::string(command) + " -- /nowhere/run");
+    EXPECT_EQ(plain.code, 3) << plain.text;
+    EXPECT_EQ(dashes.code, plain.code) << command;
+    EXPECT_EQ(dashes.text, plain.text) << command;
+  }
+  // Behind them a word is a word, whatever it looks like.
+  const Outcome named = run("verdict -- --json");
+  EXPECT_EQ(named.code, 3) << named.text;
+  EXPECT_TRUE(has(named.text, "--json: expected a run's folder")) << named.text;
+  EXPECT_EQ(run("verdict --").code, 2);
+}
+
+TEST(Cli, ADefaultIsSaidOnce) {
+  const Json commands = all_commands();
+  for (const Json& row : commands)
+    for (const Json& option : row["options"]) {
+      const std::string help = option["help"];
+      const size_t at = help.rfind(" (default ");
+      if (at == std::string::npos || !help.ends_with(')')) continue;
+      const std::string standard = help.substr(at + 10, help.size() - at - 11);
+      EXPECT_FALSE(has(help.substr(0, at), "(" + standard + ")")) << row["command"] << " " << help;
+    }
+}
+
+TEST(Cli, AnUnknownCpuTargetIsNoTarget) {
+  const Outcome bad = run_program("EVENKEEL_CPU=nonsense " EVENKEEL_PROGRAM " info");
+  EXPECT_EQ(bad.code, 2) << bad.text;
+  EXPECT_TRUE(has(bad.text, "EVENKEEL_CPU: expected baseline, avx2 or avx512, found 'nonsense'")) << bad.text;
+  for (const char* good : {"baseline", "avx2", "avx512", ""})
+    EXPECT_EQ(run_program(std::string("EVENKEEL_CPU=") + good + " " + EVENKEEL_PROGRAM + " info").code, 0);
+}
+
 TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
   for (const Json& row : all_commands()) {
     const std::string command = row["command"];

@@ -194,7 +194,7 @@ TEST_F(ExplainCommand, RefusesBadFilesWithThree) {
     expect_refused("--mma " + format + " --file-a " + good + " --file-b " + b, 3, message);
   };
   refused((folder_ / "missing").string(), "No such file");
-  refused(folder_.string(), "cannot read");
+  refused(folder_.string(), "expected a file, found a folder");
   refused(write("empty", ""), "found an empty file");
   refused(write("blank", "\n\n"), "found an empty file");
   refused(write("short", "3f800000 40000000\n"), "short: expected 2 rows as in");

@@ -248,6 +248,33 @@ TEST(Layering, a_planted_architecture_is_found) {
   EXPECT_EQ(architectures_named(tree).size(), 5u);
 }
 
+// Above src/attention a stabiliser is its rules (stabiliser.h): a comparison with a name misses the next one of the same rules.
+std::vector<std::string> stabilisers_compared(const Tree& tree) {
+  // The judge knows for each name what it adds to a bound.
+  static const std::set<std::string> kByName = {"diagnosis/conform_bounds.cpp"};
+  static const std::regex kComparison("[=!]=\\s*Stabiliser::|case Stabiliser::");
+  std::vector<std::string> found;
+  for (const auto& [file, text] : tree) {
+    if (folder_of(file) == "attention" || kByName.contains(file)) continue;
+    std::istringstream lines(text);
+    std::string line;
+    for (int number = 1; std::getline(lines, line); ++number)
+      if (std::regex_search(line, kComparison))
+        found.push_back("src/" + file + ":" + std::to_string(number) + ": " + line);
+  }
+  return found;
+}
+
+TEST(Layering, stabilisers_are_read_by_their_rules) {
+  for (const std::string& place : stabilisers_compared(read_tree(fs::path(EVENKEEL_SOURCE_DIR) / "src")))
+    ADD_FAILURE() << place << "\n  expected code that asks rules_of(stabiliser) instead";
+  EXPECT_EQ(stabilisers_compared({{"diagnosis/guard.cpp", "if (plan.stabiliser == Stabiliser::zero_sum)\n"},
+                                  {"diagnosis/conform.cpp", "plan.stabiliser = Stabiliser::zero_sum;\n"},
+                                  {"attention/plan.cpp", "return s == Stabiliser::none;\n"}})
+                .size(),
+            1u);
+}
+
 // The test of the test: a clean tree, into which one include at a time is planted.
 Tree clean_tree() {
   return {

@@ -109,6 +109,21 @@ TEST_F(ProbeCliTest, bad_requests_say_what_was_expected) {
   }
 }
 
+// A Monitor captures several layers of one step.
+TEST_F(ProbeCliTest, the_steps_of_captures_are_named_once) {
+  fs::create_directories(folder / "theirs/captures");
+  write_whole_file(folder / "theirs/config.toml", "[run]\ntrainer = \"pytorch\"\n");
+  for (const char* layer : {"0", "1"})
+    ASSERT_EQ(
+        run(fmt::format("capture run@6 --layer {0} -o theirs/captures/step-6-layer-{0}.safetensors", layer))
+            .code,
+        0);
+  const Output output = run("probe theirs@5");
+  EXPECT_EQ(output.code, 3) << output.out;
+  EXPECT_TRUE(has(output.out, "found some of steps 6\n")) << output.out;
+  EXPECT_EQ(run("probe theirs@6").code, 0);
+}
+
 // Both were taken from runs of `micro` (docs/experiments.md).
 TEST_F(ProbeCliTest, the_captures_that_come_with_the_project) {
   const Capture derailing = read_capture(kCaptures / "derailing.safetensors");

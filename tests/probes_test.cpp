@@ -364,6 +364,31 @@ TEST(Probes, what_is_not_finite_is_a_finding_and_its_heads_alone) {
   EXPECT_NE(in_words(probes[1], "head 1").find("not finite"), std::string::npos);
 }
 
+// As loss scaling in FP16 makes now and then: what the forward pass says is as good as ever.
+TEST(Probes, gradients_that_are_not_finite_leave_the_forward_figures) {
+  Capture c = random_capture({1, 2, 2, 6, 4, 5}, "bf16_all");
+  const std::vector<HeadProbe> whole = probe(c);
+  *c.d_o.view().at(0, 1, 2, 0) = std::numeric_limits<float>::infinity();
+  const std::vector<HeadProbe> probes = probe(c);
+  EXPECT_EQ(probes[1].nonfinite, 1);
+  for (const char* name : {"offset", "largest_score", "row_mean", "row_spread", "mean_lse", "largest_lse",
+                           "entropy", "sink_mass", "tied_rows", "norm_q", "score_entropy", "one_signed",
+                           "mean_q", "mean_score", "effective_size"}) {
+    const ProbeField& field = *std::ranges::find(kProbeFields, name, &ProbeField::name);
+    EXPECT_EQ(probes[1].*field.value, whole[1].*field.value) << name;
+  }
+  for (const char* name : {"leak_rms", "leak_mean", "delta_rms", "leak_size", "delta_error_sum",
+                           "gradient_norm", "leak_share", "similarity", "leak_along"}) {
+    const ProbeField& field = *std::ranges::find(kProbeFields, name, &ProbeField::name);
+    EXPECT_TRUE(std::isnan(probes[1].*field.value)) << name;
+  }
+  EXPECT_EQ(worst_head(probes), 1);
+  const std::string words = in_words(probes[1], "head 1");
+  EXPECT_NE(words.find("gradient"), std::string::npos) << words;
+  EXPECT_NE(words.find("the offset is"), std::string::npos) << words;
+  EXPECT_EQ(words.find("the failure lies before"), std::string::npos) << words;
+}
+
 TEST(Probes, without_x_and_weights_the_rest_is_there) {
   Capture c = random_capture({1, 2, 2, 6, 4, 5}, "fp32,row_sum=e5m2");
   const std::vector<HeadProbe> whole = probe(c);

@@ -123,6 +123,45 @@ TEST_F(TrainCliTest, resume_refuses_what_it_would_ignore) {
   EXPECT_EQ(run("train --resume run --backend cpu --threads 1").code, 0);
 }
 
+TEST_F(TrainCliTest, one_run_is_resumed_and_one_is_branched) {
+  ASSERT_EQ(train("--steps 2 --out run").code, 0);
+  for (const char* words :
+       {"train --resume other --resume run", "train --branch other@2 --branch run@2 --out new"}) {
+    const Output output = run(words);
+    EXPECT_EQ(output.code, 2) << output.out;
+    EXPECT_TRUE(has(output.out, "expected it once, found it twice")) << output.out;
+  }
+}
+
+// Its own program trains it: there is nothing here to go on from.
+TEST_F(TrainCliTest, the_folder_of_a_monitor_is_no_run_of_ours) {
+  fs::create_directories(folder / "theirs");
+  write_whole_file(
+      folder / "theirs/config.toml",
+      "[model]\nlayers = 1\nheads = 2\n\n[attention]\nplan = \"flash2\"\n\n[run]\ntrainer = \"pytorch\"\n");
+  write_whole_file(folder / "theirs/metrics.jsonl", "{\"step\": 0, \"loss\": 2.5}\n");
+  for (const char* words : {"train --resume theirs", "train --branch theirs@2 --out new", "sample theirs"}) {
+    const Output output = run(words);
+    EXPECT_EQ(output.code, 3) << words << "\n" << output.out;
+    EXPECT_TRUE(has(output.out, "recorded by another trainer (pytorch)")) << output.out;
+    EXPECT_TRUE(has(output.out, "no checkpoints")) << output.out;
+  }
+}
+
+TEST_F(TrainCliTest, a_bad_value_in_a_run_is_named_with_its_file) {
+  ASSERT_EQ(train("--steps 2 --out run").code, 0);
+  std::string text = read_whole_file(folder / "run/config.toml", 1 << 20);
+  text.replace(text.find("heads = 2"), 9, "heads = 3");  // which do not divide the width
+  write_whole_file(folder / "run/config.toml", text);
+  for (const char* words : {"train --resume run", "train --branch run@2 --steps 4 --out new", "probe run@1",
+                            "sample run", "verdict run"}) {
+    const Output output = run(words);
+    if (words == std::string("verdict run") && output.code <= 1) continue;  // it needs records alone
+    EXPECT_EQ(output.code, 3) << words << "\n" << output.out;
+    EXPECT_TRUE(has(output.out, "run/config.toml: ")) << words << "\n" << output.out;
+  }
+}
+
 TEST_F(TrainCliTest, resume_with_more_steps_gives_the_bits_of_a_longer_run) {
   ASSERT_EQ(train("--steps 4 --warmup 2 --out short").code, 0);
   ASSERT_EQ(train("--steps 7 --warmup 2 --out long").code, 0);

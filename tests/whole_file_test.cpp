@@ -155,6 +155,24 @@ TEST_F(WholeFile, LinksAreFollowedAndStay) {
   EXPECT_SAYS(refusal([&] { WholeFileWriter{folder_ / "loop"}; }), "symbolic links");
 }
 
+// In a folder that may be somebody else's work a link leads nowhere.
+TEST_F(WholeFile, LinksInRecordsAreReplacedOrRefused) {
+  const fs::path precious = folder_ / "precious", link = folder_ / "link";
+  put(precious, "precious");
+  for (const fs::path& target : {precious, folder_ / "nowhere", folder_}) {
+    fs::create_symlink(target, link);
+    EXPECT_SAYS(refusal([&] { AppendFile{link}; }),
+                "link: expected a regular file or nothing, found a symbolic link");
+    EXPECT_TRUE(fs::is_symlink(link));
+    write_whole_file(link, "new", Links::replaced);
+    EXPECT_FALSE(fs::is_symlink(link));
+    EXPECT_EQ(text_of(link), "new");
+    fs::remove(link);
+  }
+  EXPECT_EQ(text_of(precious), "precious");
+  EXPECT_EQ(names_in(folder_), Names{"precious"});
+}
+
 TEST_F(WholeFile, AReadOnlyFolderIsNamed) {
   fs::permissions(folder_, fs::perms(0500));
   const int result = run_apart([&] {

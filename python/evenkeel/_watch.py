@@ -2,6 +2,7 @@
 import collections
 import contextlib
 import ctypes
+import errno
 import itertools
 import json
 import math
@@ -299,6 +300,20 @@ def _beside_training(tensors):
     return beside
 
 
+def open_record(path, mode):
+    """A file of a run's folder, to be written. Not through a link: the folder may be somebody else's work, and the link may lead anywhere."""
+    def opener(name, flags):
+        try:
+            return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise OSError(errno.ELOOP, "expected a regular file or nothing, found a symbolic link, and records are not written through "
+                          "links: put the file itself there", str(name)) from None
+
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
+
+
 RECORDS = ("metrics.jsonl", "config.toml", "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
 
 
@@ -365,7 +380,7 @@ class Monitor:
             self.folder.mkdir(parents=True, exist_ok=True)
             if first_step == 0:
                 set_aside(self.folder, self._deeper)
-            self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+            self._file = open_record(self.folder / "metrics.jsonl", "a")
         self._next, self._goes_on, self._first, self._probed = first_step, first_step > 0, True, 0
         self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
         self._running, self._rule, self._config = {}, None, None
@@ -504,7 +519,8 @@ class Monitor:
         if text != self._config:
             self._config = text
             partial = self.folder / ".config.toml.partial"
-            partial.write_text(text)
+            with open_record(partial, "w") as file:
+                file.write(text)
             partial.replace(self.folder / "config.toml")
 
     def _judge(self, step, facts):
@@ -519,12 +535,15 @@ class Monitor:
 
     def _tell(self, event, calls, facts, loss):
         self.alarms.append(event)
-        with open(self.folder / "guard.jsonl", "a", encoding="utf-8") as file:
+        with open_record(self.folder / "guard.jsonl", "a") as file:
             file.write(json.dumps(event) + "\n")
         folder = self.folder / "captures"
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "expected a folder or nothing, found a symbolic link, and captures are not written through links",
+                          str(folder))
         folder.mkdir(exist_ok=True)
         for layer in sorted({layer for layer, _ in event["heads"]} & set(range(len(calls)))):
-            with open(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:
+            with open_record(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:
                 write_capture(file, calls[layer], layer, plan=facts.plans[layer], source=str(self.folder),
                               model=type(self.model).__name__, step=event["step"], loss=loss)
         following = f"; next: {event['next_command']}" if event.get("next_command") else ""

@@ -84,6 +84,15 @@ std::string_view nearest_name(std::string_view word, std::span<const std::string
   return best;
 }
 
+std::string joined(const std::vector<std::string>& words, std::string_view between) {
+  std::string text;
+  for (size_t n = 0; n < words.size(); ++n) {
+    if (n > 0) text += between;
+    text += words[n];
+  }
+  return text;
+}
+
 std::string shell_word(const std::string& text) {
   const bool is_plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
     return std::isalnum(c) ||

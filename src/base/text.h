@@ -5,11 +5,14 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace evenkeel {
 
 // A piece of text for a message: short, and with nothing in it that a terminal would obey.
 std::string shown(std::string_view text, size_t longest = 40);
+
+std::string joined(const std::vector<std::string>& words, std::string_view between);
 
 // A word of a shell's command, quoted where it must be.
 std::string shell_word(const std::string& text);

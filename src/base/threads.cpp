@@ -20,6 +20,7 @@ namespace evenkeel {
 namespace {
 
 thread_local int current_worker = -1;  // >= 0 inside a parallel_for body
+bool threads_were_asked_for = false;   // by set_thread_count; otherwise there is one for each core
 
 // DataError, with words, where the system refuses.
 std::thread start_thread(std::function<void()> body) {
@@ -39,10 +40,11 @@ class Pool {
     } catch (const DataError& error) {
       const size_t started = threads_.size();
       end();  // those that did start wait for work, and must not outlive what they wait on
-      throw DataError(
-          fmt::format("expected to start {} threads, the system refused after {}: {}; --threads N sets "
-                      "fewer",
-                      count, started + 1, error.what()));
+      throw DataError(fmt::format("expected to start {} threads, the system refused after {}: {}; {}", count,
+                                  started + 1, error.what(),
+                                  threads_were_asked_for
+                                      ? "--threads N sets fewer"
+                                      : "'taskset -c 0' before the command leaves it one core"));
     }
   }
   ~Pool() { end(); }
@@ -164,6 +166,7 @@ int thread_count() {
 void set_thread_count(int count) {
   std::lock_guard lock(pool_mutex);
   wanted_threads = std::clamp(count, 1, 1024);
+  threads_were_asked_for = true;
 }
 
 Background::~Background() {

@@ -55,18 +55,20 @@ fs::path follow_links(const fs::path& path) {
 const char* kind_of(mode_t mode) {
   return S_ISREG(mode)    ? "a regular file"
          : S_ISDIR(mode)  ? "a folder"
+         : S_ISLNK(mode)  ? "a symbolic link"
          : S_ISFIFO(mode) ? "a pipe"
          : S_ISSOCK(mode) ? "a socket"
                           : "a device";
 }
 
-// What is to be replaced must be of the kind that replaces it. Its mode, if it exists.
-std::optional<mode_t> check_replaceable(const fs::path& path, mode_t kind) {
+// What is to be replaced must be of the kind that replaces it, or a link that is not followed. Its mode, if it exists.
+std::optional<mode_t> check_replaceable(const fs::path& path, mode_t kind, Links links) {
   struct stat status;
   if (::lstat(path.c_str(), &status) != 0) {
     if (errno == ENOENT) return {};
     fail("{}: cannot look at it", path.string());
   }
+  if (links == Links::replaced && S_ISLNK(status.st_mode)) return {};
   require_data((status.st_mode & S_IFMT) == kind, "{}: expected {} or nothing, found {}", path.string(),
                kind_of(kind), kind_of(status.st_mode));
   return status.st_mode & 0777;
@@ -180,10 +182,10 @@ FileDescriptor::~FileDescriptor() {
   if (valid()) ::close(number_);
 }
 
-WholeFileWriter::WholeFileWriter(const fs::path& path) {
+WholeFileWriter::WholeFileWriter(const fs::path& path, Links links) {
   check_path(path);
-  path_ = follow_links(path);
-  const std::optional<mode_t> old_mode = check_replaceable(path_, S_IFREG);
+  path_ = links == Links::followed ? follow_links(path) : path;
+  const std::optional<mode_t> old_mode = check_replaceable(path_, S_IFREG, links);
   for (;;) {
     temporary_ = temporary_name(path_, kPartial);
     file_ = FileDescriptor(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
@@ -217,8 +219,8 @@ void WholeFileWriter::commit() {
   sync_folder(folder_of(path_));
 }
 
-void write_whole_file(const fs::path& path, Bytes bytes) {
-  WholeFileWriter writer(path);
+void write_whole_file(const fs::path& path, Bytes bytes, Links links) {
+  WholeFileWriter writer(path, links);
   writer.append(bytes);
   writer.commit();
 }
@@ -289,7 +291,7 @@ MappedFile::~MappedFile() {
 WholeFolderWriter::WholeFolderWriter(const fs::path& path) {
   check_path(path);
   path_ = follow_links(path);
-  check_replaceable(path_, S_IFDIR);
+  check_replaceable(path_, S_IFDIR, Links::followed);
   for (;;) {
     temporary_ = temporary_name(path_, kPartial);
     if (::mkdir(temporary_.c_str(), 0777) != 0) {
@@ -314,7 +316,7 @@ WholeFolderWriter::~WholeFolderWriter() {
 void WholeFolderWriter::commit() {
   require(lock_.valid(), "{}: it has been committed already", path_.string());
   sync_tree(temporary_);
-  check_replaceable(path_, S_IFDIR);
+  check_replaceable(path_, S_IFDIR, Links::followed);
   fs::path old;  // where the folder that is replaced has gone, if there was one
   FileDescriptor old_lock;
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) {
@@ -392,7 +394,12 @@ ScratchFolder::~ScratchFolder() { remove_quietly(path_); }  // links are removed
 
 AppendFile::AppendFile(const fs::path& path) : path_(path) {
   check_path(path);
-  file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666));
+  // Not through a link: the folder may be somebody else's work, and the link may lead anywhere.
+  file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW, 0666));
+  require_data(file_.valid() || errno != ELOOP,
+               "{}: expected a regular file or nothing, found a symbolic link, and records are not written "
+               "through links: put the file itself there",
+               path.string());
   if (!file_.valid()) fail("{}: cannot open it for writing", path.string());
   struct stat status;
   if (::fstat(file_.get(), &status) != 0) fail("{}: cannot look at it", path.string());

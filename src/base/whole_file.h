@@ -38,11 +38,15 @@ class FileDescriptor {
   int number_ = -1;
 };
 
-// A symbolic link is followed: what it points to is replaced, the link stays. Only regular files are replaced
-// (never a device or a pipe). Two writers of one path do not meet; the last to commit wins.
+// What becomes of a symbolic link under the name that is written. A name that the user gave is followed: what the link
+// points to is replaced, the link stays. In a folder that may be somebody else's work (a run's) the link itself is
+// replaced, and what it points to stays as it is.
+enum class Links { followed, replaced };
+
+// Only regular files are replaced (never a device or a pipe). Two writers of one path do not meet; the last to commit wins.
 class WholeFileWriter {
  public:
-  explicit WholeFileWriter(const std::filesystem::path& path);
+  explicit WholeFileWriter(const std::filesystem::path& path, Links links = Links::followed);
   ~WholeFileWriter();  // without commit(), all is as it was
   WholeFileWriter(const WholeFileWriter&) = delete;
   WholeFileWriter& operator=(const WholeFileWriter&) = delete;
@@ -60,9 +64,10 @@ class WholeFileWriter {
   uint64_t end_ = 0;  // of what append() wrote
 };
 
-void write_whole_file(const std::filesystem::path& path, Bytes bytes);
-inline void write_whole_file(const std::filesystem::path& path, std::string_view text) {
-  write_whole_file(path, bytes_of(text));
+void write_whole_file(const std::filesystem::path& path, Bytes bytes, Links links = Links::followed);
+inline void write_whole_file(const std::filesystem::path& path, std::string_view text,
+                             Links links = Links::followed) {
+  write_whole_file(path, bytes_of(text), links);
 }
 
 // Also reads what has no size in advance, such as a pipe. Refuses more than `limit` bytes.
@@ -133,7 +138,7 @@ class ScratchFolder {
   std::filesystem::path path_;
 };
 
-// A file that only grows, by whole records. One writer at a time; a second one is refused.
+// A file that only grows, by whole records. One writer at a time; a second one is refused, and so is a symbolic link.
 class AppendFile {
  public:
   explicit AppendFile(const std::filesystem::path& path);  // opens, or creates

@@ -40,7 +40,6 @@ double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
   return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
 }
-double median(std::vector<double> values) { return quantile(std::move(values), 0.5); }
 
 int run_bench(int argc, char** argv) {
   bool gpu = false;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "numerics/median.h"
 #include "training/run_config.h"
 
 namespace evenkeel::cli {
@@ -36,9 +37,8 @@ nlohmann::ordered_json bench_decoding(int64_t rounds, bool quiet);
 
 // --- What the benches share
 
-// REQUIRES: not empty. The value at that place of the sorted ones; median: q = 1/2.
+// REQUIRES: not empty. The value at that place of the sorted ones.
 double quantile(std::vector<double> values, double q);
-double median(std::vector<double> values);
 
 // A run without an end, checkpoints and facts. Its data is not set.
 RunConfig bench_run(const std::string& preset, Backend backend, int64_t sequences);

@@ -5,11 +5,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -18,6 +14,7 @@
 #include "attention/precision_plan.h"
 #include "base/error.h"
 #include "base/mma_files.h"
+#include "base/whole_file.h"
 #include "cli/options.h"
 #include "numerics/explain_block.h"
 
@@ -34,16 +31,8 @@ struct ExplainCommand {
   bool json = false;
 };
 
-std::string read_text(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  // Opening a folder succeeds; reading from it does not. An empty file sets failbit on `text` alone.
-  if (file) text << file.rdbuf();
-  require_data(file && !file.bad() && errno == 0, "cannot read {}: {}", path,
-               std::strerror(errno != 0 ? errno : EIO));
-  return text.str();
-}
+// Of operands, nine bytes a number. A pipe is read, too, and a device may never end.
+constexpr size_t kMostText = size_t{1} << 28;
 
 Rounding rounding_of(const std::string& text, const std::string& mode) {
   Rounding rounding = parse_rounding(text);
@@ -130,10 +119,13 @@ int explain_files(const ExplainCommand& command) {
   const TensorCoreModel& model =
       find_tensor_core_model(format, command.chip.empty() ? kDefaultChip : command.chip);
 
-  const MmaOperands a = parse_mma_operands(read_text(command.file_a), command.file_a, format);
-  const MmaOperands b = parse_mma_operands(read_text(command.file_b), command.file_b, format);
+  const MmaOperands a =
+      parse_mma_operands(read_whole_file(command.file_a, kMostText), command.file_a, format);
+  const MmaOperands b =
+      parse_mma_operands(read_whole_file(command.file_b, kMostText), command.file_b, format);
   std::vector<float> c;
-  if (!command.file_c.empty()) c = parse_mma_words(read_text(command.file_c), command.file_c);
+  if (!command.file_c.empty())
+    c = parse_mma_words(read_whole_file(command.file_c, kMostText), command.file_c);
   check_mma_shapes(a, command.file_a, b, command.file_b, command.file_c.empty() ? nullptr : &c,
                    command.file_c);
   require(command.row <= static_cast<int64_t>(a.rows), "--row {}: expected 1 to {}, the rows of {}",
@@ -204,7 +196,7 @@ int run_explain(int argc, char** argv) {
   options.value("--file-c", "FILE", "addends (0 without it)", command.file_c);
   options.value("--row", "N", "the trace of one row of the files, counted from 1", command.row, 1,
                 std::numeric_limits<int64_t>::max());
-  options.value("--seed", "N", "of stochastic rounding (0)", command.seed, 0,
+  options.value("--seed", "N", "of stochastic rounding", command.seed, 0,
                 std::numeric_limits<int64_t>::max());
   options.flag("--json", "one JSON object instead of text", command.json);
 

@@ -110,6 +110,15 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
           {"notes", notes}};
 }
 
+// Nothing is wrong so far: the page of a run that is over, the live view of one that may go on. Without offsets nobody knows,
+// and verdict has the command that records them.
+std::string command_of_health(const std::string& folder, const RunRecords& run, const RunForecast& found) {
+  if (found.of_heads.empty() && run.config) return "evenkeel verdict " + shell_word(folder);
+  const bool is_over = found.terms.last_step > 0 && run.step_count() >= found.terms.last_step;
+  return is_over ? fmt::format("evenkeel report {} -o report.html", shell_word(folder))
+                 : fmt::format("evenkeel watch {}", shell_word(folder));
+}
+
 void print(const std::string& folder, const RunRecords& run, const RunForecast& found,
            const HistoryForecast* history, bool named, bool all) {
   fmt::print("{}: {}\n", folder, in_words(found));
@@ -130,6 +139,7 @@ void print(const std::string& folder, const RunRecords& run, const RunForecast& 
     for (const EarlierRun& one : history->alike)
       if (one.failed && static_cast<double>(*one.failed) == *history->failure)
         return fmt::print("  next: evenkeel verdict {}\n", shell_word(one.folder.string()));
+  if (!found.fails()) fmt::print("  next: {}\n", command_of_health(folder, run, found));
 }
 
 }  // namespace
@@ -163,6 +173,7 @@ int run_forecast(int argc, char** argv) {
     require_data(std::filesystem::is_directory(word), "{}: expected a run's folder, found {}", word,
                  std::filesystem::exists(word) ? "something else" : "nothing there");
     const RunRecords run = read_run(word);
+    require_data(run.unreadable.empty(), "{}", run.unreadable);
     const std::vector<RunRecords>& history = named || alone ? named_runs : beside.of(run);
     const RunForecast found = forecast(run, twin_of(run, history));
     std::optional<HistoryForecast> of_others;

@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "cli/commands.h"
+#include "numerics/cpu.h"
 
 namespace {
 
@@ -52,9 +53,13 @@ int main(int argc, char** argv) {
     fmt::print("evenkeel {}\n", EVENKEEL_VERSION);
     return 0;
   }
-  const bool json = std::find(words.begin() + 1, words.end(), "--json") != words.end();
+  const auto options_end = std::find(words.begin() + 1, words.end(), "--");
+  const bool json = std::find(words.begin() + 1, options_end, "--json") != options_end;
   std::string speaker = "evenkeel";
   try {
+    const char* const target = std::getenv("EVENKEEL_CPU");
+    require(!target || is_cpu_target(target), "EVENKEEL_CPU: expected baseline, avx2 or avx512, found '{}'",
+            target ? target : "");
     const cli::Command& command = find_command(words[0]);
     speaker += fmt::format(" {}", command.name);
     const int code = command.run(argc - 1, argv + 1);

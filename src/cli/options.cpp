@@ -150,6 +150,8 @@ int Options::take_option(int count, char** arguments, int at) {
             option.placeholder);
     option.set(value);
   };
+  require(!option.once || std::find(given_.begin(), given_.end(), option.name) == given_.end(),
+          "{} {}: expected it once, found it twice", option.name, option.placeholder);
   given_.push_back(option.name);
   if (option.placeholder.empty()) {
     require(equals == std::string::npos, "{} takes no value, got '{}'", option.name,
@@ -172,8 +174,15 @@ bool Options::parse(int count, char** arguments) {
     *asked_table = table_;
     return false;
   }
+  bool only_words = false;  // behind "--"
   for (int at = 1; at < count; ++at) {
     const std::string word = arguments[at];
+    if (only_words) {
+      take_word(word);
+      continue;
+    }
+    only_words = word == "--";
+    if (only_words) continue;
     if (word == "--help" || word == "-h") {
       fmt::print("{}", help());
       return false;

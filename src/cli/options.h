@@ -1,6 +1,6 @@
 // The command line: options declared once, used for parsing, help, completion, the manual page and errors alike.
 // Unknown options and empty values are errors. Knows no command. A word that looks like a negative number is a value,
-// not an option.
+// not an option; behind "--" every word is one.
 #pragma once
 
 #include <filesystem>
@@ -20,6 +20,7 @@ struct CommandTable {
     bool list = false;                            // takes every word up to the next option
     bool may_be_empty = false;
     std::optional<std::string> alone = {};  // what the option alone means; its value comes behind a '='
+    bool once = false;  // given again it is an error; of other options the last one counts
   };
   // "--rows N", "--guard[=act|warn]"
   static std::string shown(const Option& option);
@@ -53,6 +54,8 @@ class Options {
               std::vector<std::string>& variable);
   // All words up to the next option: `--healthy a b c`.
   void lists(std::string name, std::string placeholder, std::string help, std::vector<std::string>& variable);
+  // The option declared last names one thing: given twice, one of them would be dropped without a word.
+  void once() { table_.options.back().once = true; }
   // Any other kind.
   void add(CommandTable::Option option);
   // What is left; at least `least` and at most `most` words, each one of `choices` where there are some.

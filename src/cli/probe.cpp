@@ -1,8 +1,10 @@
 // `evenkeel probe`: every head of a step under the microscope, in a run or in a capture.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <tuple>
 
 #include "base/error.h"
@@ -28,15 +30,16 @@ struct ProbeCommand {
 
 // A run of another trainer cannot be replayed here: what its monitor captured at that step (captures/).
 void read_captures_of(const ProbeCommand& command, const RunStep& at, Probed& probed) {
-  std::string steps;
+  std::set<int64_t> steps;  // a capture is of one layer, so a step has several
   for (const std::filesystem::path& file : read_run(at.run).captures) {
     Capture capture = read_capture(file);
-    steps += fmt::format("{}{}", steps.empty() ? "" : ", ", capture.step);
+    steps.insert(capture.step);
     if (capture.step == at.step && (command.layer < 0 || capture.layer == command.layer))
       probed.captures.push_back(std::move(capture));
   }
   require_data(!probed.captures.empty(), "{}: expected a capture of step {} in its folder, found {}",
-               at.run.string(), at.step, steps.empty() ? "none" : "some of steps " + steps);
+               at.run.string(), at.step,
+               steps.empty() ? "none" : fmt::format("some of steps {}", fmt::join(steps, ", ")));
 }
 
 void read_target(const ProbeCommand& command, const std::string& target, Probed& probed) {

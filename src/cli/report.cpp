@@ -47,13 +47,14 @@ int run_report(int argc, char** argv) {
       "with the\ncommand that makes it.",
       "report runs/a runs/b -o report.html");
   options.words("RUN", words, 1, 64);
-  options.value("-o", "FILE", "where the page goes (report.html)", out);
+  options.value("-o", "FILE", "where the page goes", out);
   options.values("--capture", "FILE",
                  "a capture to look into, several allowed (default: those in the run's folder)", captures);
   options.flag("--json", "what was written, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
   for (const std::string& word : words) check_run(word);
   PageOptions of_page;
+  of_page.needs_records = true;
   of_page.captures.assign(captures.begin(), captures.end());
   const std::vector<fs::path> runs(words.begin(), words.end());
   const std::string text = page(runs, of_page);

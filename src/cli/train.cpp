@@ -75,10 +75,13 @@ std::string notes() {
 
 void declare(Options& options, TrainCommand& command) {
   options.value("--out", "RUN", "the run's folder, new or empty", command.out);
+  options.once();
   options.value("--resume", "RUN", "continue a run from its newest checkpoint", command.resume);
+  options.once();
   options.value("--branch", "RUN@STEP",
                 "a new run from that checkpoint of another, with its settings where no option says otherwise",
                 command.branch);
+  options.once();
   options.value("--config", "FILE", "a config.toml", command.config_file);
   for (const Setting& setting : run_settings()) {
     if (setting.option.empty()) continue;
@@ -158,7 +161,7 @@ std::unique_ptr<Trainer> start_run(const TrainCommand& command, const std::share
       "--branch takes its settings from RUN's config.toml, on one rank: expected no --preset or --config");
   const auto from = parse_run_step(command.branch);
   require(from.has_value(), "--branch '{}': expected RUN@STEP, as in runs/a@3000", command.branch);
-  config = config_of_run(from->run);
+  config = config_of_own_run(from->run);
   apply_settings(command, config);
   require(from->step < config.schedule.steps,
           "--branch {}: expected a step before the run's end, {}, found one at it: nothing is left to train; "

@@ -15,7 +15,7 @@ DriftGuard::DriftGuard(const ScopedPlan& plan, int64_t layers, int64_t heads, bo
   for (size_t n = 0; n < heads_.size(); ++n) {
     const auto head = static_cast<int64_t>(n);
     const PrecisionPlan of_head = plan.at(static_cast<int>(head / H_), static_cast<int>(head % H_));
-    heads_[n].remedied = of_head.stabiliser == Stabiliser::zero_sum;
+    heads_[n].remedied = rules_of(of_head.stabiliser).delta == DeltaRule::probs;
     heads_[n].useless = too_late(of_head, bf16);
   }
 }

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <optional>
 
+#include "numerics/median.h"
+
 namespace evenkeel {
 namespace {
 
@@ -49,12 +51,6 @@ bool grows_steadily(const std::vector<double>& x, const std::vector<double>& y, 
       second_x(x.begin() + middle, x.end()), second_y(y.begin() + middle, y.end());
   return fit_trend(first_x, first_y).slope >= kSteady * slope &&
          fit_trend(second_x, second_y).slope >= kSteady * slope;
-}
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 std::optional<int64_t> whole_number(const std::string& text) {
@@ -100,7 +96,7 @@ double median_leak_share(const RunRecords& run, const ForecastTerms& terms) {
       if (!std::isnan(share)) of_heads.push_back(share);
     if (!of_heads.empty()) of_probes.push_back(median(std::move(of_heads)));
   }
-  return of_probes.empty() ? HeadForecast::kNone : median(std::move(of_probes));
+  return median(std::move(of_probes));
 }
 
 }  // namespace

@@ -37,18 +37,27 @@ std::string in_words(const DriftLimit& l) {
   const char* const whose = l.of_control ? "the median head of the FP32 control" : "this run's median head";
   const double times = kDriftTimes * l.level;
   if (l.limit == times)
-    return fmt::format("limit {:.0f}: {:.0f} times {:.3g}, {}", l.limit, kDriftTimes, l.level, whose);
+    return fmt::format("limit {}: {:.0f} times {:.3g}, {}", whole_text(l.limit), kDriftTimes, l.level, whose);
   if (l.limit < times)
     return fmt::format("limit {:.0f}: the highest without an FP32 control; {} has {:.3g}", l.limit, whose,
                        l.level);
   if (l.limit == kLowestDriftLimit)
     return fmt::format("limit {:.0f}: no smaller offset is called drift; {} has {:.3g}", l.limit, whose,
                        l.level);
-  return fmt::format("limit {:.0f}: twice the largest head of the FP32 control", l.limit);
+  return fmt::format("limit {}: twice the largest head of the FP32 control", whole_text(l.limit));
 }
 
 std::string offset_text(double offset) {
   return offset >= 1e3 && offset < 1e6 ? fmt::format("{:.0f}", offset) : fmt::format("{:.3g}", offset);
+}
+
+std::string whole_text(double offset) {
+  return offset < 1e6 ? fmt::format("{:.0f}", offset) : fmt::format("{:.3g}", offset);
+}
+
+std::string drift_in_words() {
+  return fmt::format("The offset of a head grows beyond {:.0f} times its healthy level, and keeps growing.",
+                     kDriftTimes);
 }
 
 double mend_limit(const std::vector<double>& of_heads) {

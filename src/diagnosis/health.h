@@ -37,6 +37,11 @@ std::string in_words(const DriftLimit& limit);
 // An offset for a reader: three digits, all of them from 1,000 to a million ("8.35", "739", "10257").
 std::string offset_text(double offset);
 
+// The same in whole numbers, as those that are compared with a limit are written ("85", "10257", "1e+308").
+std::string whole_text(double offset);
+// What drift is, in a sentence for a reader: "The offset of a head grows beyond 8 times its healthy level, and ..."
+std::string drift_in_words();
+
 // Where the guard acts: half way to the limit, so that it acts before a head has drifted; never below
 // kLowestDriftLimit. Of offsets or, in the guard, of log-sum-exps.
 double mend_limit(const std::vector<double>& of_heads);

@@ -81,6 +81,7 @@ class Search {
   void search() {
     e_.symptom = find_symptom(record_);
     e_.mended = record_.mended;
+    e_.notes = record_.notes;
     if (e_.symptom.kind == Symptom::Kind::none) return;
     tell("symptom: " + e_.symptom.words);
     std::vector<Window> windows = candidates();

@@ -39,6 +39,13 @@ std::string train_with_checkpoints_command(const std::filesystem::path& run, con
   return train_command(run, config, from, "", "again", fmt::format(" --set run.keep_every={}", every));
 }
 
+std::string train_with_offsets_command(const std::filesystem::path& run, const RunConfig& config) {
+  if (!config.trainer.empty())
+    return fmt::format("start again with evenkeel.Monitor(model, \"{}-again\", every=10)",
+                       without_slash(run).string());
+  return train_command(run, config, 0, "", "again", " --facts-every 10");
+}
+
 std::string isolate_command(const std::filesystem::path& run, const std::string& trainer,
                             const std::string& options) {
   // Another's training can be replayed by its own code alone, which evenkeel.isolate calls.

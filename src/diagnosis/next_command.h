@@ -17,6 +17,8 @@ std::string train_command(const std::filesystem::path& run, const RunConfig& con
 // The same run with checkpoints that stay every `every` steps, from checkpoint `from` on.
 std::string train_with_checkpoints_command(const std::filesystem::path& run, const RunConfig& config,
                                            int64_t from, int64_t every);
+// The same run with a record of its offsets, by which drift is seen.
+std::string train_with_offsets_command(const std::filesystem::path& run, const RunConfig& config);
 // trainer: run.trainer of its settings, empty for our own. In the command of another's, MODULE:FUNCTION is for the reader to fill in.
 std::string isolate_command(const std::filesystem::path& run, const std::string& trainer = "",
                             const std::string& options = "");

@@ -69,6 +69,13 @@ ProbeRecorder::ProbeRecorder(const RunConfig& config, const std::filesystem::pat
   std::error_code error;
   if (next_step == 0 || !std::filesystem::exists(record_path(folder, RecordFile::metrics), error)) return;
   const Metrics before = read_metrics(folder, {model_.layers, model_.heads});
+  // The leaks of the steps behind the last probe that was due, as they were recorded.
+  const Series& leaks = before.of(HeadFact::leak_mean);
+  for (size_t n = 0; n < leaks.steps.size() && leaks.steps[n] < next_step; ++n) {
+    if (leaks.steps[n] <= (next_step - 1) / every_ * every_) continue;
+    leaks_.resize(leaks.width);
+    for (size_t head = 0; head < leaks.width; ++head) leaks_[head].take(leaks.row(n)[head]);
+  }
   const auto found = before.probes.find("delta_error_running");
   if (found == before.probes.end()) return;
   const Series& running = found->second;

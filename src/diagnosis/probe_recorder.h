@@ -6,7 +6,9 @@
 //                      norms: { <weight>: number } } over the first rows of the step's first sequences: a batch is
 //                      random, so any are as good. On a GPU the CPU does this while the next steps are trained. The
 //                      probe is then in the line of a later step, before the next one is due. `step` is its own.
-// Numbers have five digits. Costs and what moves when: docs/experiments.md.
+// Numbers have five digits. Of a run that goes on from a checkpoint, the first probe's leak_lag_1 is from recorded leaks, of
+// five digits, and a spectral norm begins from another vector: there the last digit may be another than in a run that never
+// stopped. Costs and what moves when: docs/experiments.md.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +45,8 @@ class ProbeRecorder : public StepWatcher {
   // cores are left to the training.
   static constexpr int kBackgroundThreads = 4;
 
-  // Full sets every config.probe_every steps. folder: of the run that goes on at next_step, for the running sums; need
-  // not be there.
+  // Full sets every config.probe_every steps. folder: of the run that goes on at next_step, for what adds up from step to
+  // step; need not be there.
   ProbeRecorder(const RunConfig& config, const std::filesystem::path& folder, int64_t next_step);
   ~ProbeRecorder() override;
 

@@ -123,12 +123,20 @@ double softmax(std::vector<double>& s, double sink) {
   return m + std::log(l);
 }
 
-int64_t count_nonfinite(const Head& head) {
-  int64_t count = 0;
+// What is not finite of the forward pass (q, k and v) and of the gradient that comes in (dO).
+struct Nonfinite {
+  int64_t forward = 0, gradient = 0;
+};
+Nonfinite count_nonfinite(const Head& head) {
+  Nonfinite count;
+  const auto of_row = [&](const float* row) {
+    return std::count_if(row, row + head.D, [](float x) { return !std::isfinite(x); });
+  };
   for (int64_t b = 0; b < head.B; ++b)
-    for (int64_t t = 0; t < head.T; ++t)
-      for (const float* row : {head.q(b, t), head.k(b, t), head.v(b, t), head.d_o(b, t)})
-        count += std::count_if(row, row + head.D, [](float x) { return !std::isfinite(x); });
+    for (int64_t t = 0; t < head.T; ++t) {
+      count.forward += of_row(head.q(b, t)) + of_row(head.k(b, t)) + of_row(head.v(b, t));
+      count.gradient += of_row(head.d_o(b, t));
+    }
   return count;
 }
 
@@ -205,7 +213,8 @@ struct ScoreSums {
   }
 };
 
-// REQUIRES: what the head reads is finite (a product with a masked key's zero would spread it).
+// REQUIRES: q, k and v are finite (a product with a masked key's zero would spread what is not). Where dO is not, neither
+// are delta and dQ of the result.
 ExactHead probe_scores(const Head& head, HeadProbe& p) {
   constexpr int64_t kRows = 32;  // a block's: its scores stay in the cache
   const int64_t B = head.B, T = head.T, D = head.D;
@@ -261,11 +270,17 @@ ExactHead probe_scores(const Head& head, HeadProbe& p) {
 
 // --- What the plan's roundings did
 
+void probe_ties(const Head& head, const AttentionBuffers& ran, HeadProbe& p) {
+  int64_t tied = 0;
+  for (int64_t b = 0; b < head.B; ++b)
+    for (int64_t i = 0; i < head.T; ++i) tied += *ran.ties.view().at(b, head.h, i) > 1;
+  p.tied_rows = static_cast<double>(tied) / static_cast<double>(head.B * head.T);
+}
+
 void probe_roundings(const Head& head, const AttentionBuffers& ran, const ExactHead& exact, HeadProbe& p) {
   const auto rows = static_cast<double>(head.B * head.T);
   const double z = head.capture.plans[at(head.h)].keel;
   double sum = 0, squares = 0, delta_squares = 0, error_sum = 0;
-  int64_t tied = 0;
   for (int64_t b = 0; b < head.B; ++b)
     for (int64_t i = 0; i < head.T; ++i) {
       const double rho = *ran.residual.view().at(b, head.h, i);
@@ -275,9 +290,7 @@ void probe_roundings(const Head& head, const AttentionBuffers& ran, const ExactH
       squares += rho * rho;
       delta_squares += delta * delta;
       error_sum += delta - exact.delta[at(b * head.T + i)];
-      tied += *ran.ties.view().at(b, head.h, i) > 1;
     }
-  p.tied_rows = static_cast<double>(tied) / rows;
   p.residual_mean = sum / rows;
   p.residual_rms = std::sqrt(squares / rows);
   const double variance = squares / rows - p.residual_mean * p.residual_mean;
@@ -444,12 +457,15 @@ std::vector<HeadProbe> probe(const Capture& capture, std::span<HeadNorms> norms)
   parallel_for(H, [&](int64_t h, int) {
     const Head head(capture, h);
     HeadProbe& p = probes[at(h)];
-    p.nonfinite = static_cast<double>(count_nonfinite(head));
-    if (p.nonfinite > 0) return;  // no other figure would mean anything
+    const Nonfinite nonfinite = count_nonfinite(head);
+    p.nonfinite = static_cast<double>(nonfinite.forward + nonfinite.gradient);
+    if (nonfinite.forward > 0) return;  // no other figure would mean anything
     const ExactHead exact = probe_scores(head, p);
-    probe_roundings(head, ran, exact, p);
+    probe_ties(head, ran, p);
     probe_weights(head, norms[at(h)], p);
     probe_means(head, p);
+    if (nonfinite.gradient > 0) return;  // as loss scaling makes now and then: the forward figures hold
+    probe_roundings(head, ran, exact, p);
     if (head.has_x()) probe_gradient(head, x, ran, exact, norms[at(h)].gradient, p);
   });
   return probes;
@@ -506,17 +522,24 @@ int64_t worst_head(std::span<const HeadProbe> probes) {
 }
 
 std::string in_words(const HeadProbe& p, const std::string& name) {
-  if (p.nonfinite > 0)
+  if (p.nonfinite > 0 && std::isnan(p.largest_row_mean))
     return fmt::format("{}: {:.0f} of its numbers are not finite; the failure lies before this step.", name,
                        p.nonfinite);
   // What FP32 leaves by itself is some 1e-6 of delta; BF16's one rounding of O some 1e-3.
-  constexpr double kLeak = 1e-4, kDrifted = 100;
+  constexpr double kLeak = 1e-4;
   const std::string common = fmt::format("the offset is {} (the scores of a row spread by {})",
                                          offset_text(p.largest_row_mean), offset_text(p.row_spread));
+  if (p.nonfinite > 0)
+    return fmt::format(
+        "{}: {:.0f} numbers of its gradient dO are not finite, as loss scaling makes now and then, so "
+        "nothing is "
+        "known of its leak; {}.",
+        name, p.nonfinite, common);
   if (p.residual_share < kLeak)
     return fmt::format(
         "{}: no leak: the rows of dS sum to zero within {:.1e} of delta; {}.", name, p.residual_share,
-        p.largest_row_mean > kDrifted ? common + ", from earlier steps or from training itself" : common);
+        p.largest_row_mean > kLowestDriftLimit ? common + ", from earlier steps or from training itself"
+                                               : common);
   const std::string size = p.leak_share < 1 ? fmt::format("{:.3g} % of", 100 * p.leak_share)
                                             : fmt::format("{:.3g} times", p.leak_share);
   const std::string share = std::isnan(p.leak_share)

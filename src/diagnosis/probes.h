@@ -68,7 +68,7 @@ struct HeadProbe {
       kNotKnown;  // W_Q's gradient by the plan: its root mean square, weighted by (k^_d x^_c)^2
   double leak_lag_1 =
       kNotKnown;  // autocorrelation of the steps' mean leaks since the last probe; only in a run
-  // --- what is NaN or infinite in q, k, v and dO: a finding
+  // --- what is NaN or infinite in q, k, v and dO: a finding. Of dO alone, all figures of the forward pass are known.
   double nonfinite = 0;  // how many numbers
 };
 

@@ -7,6 +7,7 @@
 #include "base/text.h"
 #include "diagnosis/isolate.h"
 #include "diagnosis/next_command.h"
+#include "numerics/median.h"
 #include "records/metrics.h"
 #include "records/record_json.h"
 #include "records/schema.h"
@@ -24,13 +25,6 @@ constexpr size_t kFewestSpikes = 3;
 // nothing of the end.
 constexpr size_t kFewSteps = 300;
 constexpr double kSmallestRise = 0.05;  // of the loss: smaller ones are another run's seed
-
-double median(std::vector<double> values) {
-  if (values.empty()) return kUnknown;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 // Steps whose loss is there. A run that goes on in a folder of its own has none before, and some write one step in ten.
 std::vector<size_t> steps_with_loss(const std::vector<double>& loss) {
@@ -72,6 +66,8 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
     if (!std::isfinite(metrics.loss.values[n])) record.not_finite = metrics.loss.steps[n];
   for (size_t n = metrics.loss.steps.size(); n > 0 && !std::isfinite(metrics.loss.values[n - 1]); --n)
     record.never_finite = metrics.loss.steps[n - 1];
+  record.notes = notes_of(metrics);
+  record.damaged = metrics.file.fault_count > 0 || metrics.without_step > 0 || metrics.misshapen > 0;
   for (const HeadFact fact : {HeadFact::offset, HeadFact::largest_lse}) {
     const Series& series = metrics.of(fact);
     if (series.empty()) continue;
@@ -95,7 +91,9 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
 RunRecord read_run_record(const fs::path& run) {
   RunRecords guarded;
   if (const auto text = read_record(run, RecordFile::guard)) read_guard(*text, guarded);
-  return run_record(read_some_metrics(run), read_finding(run), guarded.events);
+  RunRecord record = run_record(read_some_metrics(run), read_finding(run), guarded.events);
+  record.notes.insert(record.notes.end(), guarded.notes.begin(), guarded.notes.end());
+  return record;
 }
 
 double loss_noise(const std::vector<double>& loss) {
@@ -133,7 +131,8 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   symptom.limit = limit_from_run(last);
   const double limit = symptom.limit.limit;
   if (!(worst > limit)) return {};
-  const double far = std::isinf(worst) ? worst : std::sqrt(worst * limit);
+  // Never above the worst itself, so that there is such a head; the product of two large numbers would be infinite.
+  const double far = std::min(worst, std::isinf(worst) ? worst : std::sqrt(worst) * std::sqrt(limit));
   size_t head = 0, since = rows;
   for (size_t n = 0; n < last.size(); ++n) {
     if (last[n] < far) continue;
@@ -146,10 +145,10 @@ std::optional<Symptom> find_offset(const RunRecord& record) {
   symptom.layer = static_cast<int64_t>(head) / record.heads;
   symptom.head = static_cast<int64_t>(head) % record.heads;
   symptom.since = record.fact_steps[since];
-  symptom.words =
-      fmt::format("layer {} head {}: {} above {:.0f} since step {}, {:.0f} at step {} ({})", symptom.layer,
-                  symptom.head, record.offset_is == "largest_lse" ? "log-sum-exp" : "offset", limit,
-                  symptom.since, last[head], record.fact_steps[rows - 1], in_words(symptom.limit));
+  symptom.words = fmt::format(
+      "layer {} head {}: {} above {:.0f} since step {}, {} at step {} ({})", symptom.layer, symptom.head,
+      record.offset_is == "largest_lse" ? "log-sum-exp" : "offset", limit, symptom.since,
+      whole_text(last[head]), record.fact_steps[rows - 1], in_words(symptom.limit));
   return symptom;
 }
 
@@ -212,6 +211,7 @@ void find_nothing(const RunRecord& record, Symptom& symptom) {
   const std::vector<size_t> recorded = steps_with_loss(record.loss);
   const size_t steps = recorded.empty() ? 0 : recorded.back() - recorded.front() + 1;
   const std::string level = level_offsets(record);
+  symptom.has_losses = steps > 0, symptom.has_offsets = !level.empty();
   symptom.words = fmt::format("{}{}", level.empty() ? "" : fmt::format("no head drifts ({}), ", level),
                               steps == 0 ? "too few losses are recorded to see a rise"
                                          : fmt::format("no rise of the loss and no jumps in {} step{}", steps,
@@ -228,6 +228,7 @@ void find_nothing(const RunRecord& record, Symptom& symptom) {
           ? fmt::format("not sure: no offsets are recorded behind step {}",
                         record.fact_steps[rows_to_judge(record) - 1])
           : "as sure as records are: nothing was replayed, and a later drift is forecast's to say";
+  if (record.damaged) symptom.certainty += "; not all of the records could be read";
 }
 
 }  // namespace
@@ -344,12 +345,6 @@ std::string heads_in_words(const std::vector<int64_t>& heads, int64_t H) {
 
 namespace {
 
-std::string joined(const std::vector<std::string>& words, const char* between) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
-  return text;
-}
-
 std::string sites_in_words(const std::vector<Site>& sites) {
   std::vector<std::string> names;
   for (const Site site : sites) names.emplace_back(name(site));
@@ -367,9 +362,10 @@ std::string compared(const Evidence& e, const Trial& t) {
   if (e.measure == Evidence::Measure::offset) {
     const double offset = std::exp(e.outcome(t)), limit = e.limit.limit;
     const bool drifts_elsewhere = offset <= limit && t.health.offset > limit;
-    return fmt::format("offset {:.0f} (as recorded {:.0f}, control in FP32 {:.0f}, limit {:.0f}{})", offset,
-                       std::exp(e.outcome(*e.recorded)), std::exp(e.outcome(*e.control)), limit,
-                       drifts_elsewhere ? fmt::format("; another head has {:.0f}", t.health.offset) : "");
+    return fmt::format("offset {} (as recorded {}, control in FP32 {}, limit {}{})", whole_text(offset),
+                       whole_text(std::exp(e.outcome(*e.recorded))),
+                       whole_text(std::exp(e.outcome(*e.control))), whole_text(limit),
+                       drifts_elsewhere ? "; another head has " + whole_text(t.health.offset) : "");
   }
   return fmt::format("loss {:.4f} (as recorded {:.4f}, control in FP32 {:.4f})", t.health.loss,
                      e.recorded->health.loss, e.control->health.loss);
@@ -428,8 +424,11 @@ std::string go_on_command(const Evidence& e, const std::filesystem::path& run, c
 
 // With the smallest change that was seen to heal; on no evidence of one, with more replays.
 std::string mending_command(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
-  for (const Trial* const remedy : {e.zero_sum, e.zero_sum_all, e.consistent, e.wide_output, e.cured})
-    if (heals(e, remedy)) return train_command(run, config, e.window.begin, remedy->setup.clauses, "cured");
+  std::vector<const Trial*> smallest_first;
+  for (const VerdictPart remedy : kRemedies) smallest_first.push_back(trial_of(e, remedy));
+  smallest_first.push_back(e.cured);
+  for (const Trial* const trial : smallest_first)
+    if (heals(e, trial)) return train_command(run, config, e.window.begin, trial->setup.clauses, "cured");
   return go_on_command(e, run, config);
 }
 
@@ -583,6 +582,14 @@ Verdict judge_unseen(const Evidence& e, const std::filesystem::path& run, const 
   return v;
 }
 
+// What a guard did, and what of the records could not be read.
+std::vector<std::string> records_in_words(const Evidence& e) {
+  std::vector<std::string> words;
+  for (const std::string& change : e.mended) words.push_back("guard, " + change);
+  for (const std::string& note : e.notes) words.push_back("records: " + note);
+  return words;
+}
+
 // FP32 does no better: the learning rate, or nothing that was tried.
 Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   Verdict v;
@@ -630,17 +637,20 @@ Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const Ru
 
 }  // namespace
 
-std::string healthy_sentence(const Symptom& none) {
-  return fmt::format("Healthy, by its records: {}.", none.words);
+std::string sentence_of_none(const Symptom& none) {
+  return none.is_healthy() ? fmt::format("Healthy, by its records: {}.", none.words)
+                           : "Not established: no loss and no offset that could be judged is recorded.";
 }
 
 Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {
   Verdict v;
   if (e.symptom.kind == Symptom::Kind::none) {
-    v.cause = Cause::healthy;
-    v.words = healthy_sentence(e.symptom) + (e.mended.empty() ? "" : " A guard changed its plan on the way.");
+    v.cause = e.symptom.is_healthy() ? Cause::healthy : Cause::not_established;
+    v.words = sentence_of_none(e.symptom) + (e.mended.empty() ? "" : " A guard changed its plan on the way.");
     v.certainty = e.symptom.certainty;
-    for (const std::string& change : e.mended) v.evidence.push_back("guard, " + change);
+    v.evidence = records_in_words(e);
+    v.next_command = e.symptom.has_offsets ? "evenkeel forecast " + shell_word(run.string())
+                                           : train_with_offsets_command(run, config);
     return v;
   }
   if (!e.recorded) {
@@ -659,8 +669,9 @@ Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConf
   } else {
     v = judge_rest(e, run, config);
   }
-  for (size_t n = e.mended.size(); n-- > 0;) v.evidence.insert(v.evidence.begin(), "guard, " + e.mended[n]);
-  v.evidence.insert(v.evidence.begin(), "symptom: " + e.symptom.words);
+  std::vector<std::string> evidence = records_in_words(e);
+  evidence.insert(evidence.begin(), "symptom: " + e.symptom.words);
+  v.evidence.insert(v.evidence.begin(), evidence.begin(), evidence.end());
   return v;
 }
 

@@ -31,6 +31,8 @@ struct RunRecord {
   std::optional<int64_t> never_finite;      // from this step on no recorded loss is, to the end
   std::optional<Finding> finding;           // what ended it
   std::vector<std::string> mended;          // "step 300: ...": what a guard changed
+  std::vector<std::string> notes;           // what of the records could not be read, a sentence each
+  bool damaged = false;                     // some could not, and not only the last line of a run that is being written
 };
 RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
                      std::span<const RunEvent> events = {});
@@ -57,10 +59,14 @@ struct Symptom {
   std::vector<double> heights;     // (spikes): of the loss above its neighbours'
   std::string words;               // none: what the records cover, and that nothing is wrong in them
   std::string certainty;           // none: how much that says
+  // none: what could be judged. Without any of it there is no health either, for want of records.
+  bool has_losses = true, has_offsets = true;
+
+  bool is_healthy() const { return kind == Kind::none && (has_losses || has_offsets); }
 };
 Symptom find_symptom(const RunRecord& record);
-// "Healthy, by its records: ...", of a symptom of kind none.
-std::string healthy_sentence(const Symptom& none);
+// "Healthy, by its records: ...", or that nothing could be judged, of a symptom of kind none.
+std::string sentence_of_none(const Symptom& none);
 
 enum class Cause {
   healthy,
@@ -109,7 +115,7 @@ const Trial* const& trial_of(const VerdictTrials& trials, VerdictPart part);
 // Everything that isolate found.
 struct Evidence : VerdictTrials {
   Symptom symptom;
-  std::vector<std::string> mended;  // RunRecord::mended
+  std::vector<std::string> mended, notes;  // as RunRecord has them
   Window window;
   std::optional<int64_t> not_repeated;  // the first step whose loss is not the recorded one
   double recorded_loss = 0;             // there
@@ -159,7 +165,7 @@ struct Verdict {
   std::string words;                  // one or two sentences
   std::vector<std::string> evidence;  // the chain, link by link, with figures
   std::string certainty;              // how sure, and why
-  std::string next_command;           // what to type next; empty where there is nothing to do
+  std::string next_command;           // what to type next
 };
 // run, config: for names, plans and commands.
 Verdict judge(const Evidence& evidence, const std::filesystem::path& run, const RunConfig& config);

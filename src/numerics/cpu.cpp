@@ -18,6 +18,13 @@ const char* name(CpuTarget target) {
   return "baseline";
 }
 
+bool is_cpu_target(const char* text) {
+  if (*text == '\0') return true;
+  for (const CpuTarget target : {CpuTarget::baseline, CpuTarget::avx2, CpuTarget::avx512})
+    if (std::strcmp(text, name(target)) == 0) return true;
+  return false;
+}
+
 CpuTarget cpu_target() {
   static const CpuTarget chosen = [] {
     CpuTarget best = CpuTarget::baseline;

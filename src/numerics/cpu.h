@@ -8,6 +8,8 @@ enum class CpuTarget { baseline, avx2, avx512 };
 // The best target that this machine runs. EVENKEEL_CPU=baseline|avx2|avx512 in the environment asks for a
 // lesser one (to compare: results do not change by a bit); a greater one is not given.
 CpuTarget cpu_target();
+// Is that a target's name, as EVENKEEL_CPU takes it? Empty counts as not set.
+bool is_cpu_target(const char* text);
 const char* name(CpuTarget target);
 
 // What is compiled once for each target (sources named *_kernels.cpp) has its own namespace there: baseline, avx2,

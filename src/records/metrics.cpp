@@ -183,17 +183,49 @@ Metrics parse_metrics(std::string_view text, HeadShape shape) {
   return metrics;
 }
 
+std::string why_nothing_was_read(const Metrics& metrics, const std::string& file) {
+  if (!metrics.empty()) return "";
+  const std::string expected =
+      fmt::format("{}: no record could be read: expected a line a step, found ", file);
+  if (metrics.file.lines == 0)
+    return expected + (metrics.file.torn_bytes > 0 ? "a torn line" : "an empty file");
+  return expected + fmt::format("{} lines of which {} are no JSON objects and {} have no step",
+                                metrics.file.lines, metrics.file.fault_count, metrics.without_step);
+}
+
 Metrics read_some_metrics(const fs::path& folder, HeadShape shape) {
   Metrics metrics = read_metrics(folder, shape);
-  const std::string file = record_path(folder, RecordFile::metrics).string();
-  require_data(!metrics.empty() || metrics.file.lines > 0,
-               "{}: no record could be read: expected a line a step, found {}", file,
-               metrics.file.torn_bytes > 0 ? "a torn line" : "an empty file");
-  require_data(!metrics.empty(),
-               "{}: no record could be read: expected a line a step, found {} lines of which {} are no JSON "
-               "objects and {} have no step",
-               file, metrics.file.lines, metrics.file.fault_count, metrics.without_step);
+  const std::string why = why_nothing_was_read(metrics, record_path(folder, RecordFile::metrics).string());
+  require_data(why.empty(), "{}", why);
   return metrics;
+}
+
+std::vector<std::string> notes_of(const JsonLinesResult& result, RecordFile file) {
+  std::vector<std::string> notes;
+  if (result.fault_count > 0)
+    notes.push_back(
+        fmt::format("{}: {} of {} lines cannot be read and {} left out, the first of them line {}",
+                    name(file), result.fault_count, result.lines, result.fault_count == 1 ? "is" : "are",
+                    result.faults.empty() ? 0 : result.faults[0].line));
+  if (result.torn_bytes > 0)
+    notes.push_back(fmt::format(
+        "{} ends in the middle of a line: the run is still being written, or was killed", name(file)));
+  return notes;
+}
+
+std::vector<std::string> notes_of(const Metrics& metrics) {
+  std::vector<std::string> notes = notes_of(metrics.file, RecordFile::metrics);
+  const auto add = [&](int64_t count, const char* of_one, const char* of_several) {
+    if (count > 0)
+      notes.push_back(
+          fmt::format("{}: {} {}", name(RecordFile::metrics), count, count == 1 ? of_one : of_several));
+  };
+  add(metrics.without_step, "line has no step that a run can be at and is left out",
+      "lines have no step that a run can be at and are left out");
+  add(metrics.misshapen,
+      "field that should be a number, or numbers by layer and head, is none and is left out",
+      "fields that should be numbers, or numbers by layer and head, are none and are left out");
+  return notes;
 }
 
 void add_number(Json& line, std::string_view name, double value) {

@@ -75,7 +75,12 @@ struct HeadShape {
 // DataError where there is no such file, or none that is a regular file and can be read.
 Metrics read_metrics(const std::filesystem::path& folder, HeadShape shape = {});
 Metrics parse_metrics(std::string_view text, HeadShape shape = {});
-// The same, or a DataError that says that no record could be read, and why.
+// Why no record could be read, though the file is there; empty where one could. file: its name, for the words.
+std::string why_nothing_was_read(const Metrics& metrics, const std::string& file);
+// What a reader should know of the file besides its numbers, a sentence each: what could not be taken, and how it ends.
+std::vector<std::string> notes_of(const JsonLinesResult& result, RecordFile file);
+std::vector<std::string> notes_of(const Metrics& metrics);
+// The same as read_metrics, or a DataError that says that no record could be read, and why.
 Metrics read_some_metrics(const std::filesystem::path& folder, HeadShape shape = {});
 
 // --- Writing. Whoever has something to say of a step adds it to the step's line; one writer writes it.

@@ -192,7 +192,7 @@ std::optional<Json> read_json_record(const fs::path& folder, RecordFile file, si
 }
 
 void write_json_record(const fs::path& folder, RecordFile file, const Json& object) {
-  write_whole_file(record_path(folder, file), json_with_words(object).dump(1) + "\n");
+  write_whole_file(record_path(folder, file), json_with_words(object).dump(1) + "\n", Links::replaced);
 }
 
 }  // namespace evenkeel

@@ -33,15 +33,8 @@ std::optional<Json> parse_noted(std::string_view text, RecordFile file, RunRecor
   return json;
 }
 
-void note_faults(const JsonLinesResult& result, RecordFile file, RunRecords& run) {
-  if (result.fault_count > 0)
-    run.notes.push_back(
-        fmt::format("{}: {} of {} lines cannot be read and {} left out, the first of them line {}",
-                    name(file), result.fault_count, result.lines, result.fault_count == 1 ? "is" : "are",
-                    result.faults.empty() ? 0 : result.faults[0].line));
-  if (result.torn_bytes > 0)
-    run.notes.push_back(fmt::format(
-        "{} ends in the middle of a line: the run is still being written, or was killed", name(file)));
+void add_notes(const std::vector<std::string>& notes, RunRecords& run) {
+  run.notes.insert(run.notes.end(), notes.begin(), notes.end());
 }
 
 RunEvent::Kind event_kind(const std::string& guard_kind) {
@@ -122,7 +115,7 @@ std::string read_config_text(const fs::path& folder) {
 }
 
 void write_config_text(const fs::path& folder, const std::string& text) {
-  write_whole_file(record_path(folder, RecordFile::config), text);
+  write_whole_file(record_path(folder, RecordFile::config), text, Links::replaced);
 }
 
 void take_metrics(Metrics metrics, RunRecords& run) {
@@ -132,10 +125,7 @@ void take_metrics(Metrics metrics, RunRecords& run) {
   run.gradient_norm = m.by_line(m.gradient_norm);
   run.validation_loss = m.by_line(m.validation_loss);
   note_schema(m.schema, RecordFile::metrics, run);
-  note_faults(m.file, RecordFile::metrics, run);
-  if (m.without_step > 0)
-    run.notes.push_back(fmt::format(
-        "metrics.jsonl: {} lines have no step that a run can be at and are left out", m.without_step));
+  add_notes(notes_of(m), run);
   if (!run.has_steps()) run.notes.emplace_back("metrics.jsonl holds no step yet");
 }
 
@@ -146,7 +136,7 @@ void read_guard(std::string_view text, RunRecords& run) {
         if (const std::optional<int64_t> step = event.step())
           run.events.push_back({event_kind(event.text("kind")), *step, event.text("words")});
       });
-  note_faults(result, RecordFile::guard, run);
+  add_notes(notes_of(result, RecordFile::guard), run);
 }
 
 void read_findings(std::string_view text, RunRecords& run) {
@@ -189,8 +179,10 @@ RunRecords read_run(const fs::path& folder) {
   if (fs::exists(record_path(folder, RecordFile::metrics), error)) {
     try {
       take_metrics(read_metrics(folder, shape_of(run)), run);
+      run.unreadable = why_nothing_was_read(run.metrics, record_path(folder, RecordFile::metrics).string());
     } catch (const std::exception& fault) {
       run.notes.emplace_back(fault.what());
+      run.unreadable = fault.what();
     }
   } else {
     run.notes.emplace_back("metrics.jsonl is missing: no step is recorded yet");

@@ -39,6 +39,8 @@ struct RunRecords {
   std::filesystem::path folder;
   std::string label;               // its name on the page: the folder's own, unless two runs have the same
   std::vector<std::string> notes;  // what is missing or cannot be read, a sentence each
+  std::string
+      unreadable;  // why nothing of a metrics.jsonl that is there could be read; empty: something could
 
   Metrics metrics;
   std::vector<double> loss, gradient_norm, validation_loss;  // (metrics.steps); NaN where a line lacks it

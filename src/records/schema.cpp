@@ -87,7 +87,7 @@ constexpr RecordField kFields[] = {
     {metrics, "probe", "effective_size", "", per_head, "features", "features that make that product: the head size, if all count alike"},
     {metrics, "probe", "leak_along", "", per_head, "", "W_Q's gradient by the leak, along mean key and mean input; signed"},
     {metrics, "probe", "gradient_along", "", per_head, "", "root mean square of W_Q's gradient along the same"},
-    {metrics, "probe", "leak_lag_1", "", per_head, "", "autocorrelation, lag 1, of the steps' mean leaks since the last probe"},
+    {metrics, "probe", "leak_lag_1", "", per_head, "", "autocorrelation, lag 1, of the steps' mean leaks since the last probe (behind a resume, to four digits)"},
     {metrics, "probe", "nonfinite", "", per_head, "numbers", "numbers of q, k, v, dO that are not finite"},
 
     {guard, "", "step", "", number, "step", "at which it happened"},

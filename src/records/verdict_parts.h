@@ -2,6 +2,7 @@
 // names, and the page shows every one that is there. A new row needs a trial in diagnosis/verdict.h; the page draws it as it is.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <optional>
@@ -29,7 +30,7 @@ enum class VerdictPart {
 struct VerdictPartRow {
   std::string_view name;   // in verdict.json, and in code
   std::string_view label;  // for people
-  bool is_remedy = false;  // a stabiliser, which a run can be given
+  int remedy = 0;  // a stabiliser, which a run can be given: the place in which it is proposed, 1 first
 };
 inline constexpr std::array<VerdictPartRow, 13> kVerdictParts = {{
     {"recorded", "as recorded"},
@@ -37,10 +38,10 @@ inline constexpr std::array<VerdictPartRow, 13> kVerdictParts = {{
     {"alone_guilty", "only the guilty site rounded"},
     {"unbiased", "guilty site, stochastic rounding"},
     {"wide_pv", "PV in FP32"},
-    {"wide_output", "wide_output", true},
-    {"consistent", "consistent", true},
-    {"zero_sum", "zero_sum", true},
-    {"zero_sum_all", "zero_sum on all heads", true},
+    {"wide_output", "wide_output", 4},
+    {"consistent", "consistent", 3},
+    {"zero_sum", "zero_sum", 1},
+    {"zero_sum_all", "zero_sum on all heads", 2},
     {"cured", "guilty site in FP32"},
     {"control_placebo", "placebo of the control"},
     {"slower", "FP32, a quarter of the learning rate"},
@@ -55,6 +56,17 @@ constexpr std::optional<VerdictPart> verdict_part(std::string_view name) {
     if (kVerdictParts[n].name == name) return static_cast<VerdictPart>(n);
   return {};
 }
+// The remedies, the smallest change first: of those that heal, the first is proposed, on the page as in the next command.
+inline constexpr auto kRemedies = [] {
+  constexpr auto count = static_cast<size_t>(std::count_if(kVerdictParts.begin(), kVerdictParts.end(),
+                                                           [](const auto& row) { return row.remedy > 0; }));
+  std::array<VerdictPart, count> remedies{};
+  for (size_t n = 0; n < kVerdictPartCount; ++n)
+    if (kVerdictParts[n].remedy > 0)
+      remedies.at(static_cast<size_t>(kVerdictParts[n].remedy - 1)) = static_cast<VerdictPart>(n);
+  return remedies;
+}();
+static_assert(kRemedies[0] == VerdictPart::zero_sum && kRemedies.back() == VerdictPart::wide_output);
 static_assert(verdict_part("recorded") == VerdictPart::recorded &&
               verdict_part("zero_sum_all") == VerdictPart::zero_sum_all &&
               verdict_part("control") == VerdictPart::control);

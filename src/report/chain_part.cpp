@@ -6,6 +6,7 @@
 #include <cmath>
 #include <set>
 
+#include "base/text.h"
 #include "diagnosis/next_command.h"
 #include "report/html.h"
 #include "report/panels.h"
@@ -14,12 +15,6 @@ namespace evenkeel {
 namespace {
 
 using Json = nlohmann::json;
-
-std::string joined(const std::vector<std::string>& words, const char* between) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
-  return text;
-}
 
 // A number of the records that should be a step.
 std::string whole(std::optional<int64_t> step) { return step ? count(*step) : "–"; }
@@ -38,15 +33,10 @@ std::optional<RecordObject> part_of(const RecordObject& verdict, VerdictPart par
 bool heals(const RecordObject& part) { return part.flag("heals").value_or(false); }
 double offset_of(const RecordObject& part) { return part.number("offset").value_or(kUnknown); }
 
-// The remedy that heals; of several, the one that the verdict names (zero_sum on few heads, then on all), then the first.
+// The remedy that heals; of several, the one of the verdict's next command.
 ChainLink remedy_link(const RecordObject& verdict) {
-  std::vector<VerdictPart> tried = {VerdictPart::zero_sum, VerdictPart::zero_sum_all};
-  for (size_t n = 0; n < kVerdictPartCount; ++n)
-    if (const auto part = static_cast<VerdictPart>(n);
-        kVerdictParts[n].is_remedy && std::find(tried.begin(), tried.end(), part) == tried.end())
-      tried.push_back(part);
   std::string failed;
-  for (const VerdictPart part : tried)
+  for (const VerdictPart part : kRemedies)
     if (const std::optional<RecordObject> trial = part_of(verdict, part)) {
       if (heals(*trial))
         return {"remedy", escape(row_of(part).label),
@@ -85,7 +75,8 @@ std::array<ChainLink, 7> links_of_symptom(const RunRecords& run, const Symptom& 
   const auto since = [](int64_t step) { return fmt::format("since step {}", count(step)); };
   switch (symptom.kind) {
     case Symptom::Kind::none:
-      links[0] = {"symptom", "none", "records look healthy"};
+      links[0] = {"symptom", "none",
+                  symptom.is_healthy() ? "records look healthy" : "nothing is recorded that could be judged"};
       break;
     case Symptom::Kind::offset:
       links[0] = {"symptom", "offset " + figure(last_offset(run)), since(symptom.since)};

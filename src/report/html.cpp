@@ -8,15 +8,17 @@
 #include <stdexcept>
 
 #include "base/text.h"
+#include "diagnosis/health.h"
 
 namespace evenkeel {
 namespace {
 
 struct Term {
-  std::string_view name, meaning;
+  std::string_view name;
+  std::string meaning;
 };
 // One sentence each; the words are those of the command line and the records.
-constexpr Term kTerms[] = {
+const Term kTerms[] = {
     {"loss", "The mean cross-entropy of the next token, in nats a token; training makes it smaller."},
     {"gradient norm", "The length of the gradient of all weights together, before clipping."},
     {"step", "One update of the weights, computed from one batch."},
@@ -37,7 +39,7 @@ constexpr Term kTerms[] = {
     {"log-sum-exp",
      "The logarithm of a row's sum of exponentials: the number every flash kernel keeps, and a direct "
      "view of the offset."},
-    {"drift", "The offset of a head grows beyond 8 times its healthy level, and keeps growing."},
+    {"drift", drift_in_words()},
     {"tie", "A row in which another score equals the largest, in the plan's own numbers."},
     {"delta", "The number each row's backward pass subtracts, so that its gradient sums to zero: dO · O."},
     {"delta error", "Delta as the plan computes it, less delta in 64 bits."},

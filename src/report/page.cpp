@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "diagnosis/indicators.h"
 #include "report/assets.h"
 #include "report/html.h"
@@ -50,6 +51,10 @@ void find_leads(PageData& data) {
 PageData read_all(std::span<const fs::path> folders, const PageOptions& options) {
   std::vector<RunRecords> runs;
   for (const fs::path& folder : folders) runs.push_back(read_run(folder));
+  require_data(
+      !options.needs_records ||
+          std::any_of(runs.begin(), runs.end(), [](const RunRecords& run) { return run.unreadable.empty(); }),
+      "{}", runs.empty() ? "" : runs[0].unreadable);
   PageData data = page_data(std::move(runs));
   std::vector<fs::path> captures = options.captures;
   if (captures.empty()) captures = data.runs[data.subject].captures;

@@ -64,7 +64,7 @@ void name_apart(std::vector<RunRecords>& runs) {
 bool ails(const RunRecords& run, const Symptom& symptom) {
   if (const std::string cause = run.verdict_record().text("cause"); !cause.empty())
     return cause != name(Cause::healthy);
-  return symptom.kind != Symptom::Kind::none;
+  return !symptom.is_healthy();
 }
 
 PageData page_data(std::vector<RunRecords> runs) {
@@ -75,6 +75,11 @@ PageData page_data(std::vector<RunRecords> runs) {
     data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding, run.events)));
   for (size_t n = data.runs.size(); n-- > 0;)
     if (ails(data.runs[n], data.symptoms[n])) data.subject = n;
+  // One that is known to ail before one of which nothing is known.
+  for (size_t n = data.runs.size(); n-- > 0;)
+    if (const Symptom& found = data.symptoms[n];
+        ails(data.runs[n], found) && (found.kind != Symptom::Kind::none || found.is_healthy()))
+      data.subject = n;
   const RunRecords& run = data.runs[data.subject];
   const Symptom& symptom = data.symptoms[data.subject];
   if (const auto guilty = guilty_head(run))
@@ -122,6 +127,8 @@ std::string badge(const RunRecords& run, const Symptom& symptom) {
              established = !cause.empty() && cause != name(Cause::not_established);
   if (!run.has_steps())
     word = "no records", style = "unknown";
+  else if (symptom.kind == Symptom::Kind::none && !symptom.is_healthy())
+    word = "not established", style = "unknown";
   else if (established && !is_healthy)
     word = "failed", style = "bad";
   else if (!is_healthy && symptom.kind != Symptom::Kind::none)

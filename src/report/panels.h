@@ -60,7 +60,7 @@ std::string missing(const std::string& what, const std::string& command);
 nlohmann::json worst_addition(const PageData& data);
 // It, bit by bit.
 std::string bits_of(const nlohmann::json& explanation);
-// Does the run's own verdict, or without one its symptom, say that it ails?
+// Does the run's own verdict, or without one its symptom, say that it ails, or that its health is not known?
 bool ails(const RunRecords& run, const Symptom& symptom);
 // The same in one or two words, as a badge.
 std::string badge(const RunRecords& run, const Symptom& symptom);

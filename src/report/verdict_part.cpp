@@ -63,11 +63,11 @@ Statement statement_of(const PageData& data) {
     s.sentence = fmt::format("Nothing is recorded of {} yet.", run.label);
   } else if (symptom.kind == Symptom::Kind::none) {
     s.sentence =
-        data.runs.size() > 1
+        data.runs.size() > 1 && symptom.is_healthy()
             ? "All runs are healthy by their records: no offset beyond the limit of drift, no rise of the "
               "loss, no "
               "jumps."
-            : healthy_sentence(symptom);
+            : sentence_of_none(symptom);
     s.sure = certainty_of(data);
   } else {
     s.sentence = fmt::format("Something is wrong in {}: {}.", run.label, symptom.words);

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <charconv>
 #include <map>
+#include <optional>
 #include <span>
-#include <sstream>
 
 #include "base/digest.h"
 #include "base/error.h"
 #include "base/random_access_file.h"
 #include "base/safetensors.h"
+#include "base/text.h"
 #include "base/whole_file.h"
 #include "model/model_folder.h"
 
@@ -73,6 +74,7 @@ int64_t read_integer(const Safetensors& file, const fs::path& path, const std::s
 }
 
 constexpr const char* kChecksums = "checksums.txt";
+constexpr size_t kDigits = 2 * sizeof(Digest);  // of a checksum, in hexadecimal
 
 std::string checksum_of(const fs::path& path) {
   const RandomAccessFile file(path);
@@ -80,26 +82,39 @@ std::string checksum_of(const fs::path& path) {
       file.size(), [&](uint64_t offset, size_t count, std::byte* to) { file.read_at(offset, count, to); }));
 }
 
-// The checksums beside a file, by name; none where there are none.
-std::map<std::string, std::string> read_checksums(const fs::path& folder) {
-  std::map<std::string, std::string> found;
+// The checksums beside a file, by name. Nothing where there is no such file, as in checkpoints of older versions; one that
+// says nothing, as a power cut may leave it, or something else is an error.
+std::optional<std::map<std::string, std::string>> read_checksums(const fs::path& folder) {
   const fs::path path = folder / kChecksums;
   std::error_code error;
-  if (!fs::exists(path, error)) return found;
-  std::istringstream lines(read_regular_file(path, 1 << 16));
-  for (std::string checksum, name; lines >> checksum >> name;) found[name] = checksum;
+  if (fs::symlink_status(path, error).type() == fs::file_type::not_found) return {};
+  const std::string text = read_regular_file(path, 1 << 16);
+  std::map<std::string, std::string> found;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = text.find('\n', begin);
+    const std::string line = text.substr(begin, end - begin);
+    const bool is_digest = line.find_first_not_of("0123456789abcdef") == kDigits;
+    require_data(
+        end != text.npos && is_digest && line.substr(kDigits, 2) == "  " && line.size() > kDigits + 2,
+        "{}: expected lines of a checksum of {} digits and a name, found '{}': the checkpoint was damaged "
+        "or changed after it was written; an older one may be whole",
+        path.string(), kDigits, shown(line));
+    found[line.substr(kDigits + 2)] = line.substr(0, kDigits);
+    begin = end + 1;
+  }
   return found;
 }
 
 // False: nothing says what it should be.
 bool verify(const fs::path& path) {
   const auto checksums = read_checksums(path.parent_path());
-  const auto expected = checksums.find(path.filename().string());
-  if (expected == checksums.end()) {
-    require_data(checksums.empty(), "{}: expected a line for it in {}, found none", path.string(),
-                 kChecksums);
-    return false;
-  }
+  if (!checksums) return false;
+  const auto expected = checksums->find(path.filename().string());
+  require_data(
+      expected != checksums->end(),
+      "{}: expected a line for it in {}, found none: the checkpoint was damaged or changed after it was "
+      "written; an older one may be whole",
+      path.string(), kChecksums);
   const std::string found = checksum_of(path);
   require_data(
       found == expected->second,
@@ -128,7 +143,13 @@ std::vector<Checkpoint> find_checkpoints(const fs::path& folder) {
 
 void save_checkpoint(const fs::path& folder, int64_t step, const ParameterTable& table,
                      const TrainingState& state) {
-  WholeFolderWriter writer(folder_of(folder, step));
+  const fs::path to = folder_of(folder, step);
+  std::error_code error;
+  require_data(
+      !fs::is_symlink(fs::symlink_status(to, error)),
+      "{}: expected a folder or nothing, found a symbolic link: checkpoints are not written through links",
+      to.string());
+  WholeFolderWriter writer(to);
   const std::string step_text = fmt::format("{}", step);
   write_buffers(writer.folder() / "model.safetensors", table, {{"", state.parameters}},
                 {{"format", "pt"}, {"step", step_text}});

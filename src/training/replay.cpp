@@ -10,9 +10,18 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. That
-// the data is still the same is another matter.
-void check_batches(const fs::path& run, const RunConfig& config, int64_t step) {
+// The newest at or before a step.
+std::optional<Checkpoint> checkpoint_before(const fs::path& run, int64_t step) {
+  std::optional<Checkpoint> newest;
+  for (Checkpoint& checkpoint : find_checkpoints(run / "checkpoints"))
+    if (checkpoint.step <= step) newest = std::move(checkpoint);
+  return newest;
+}
+
+// Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. A record of
+// others is damaged, or of other settings. That the data is still the same is another matter. begin: where the replay starts;
+// before, a branch has the batches of the run that it came from.
+void check_batches(const fs::path& run, const RunConfig& config, int64_t begin, int64_t step) {
   const BatchRecord record(run / "batches.bin");
   require_data(step < record.steps(), "{}: expected a step below {}, which is how far the run came, got {}",
                run.string(), record.steps(), step);
@@ -21,6 +30,19 @@ void check_batches(const fs::path& run, const RunConfig& config, int64_t step) {
   require_data(tokens == record.shape().source_size,
                "{}: expected the {} tokens that the run recorded, found {}", config.data,
                record.shape().source_size, tokens);
+  const BatchShape& shape = record.shape();
+  std::vector<int64_t> drawn(static_cast<size_t>(shape.sequences));
+  for (int64_t n = begin; n < record.steps(); ++n) {
+    batch_offsets(config.seed, n, shape.sequences, shape.tokens, shape.source_size, drawn.data());
+    const std::vector<int64_t> recorded = record.offsets(n);
+    const auto [expected, found] = std::mismatch(drawn.begin(), drawn.end(), recorded.begin());
+    if (expected != drawn.end())
+      throw DataError(
+          fmt::format("{}: step {}: expected a sequence from token {}, as data.seed = {} of its config.toml "
+                      "draws it, found "
+                      "one from {}: one of the two files was damaged or changed after the step",
+                      (run / "batches.bin").string(), n, *expected, config.seed, *found));
+  }
 }
 
 }  // namespace
@@ -54,8 +76,9 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
 Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend,
                const std::function<void(RunConfig&)>& change)
     : scratch_("evenkeel-replay") {
-  RunConfig config = config_of_run(run);
-  check_batches(run, config, step);
+  RunConfig config = config_of_own_run(run);
+  const std::optional<Checkpoint> newest = checkpoint_before(run, step);
+  check_batches(run, config, newest ? newest->step : 0, step);
   config.checkpoint_every = config.keep_every = config.validate_every = config.probe_every = 0;
   config.guard = GuardMode::off;
   config.divergence = 0;  // a replay goes where the run went
@@ -65,10 +88,6 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
     fs::create_directories(folder / "checkpoints");
     fs::copy_file(run / "batches.bin",
                   folder / "batches.bin");  // its steps before the checkpoint are needed
-    const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
-    const Checkpoint* newest = nullptr;
-    for (const Checkpoint& c : checkpoints)
-      if (c.step <= step) newest = &c;
     if (newest)
       fs::create_directory_symlink(fs::absolute(newest->folder),
                                    folder / "checkpoints" / newest->folder.filename());

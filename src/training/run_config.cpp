@@ -558,6 +558,21 @@ RunConfig config_of_run(const std::filesystem::path& folder) {
   return config;
 }
 
+RunConfig config_of_own_run(const std::filesystem::path& folder) {
+  const RunConfig config = config_of_run(folder);
+  require_data(
+      config.trainer.empty(),
+      "{}: expected a run of `evenkeel train`, found one recorded by another trainer ({}), which has no "
+      "checkpoints of ours: its own program goes on with it",
+      folder.string(), shown(config.trainer));
+  try {
+    validate(config);
+  } catch (const std::invalid_argument& problem) {
+    throw DataError(fmt::format("{}: {}", record_path(folder, RecordFile::config).string(), problem.what()));
+  }
+  return config;
+}
+
 void write_config_of_run(const std::filesystem::path& folder, const RunConfig& config) {
   write_config_text(folder, to_toml(to_toml_table(config)));
 }

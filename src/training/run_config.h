@@ -96,6 +96,8 @@ TomlTable to_toml_table(const RunConfig& config);
 
 // A run's own: config.toml in its folder. DataError where there is none that can be read.
 RunConfig config_of_run(const std::filesystem::path& folder);
+// The same of a run that our trainer can go on with or replay: DataError where another one recorded it, or where it is not valid.
+RunConfig config_of_own_run(const std::filesystem::path& folder);
 void write_config_of_run(const std::filesystem::path& folder, const RunConfig& config);
 
 }  // namespace evenkeel

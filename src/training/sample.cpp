@@ -62,8 +62,7 @@ int32_t choose_token(std::span<const float> logits, const SampleOptions& options
 }
 
 Sampler::Sampler(const fs::path& run, std::string tokenizer)
-    : config_(config_of_run(run)), tokenizer_(find_tokenizer(config_, std::move(tokenizer))) {
-  validate(config_);
+    : config_(config_of_own_run(run)), tokenizer_(find_tokenizer(config_, std::move(tokenizer))) {
   const std::vector<Checkpoint> checkpoints = find_checkpoints(run / "checkpoints");
   require_data(!checkpoints.empty(), "{}: expected a checkpoint, found none", (run / "checkpoints").string());
   step_ = checkpoints.back().step;

@@ -48,8 +48,9 @@ auto on_files(Function&& f) {
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-// As the trainer makes it, from the beginning on.
-bool is_run_folder(const fs::path& folder) {
+// A run's folder as our trainer makes it, from the beginning on: what lies in it is no text to train on. Some other program's
+// config.toml beside texts does not make their folder a run.
+bool is_trained_run(const fs::path& folder) {
   std::error_code error;
   return fs::exists(record_path(folder, RecordFile::config), error) &&
          fs::is_directory(folder / "checkpoints", error);
@@ -61,7 +62,7 @@ void collect_files(const fs::path& folder, const fs::path& except, std::vector<s
        ++entry) {
     const fs::file_type type = entry->symlink_status().type();  // of a link itself: it may lead nowhere
     const bool is_folder = type == fs::file_type::directory;
-    if (is_hidden(entry->path()) || (is_folder && is_run_folder(entry->path())) ||
+    if (is_hidden(entry->path()) || (is_folder && is_trained_run(entry->path())) ||
         (is_folder && !except.empty() && fs::equivalent(entry->path(), except))) {
       if (is_folder) entry.disable_recursion_pending();
     } else if (type == fs::file_type::regular) {

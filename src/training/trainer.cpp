@@ -25,6 +25,12 @@ constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
 const fs::path& made_folder(const fs::path& folder) {
   std::error_code error;
+  // Old checkpoints are removed from it, and the folder may be somebody else's work.
+  require_data(
+      !fs::is_symlink(fs::symlink_status(folder / "checkpoints", error)),
+      "{}: expected a folder or nothing, found a symbolic link, and checkpoints are not written through "
+      "links: move the run's whole folder, and link that",
+      (folder / "checkpoints").string());
   fs::create_directories(folder / "checkpoints", error);
   require_data(!error, "{}: cannot be made: {}", folder.string(), error.message());
   return folder;
@@ -112,7 +118,7 @@ std::unique_ptr<Trainer> Trainer::resume(const fs::path& folder, std::optional<B
                                          std::shared_ptr<Ranks> ranks, std::optional<int64_t> steps) {
   ranks = or_alone(std::move(ranks));
   RunConfig config;
-  if (ranks->first()) config = config_of_run(folder);
+  if (ranks->first()) config = config_of_own_run(folder);
   const int64_t planned = config.schedule.steps;
   if (steps && ranks->first()) change_length(config, *steps, folder);
   const std::string text = ranks->broadcast(to_toml(to_toml_table(config)));
