@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import queue
-import re
 import subprocess
 import threading
 import time
@@ -16,7 +15,7 @@ import warnings
 
 import torch
 
-from . import _coverage, _ops, _program, _watch_calls
+from . import _coverage, _ops, _program, _records, _watch_calls
 from ._capture import probe, spectral_norm, write_capture
 from ._drift import DriftRule
 from ._library import check, library
@@ -28,18 +27,6 @@ METRICS_SCHEMA = 1
 def _short(x):
     """Five digits, as the trainer's records have."""
     return float(f"{x:.4e}") if math.isfinite(x) else x
-
-
-def _worded(value):
-    """The same for JSON, which has no word for NaN and infinities: the strings that src/records writes and reads."""
-    if isinstance(value, dict):
-        return {name: _worded(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_worded(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
 
 
 # Of the probes, those that the trainer's records have beside the step, too: the facts of src/records/schema.h, in its order
@@ -95,9 +82,9 @@ def schedule_of(folder):
     """The largest learning rate and the end of the warm-up by a run's config.toml; (0, 0) without one. A training that goes on has
     its warm-up behind it, which its first learning rate does not show."""
     try:
-        text = (folder / "config.toml").read_text()
-        return tuple(float(re.search(rf"^{name} = (\S+)$", text, re.M)[1]) for name in ("lr", "warmup"))
-    except (OSError, TypeError, ValueError):  # none, or without these
+        schedule = _records.read_config(folder)["schedule"]
+        return float(schedule["lr"]), float(schedule["warmup"])
+    except (OSError, KeyError, TypeError, ValueError):  # none, or without these
         return 0.0, 0
 
 
@@ -299,12 +286,12 @@ def _beside_training(tensors):
     return beside
 
 
-RECORDS = ("metrics.jsonl", "config.toml", "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
+RECORDS = (_records.METRICS, _records.CONFIG, "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
 
 
 def set_aside(folder, deeper=0):
     """Moves an earlier training's record out of the way: its alarms and its verdict are not those of the training that begins."""
-    record = folder / "metrics.jsonl"
+    record = folder / _records.METRICS
     if not record.exists() or record.stat().st_size == 0:
         return
     number = next(n for n in itertools.count(1) if not (folder / f"before-{n}").exists())
@@ -365,7 +352,7 @@ class Monitor:
             self.folder.mkdir(parents=True, exist_ok=True)
             if first_step == 0:
                 set_aside(self.folder, self._deeper)
-            self._file = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+            self._file = open(self.folder / _records.METRICS, "a", encoding="utf-8")
         self._next, self._goes_on, self._first, self._probed = first_step, first_step > 0, True, 0
         self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
         self._running, self._rule, self._config = {}, None, None
@@ -433,7 +420,7 @@ class Monitor:
 
     def _write(self, line):
         if self._file is not None:
-            self._file.write(json.dumps(_worded(line), allow_nan=False) + "\n")
+            self._file.write(_records.line_of(line))
             self._file.flush()
             if "probe" in line:
                 self._forecast.see_probe()
@@ -505,7 +492,7 @@ class Monitor:
             self._config = text
             partial = self.folder / ".config.toml.partial"
             partial.write_text(text)
-            partial.replace(self.folder / "config.toml")
+            partial.replace(self.folder / _records.CONFIG)
 
     def _judge(self, step, facts):
         """The library's rule on this step: an event of guard.jsonl, or None."""
