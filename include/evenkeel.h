@@ -99,8 +99,9 @@ typedef struct evenkeel_attention {
 typedef struct evenkeel_forward {
   uint64_t struct_size;
   evenkeel_tensor q, k, v;
-  evenkeel_tensor o; /* tensors that are written have no stride of 0 on an axis of more than one entry */
-  float* lse;        /* L = log sum exp, -inf for a row that sees no key */
+  evenkeel_tensor
+      o; /* no two elements of a tensor that is written share memory: each stride steps over all that the smaller ones reach */
+  float* lse; /* L = log sum exp, -inf for a row that sees no key */
   void*
       saved; /* evenkeel_sizes.saved bytes, aligned to 256: for backward; opaque (wide_output: O's missing bits) */
   void* workspace; /* evenkeel_sizes.workspace bytes, aligned to 256: free for other use after the pass */

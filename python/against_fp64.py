@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import sys
-import tomllib
 from pathlib import Path
 
 try:
@@ -24,6 +23,7 @@ except ImportError as error:
 
 from check_model import causal_attention, gpt2_loss, read_safetensors
 from twin_torch import expect, fp32_attention, read_batches, read_tokens, sdpa
+from _records import read_config, read_steps  # beside twin_torch's
 
 
 class Watched:
@@ -88,7 +88,7 @@ def main():
     folder, _, step = options.run.rpartition("@")
     expect(folder and step.isdigit(), "RUN@STEP", options.run)
     folder, step = Path(folder), int(step)
-    config = tomllib.loads((options.ours / "config.toml").read_text())
+    config = read_config(options.ours)
     heads, bf16 = config["model"]["heads"], config["model"]["precision"] == "bf16"
     starts, length, _ = read_batches(options.ours / "batches.bin")
     expect(len(starts) > step, f"batches of step {step} in {options.ours}", len(starts))
@@ -106,7 +106,7 @@ def main():
             torch_loss, theirs, torch_layers = passes(weights, heads, rows, attention, torch.float32, bf16)
     else:
         torch_loss, theirs, torch_layers = passes(weights, heads, rows, attention, torch.float32, bf16)
-    line = next(json.loads(text) for text in open(options.ours / "metrics.jsonl") if json.loads(text)["step"] == step)
+    line = next(line for line in read_steps(options.ours) if line["step"] == step)
     ours = our_gradients(options.ours, step, config["optimizer"], float(line["gradient_norm"]))
 
     found = {"run": options.run, "loss": {"fp64": exact_loss, "ours": float(line["loss"]), "pytorch": torch_loss}, "layers": [], "gradients": {}}

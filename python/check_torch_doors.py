@@ -1,5 +1,4 @@
 """Sections of check_torch_gpu.py: the doors of the PyTorch package on a GPU, its instruments there, and the examples."""
-import json
 import os
 import pathlib
 import statistics
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 import evenkeel
 from evenkeel import _attention, _plain, flash_attn
+from evenkeel._records import read_steps
 from train_nano import Gpt
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -412,7 +412,7 @@ def integrations(_):
         for _ in evenkeel.integrations.watched(range(6), model, folder / "watched", optimizer, every=2, guard=False):
             step(optimizer)
     for name in ("attach", "watched"):
-        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        lines = read_steps(folder / name)
         found = [(line["step"], "probe" in line) for line in lines]
         must(found == [(n, n % 2 == 0) for n in range(6)], f"{name}: expected 6 steps, every second probed, found {found}")
         must(all("mean_lse" in line for line in lines), f"{name}: expected log-sum-exps of every step")
@@ -432,7 +432,7 @@ def examples(_):
             if done.returncode not in (0, 77):
                 print("\n".join(words[-12:]))
             elif done.returncode == 0:
-                lines = [json.loads(line) for line in (pathlib.Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
+                lines = read_steps(pathlib.Path(folder) / name)
                 must(len(lines) >= 10 and any("probe" in line for line in lines), f"{name}: expected 10 steps with probes")
     must(not any("FAILED" in one for one in told), "; ".join(told))
     return "; ".join(told)

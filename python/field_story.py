@@ -43,6 +43,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
 import evenkeel  # noqa: E402
+from evenkeel._records import CONFIG, METRICS, largest_offset, line_of, read_config, read_steps  # noqa: E402
 from check_model import read_safetensors  # noqa: E402
 from twin_torch import batches_of, read_tokens  # noqa: E402
 
@@ -182,14 +183,9 @@ class Training:
 # --- The three parts
 
 
-def lines_of(folder):
-    """Of metrics.jsonl; without a last line that is being written."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def failure_of(folder, healthy, window=200):
     """The step by which the mean loss of a window of steps is more than 5 % above the healthy run's; None: it is not."""
-    losses = [{line["step"]: float(line["loss"]) for line in lines_of(run)} for run in (folder, healthy)]
+    losses = [{line["step"]: float(line["loss"]) for line in read_steps(run)} for run in (folder, healthy)]
     steps = sorted(set(losses[0]) & set(losses[1]))
     for end in range(window, len(steps) + 1, window):
         bad, good = (sum(one[step] for step in steps[end - window : end]) for one in losses)
@@ -201,10 +197,9 @@ def failure_of(folder, healthy, window=200):
 def offsets_of(folder):
     """step -> the largest offset of any head."""
     found = {}
-    for line in lines_of(folder):
+    for line in read_steps(folder):
         if "probe" in line:
-            sizes = [float(x) for layer in line["probe"]["offset"] for x in layer]
-            found[line["step"]] = max(x if math.isfinite(x) else math.inf for x in sizes)
+            found[line["step"]] = largest_offset(line["probe"]["offset"])
     return found
 
 
@@ -249,14 +244,13 @@ def unguarded(options):
 
 def continue_record(before, folder, first):
     """The record of the steps before, which `evenkeel train` made: a forecast needs the course from the warm-up on."""
-    lines = [line for line in (before / "metrics.jsonl").read_text().splitlines(keepends=True) if json.loads(line)["step"] < first]
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    shutil.copy(before / "config.toml", folder / "config.toml")
+    (folder / METRICS).write_text("".join(line_of(line) for line in read_steps(before) if line["step"] < first))
+    shutil.copy(before / CONFIG, folder / CONFIG)
 
 
 def worst_head(folder):
     """[layer, head] with the largest offset in the last probed step."""
-    probes = [line["probe"]["offset"] for line in lines_of(folder) if "probe" in line]
+    probes = [line["probe"]["offset"] for line in read_steps(folder) if "probe" in line]
     sizes = [(float(x) if math.isfinite(float(x)) else math.inf, layer, head)
              for layer, heads in enumerate(probes[-1]) for head, x in enumerate(heads)]
     return list(max(sizes)[1:])
@@ -386,8 +380,6 @@ def train(options, name, steps):
 
 def prepare(options):
     """Tokens, and the first weights."""
-    import tomllib
-
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.tokens is None:
         if options.size == "nano":
@@ -402,7 +394,7 @@ def prepare(options):
                            check=True, stdout=subprocess.DEVNULL)
     began = time.monotonic()
     train(options, "first", options.first)
-    config = tomllib.loads((options.folder / "first" / "config.toml").read_text())
+    config = read_config(options.folder / "first")
     (options.folder / "settings.json").write_text(json.dumps({
         "heads": config["model"]["heads"], "lr": config["schedule"]["lr"], "warmup": config["schedule"]["warmup"],
         "optimizer": config["optimizer"], "tokens": str(options.tokens)}))

@@ -15,11 +15,9 @@ Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
 """
 import argparse
 import contextlib
-import json
 import math
 import struct
 import sys
-import tomllib
 from pathlib import Path
 
 try:
@@ -31,6 +29,9 @@ except ImportError as error:
     sys.exit(77)
 
 from check_model import causal_attention, gpt2_loss, read_safetensors
+
+sys.path.insert(1, str(Path(__file__).resolve().parent / "evenkeel"))  # its records alone: the package needs the library
+from _records import METRICS, line_of, read_config  # noqa: E402
 
 BATCHES = struct.Struct("<8sqqq")  # "EKBATCH1", sequences, tokens a sequence, tokens of the source
 PROBED_SEQUENCES = 8
@@ -156,9 +157,9 @@ def parse_options():
     return parser.parse_args()
 
 
-def read_config(folder):
+def settings_of(folder):
     """The run's settings, where this script can repeat them."""
-    config = tomllib.loads((folder / "config.toml").read_text())
+    config = read_config(folder)
     for key in ("qk_norm", "sinks", "gated_attention", "softcap", "qk_clip"):
         expect(not config["model"].get(key), f"a plain GPT-2 without {key}", config["model"].get(key))
     expect(config["optimizer"]["kind"] == "adamw", "AdamW", config["optimizer"]["kind"])
@@ -221,7 +222,7 @@ def train(model, adam, batches, steps, config, options, record):
             continue
         for line in waiting:
             line |= {"loss": float(line["loss"]), "gradient_norm": float(line["gradient_norm"])}
-            record.write(json.dumps(line) + "\n")
+            record.write(line_of(line))
         record.flush()
         if n % (40 * options.every) == 0 or n + 1 == steps[1]:
             largest = [f"{max(layer):.4g}" for layer in waiting[-1]["offset"]]
@@ -237,7 +238,7 @@ def main():
     folder, step = Path(folder), int(step)
     checkpoint = folder / "checkpoints" / f"step-{step:08}"
     expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
-    config = read_config(folder)
+    config = settings_of(folder)
     starts, length = batches_of(options.batches or folder / "batches.bin", config["data"]["seed"], options.steps)
     steps = len(starts)
     expect(step < steps, f"steps above {step}", steps)
@@ -249,7 +250,7 @@ def main():
     model = Twin(read_safetensors(checkpoint / "model.safetensors"), heads, attention).to(device)
     adam = adam_of(model, checkpoint, step, config, device)
     options.out.mkdir(parents=True, exist_ok=True)
-    with attention_kernels(options, device), open(options.out / "metrics.jsonl", "w") as record:
+    with attention_kernels(options, device), open(options.out / METRICS, "w") as record:
         train(model, adam, lambda n: tokens[starts[n][:, None] + place].long(), (step, steps), config, options, record)
 
 

@@ -513,6 +513,34 @@ TEST(Conform, NamedPlansStayWithinTheirWorstCase) {
   }
 }
 
+// Bounds follow a stabiliser's rules, whatever its name: a row of the table with other rules needs nothing else.
+TEST(Bounds, ReadTheRulesAndNotTheName) {
+  const cases::Problem p = cases::make_problem(cases::find_case("plain_fp32"));
+  PrecisionPlan plan = parse_plan("flash2");
+  const auto bounds_of = [&](const StabiliserRules& rules) {
+    const AttentionProblem problem = problem_of(p.with(plan), p.in);
+    return output_bounds(problem, attention_truth(p.with(plan), p.in, p.grad_output).scales, 0, rules);
+  };
+  const auto numbers = [](const OutputBounds& b) {
+    return std::vector<double>{b.o.relative,     b.lse.absolute,   b.hull,           b.score,
+                               b.dv.relative,    b.dq.relative[0], b.dq.relative[1], b.dq.relative[2],
+                               b.dk.relative[2], b.dq.absolute,    b.dk.absolute};
+  };
+  const OutputBounds plain = bounds_of(rules_of(Stabiliser::none));
+  for (const StabiliserRules& row : kStabiliserTable) {
+    plan.stabiliser = row.stabiliser;
+    const OutputBounds named = output_bounds(problem_of(p.with(plan), p.in),
+                                             attention_truth(p.with(plan), p.in, p.grad_output).scales, 0);
+    plan.stabiliser = Stabiliser::none;  // the same rules under another name
+    EXPECT_EQ(numbers(bounds_of(row)), numbers(named)) << row.name;
+    EXPECT_EQ(row.sum == SumRule::rounded_probs,
+              named.lse.absolute > plain.lse.absolute && row.keys == KeyRule::given)
+        << row.name;
+    EXPECT_EQ(row.keys == KeyRule::centred, named.score > 1.5 * plain.score) << row.name;
+    if (row.output == OutputRule::stochastic) EXPECT_GT(named.o.relative, plain.o.relative) << row.name;
+  }
+}
+
 TEST(Conform, InputsRepeat) {
   for (const ConformCase& c : conform_cases()) {
     const ConformInputs first(c, 2, 5), second(c, 2, 5), other(c, 2, 6);

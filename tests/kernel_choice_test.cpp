@@ -472,6 +472,34 @@ TEST(AttentionCall, on_the_cpu_is_resolved_and_says_why) {
   expect_refused("the CPU kernels do not take bf16", [&] { AttentionCall(kernel_family("cpu"), p); });
 }
 
+// Elements of what is written that share memory, whatever the stride; a view of a larger tensor has none.
+TEST(PassCheck, refuses_written_elements_in_one_place) {
+  alignas(256) static char memory[512];
+  const AttentionProblem p = complete(problem());
+  const PassSizes sizes{1024, 1024};
+  const DeviceTensor query{memory, {32768, 8192, 64, 1}}, key{memory, {16384, 8192, 64, 1}};
+  const auto forward = [&](const std::array<int64_t, 4>& stride, const char* family) {
+    ForwardPass out{query, reinterpret_cast<float*>(memory), memory, nullptr};
+    out.o.stride = stride;
+    check_forward(p, kernel_family(family), sizes, {query, key, key}, out, memory, nullptr);
+  };
+  const auto& [batch, head, row, one] = query.stride;
+  for (const char* family : {"any_plan", "cpu", "hopper"})
+    for (const std::array<int64_t, 4>& stride : {std::array{batch, head, int64_t{0}, one},
+                                                 {batch, int64_t{0}, row, one},
+                                                 {batch, head, row / 2, one},
+                                                 {batch, head / 2, row, one},
+                                                 {batch / 2, head, row, one},
+                                                 {head, head, row, one}})
+      expect_refused("two elements in one place", [&] { forward(stride, family); });
+  expect_refused("two elements in one place", [&] { forward({batch, head, -row / 2, one}, "cpu"); });
+  for (const std::array<int64_t, 4>& stride : {std::array{2 * batch, row, 2 * p.H * row, one},
+                                               {3 * batch, head, row, one},
+                                               {batch, head, -row, one},
+                                               {one, 4 * head, 4 * row, 4 * one}})
+    forward(stride, "cpu");
+}
+
 TEST(PassCheck, refuses_tensors_that_do_not_fit) {
   alignas(256) static char memory[512];
   const AttentionProblem p = complete(problem());
@@ -498,10 +526,6 @@ TEST(PassCheck, refuses_tensors_that_do_not_fit) {
       "element's 2 bytes", [](auto& i, auto&, auto&) { i.k.data = memory + 1; }, any_plan);
   forward("multiple of 16", [](auto& i, auto&, auto&) { i.k.data = memory + 2; });
   forward("multiples of 8", [](auto& i, auto&, auto&) { i.k.stride[2] = 65; });
-  forward(
-      "stride of 0", [](auto&, auto& o, auto&) { o.o.stride[2] = 0; }, any_plan);
-  forward(
-      "stride of 0", [](auto&, auto& o, auto&) { o.o.stride[1] = 0; }, cpu);
   forward("lse at a multiple", [](auto&, auto& o, auto&) { o.lse = reinterpret_cast<float*>(memory + 2); });
   forward("lse", [](auto&, auto& o, auto&) { o.lse = nullptr; });
   forward("saved", [](auto&, auto& o, auto&) { o.saved = nullptr; });

@@ -45,6 +45,19 @@ void expect_same(std::span<const double> a, std::span<const double> b, const std
 
 // --- the table
 
+// Python reads records without the library: its copy of the older names is this table's.
+TEST(Schema, has_the_aliases_that_python_reads) {
+  const std::string source =
+      read_whole_file(fs::path(EVENKEEL_SOURCE_DIR) / "python/evenkeel/_records.py", 1 << 20);
+  const std::string begin = "ALIASES = ";
+  const size_t at = source.find(begin) + begin.size(), end = source.find("}}", at) + 2;
+  Json expected = {{"", Json::object()}, {"probe", Json::object()}};
+  for (const RecordField& field : kRecordFields)
+    if (field.file == RecordFile::metrics && !field.aliases.empty())
+      expected[std::string(field.inside)][std::string(field.aliases)] = field.name;
+  EXPECT_EQ(Json::parse(source.substr(at, end - at), nullptr, /*allow_exceptions=*/false), expected);
+}
+
 TEST(Schema, names_each_field_once_and_says_what_it_is) {
   std::set<std::string> seen;
   for (const RecordField& field : kRecordFields) {

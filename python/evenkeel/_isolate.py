@@ -7,10 +7,10 @@ import subprocess
 
 import torch
 
-from . import _layers, _program, flash_attn
+from . import _layers, _program, _records, flash_attn
 from ._library import EvenkeelError
 from ._patch import patched
-from ._watch import FACTS, Facts, Recorder, _worded
+from ._watch import FACTS, Facts, Recorder
 
 
 LINES_TOGETHER = 25  # steps of a replay that are read from the GPU together
@@ -101,7 +101,7 @@ def isolate(training, checkpoints, run, steps=200, budget=40, exact=False, seque
     if not checkpoints or any(not isinstance(step, int) or step < 0 for step in checkpoints):
         raise ValueError(f"{name}: expected checkpoints as {{step: checkpoint}}, found {checkpoints!r}")
     run = pathlib.Path(run)
-    if not (run / "config.toml").exists():
+    if not (run / _records.CONFIG).exists():
         raise ValueError(f"{name}: expected the folder of a Monitor that has probed a step, found no config.toml in {run}")
     replays = _Replays(training, dict(checkpoints), sequences, rows)
     command = [_program.program_path(), "isolate", str(run), "--ask", "--steps", str(steps), "--budget", str(budget),
@@ -120,7 +120,7 @@ def isolate(training, checkpoints, run, steps=200, budget=40, exact=False, seque
 def _answer(program, replays, checkpoints, tell):
     """Answers what the program asks, to its result; None where it ends without one."""
     def give(line):
-        program.stdin.write(json.dumps(_worded(line), allow_nan=False) + "\n")
+        program.stdin.write(_records.line_of(line))
 
     for text in program.stdout:
         line = json.loads(text)

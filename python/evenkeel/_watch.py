@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import queue
-import re
 import subprocess
 import threading
 import time
@@ -17,7 +16,7 @@ import warnings
 
 import torch
 
-from . import _coverage, _ops, _program, _watch_calls
+from . import _coverage, _ops, _program, _records, _watch_calls
 from ._capture import probe, spectral_norm, write_capture
 from ._drift import DriftRule
 from ._library import check, library
@@ -29,18 +28,6 @@ METRICS_SCHEMA = 1
 def _short(x):
     """Five digits, as the trainer's records have."""
     return float(f"{x:.4e}") if math.isfinite(x) else x
-
-
-def _worded(value):
-    """The same for JSON, which has no word for NaN and infinities: the strings that src/records writes and reads."""
-    if isinstance(value, dict):
-        return {name: _worded(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_worded(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
 
 
 # Of the probes, those that the trainer's records have beside the step, too: the facts of src/records/schema.h, in its order
@@ -96,9 +83,9 @@ def schedule_of(folder):
     """The largest learning rate and the end of the warm-up by a run's config.toml; (0, 0) without one. A training that goes on has
     its warm-up behind it, which its first learning rate does not show."""
     try:
-        text = (folder / "config.toml").read_text()
-        return tuple(float(re.search(rf"^{name} = (\S+)$", text, re.M)[1]) for name in ("lr", "warmup"))
-    except (OSError, TypeError, ValueError):  # none, or without these
+        schedule = _records.read_config(folder)["schedule"]
+        return float(schedule["lr"]), float(schedule["warmup"])
+    except (OSError, KeyError, TypeError, ValueError):  # none, or without these
         return 0.0, 0
 
 
@@ -300,26 +287,12 @@ def _beside_training(tensors):
     return beside
 
 
-def open_record(path, mode):
-    """A file of a run's folder, to be written. Not through a link: the folder may be somebody else's work, and the link may lead anywhere."""
-    def opener(name, flags):
-        try:
-            return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise OSError(errno.ELOOP, "expected a regular file or nothing, found a symbolic link, and records are not written through "
-                          "links: put the file itself there", str(name)) from None
-
-    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
-
-
-RECORDS = ("metrics.jsonl", "config.toml", "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
+RECORDS = (_records.METRICS, _records.CONFIG, "guard.jsonl", "findings.json", "captures", "verdict.json", "isolate.json")
 
 
 def set_aside(folder, deeper=0):
     """Moves an earlier training's record out of the way: its alarms and its verdict are not those of the training that begins."""
-    record = folder / "metrics.jsonl"
+    record = folder / _records.METRICS
     if not record.exists() or record.stat().st_size == 0:
         return
     number = next(n for n in itertools.count(1) if not (folder / f"before-{n}").exists())
@@ -380,7 +353,7 @@ class Monitor:
             self.folder.mkdir(parents=True, exist_ok=True)
             if first_step == 0:
                 set_aside(self.folder, self._deeper)
-            self._file = open_record(self.folder / "metrics.jsonl", "a")
+            self._file = _records.open_record(self.folder / _records.METRICS, "a")
         self._next, self._goes_on, self._first, self._probed = first_step, first_step > 0, True, 0
         self._largest_lr, self._warmup = schedule_of(self.folder) if first_step > 0 else (0.0, 0)
         self._running, self._rule, self._config = {}, None, None
@@ -448,7 +421,7 @@ class Monitor:
 
     def _write(self, line):
         if self._file is not None:
-            self._file.write(json.dumps(_worded(line), allow_nan=False) + "\n")
+            self._file.write(_records.line_of(line))
             self._file.flush()
             if "probe" in line:
                 self._forecast.see_probe()
@@ -519,9 +492,9 @@ class Monitor:
         if text != self._config:
             self._config = text
             partial = self.folder / ".config.toml.partial"
-            with open_record(partial, "w") as file:
+            with _records.open_record(partial, "w") as file:
                 file.write(text)
-            partial.replace(self.folder / "config.toml")
+            partial.replace(self.folder / _records.CONFIG)
 
     def _judge(self, step, facts):
         """The library's rule on this step: an event of guard.jsonl, or None."""
@@ -535,7 +508,7 @@ class Monitor:
 
     def _tell(self, event, calls, facts, loss):
         self.alarms.append(event)
-        with open_record(self.folder / "guard.jsonl", "a") as file:
+        with _records.open_record(self.folder / "guard.jsonl", "a") as file:
             file.write(json.dumps(event) + "\n")
         folder = self.folder / "captures"
         if folder.is_symlink():
@@ -543,7 +516,7 @@ class Monitor:
                           str(folder))
         folder.mkdir(exist_ok=True)
         for layer in sorted({layer for layer, _ in event["heads"]} & set(range(len(calls)))):
-            with open_record(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:
+            with _records.open_record(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:
                 write_capture(file, calls[layer], layer, plan=facts.plans[layer], source=str(self.folder),
                               model=type(self.model).__name__, step=event["step"], loss=loss)
         following = f"; next: {event['next_command']}" if event.get("next_command") else ""

@@ -11,7 +11,6 @@ is bytes; the offset is the largest row mean of the scores, which softmax cannot
 """
 import argparse
 import contextlib
-import json
 import math
 import pathlib
 import sys
@@ -24,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python"))
 
 import evenkeel  # noqa: E402
+from evenkeel._records import largest_offset, read_steps  # noqa: E402
 
 
 class CausalSelfAttention(nn.Module):
@@ -111,10 +111,7 @@ def train(plan=None, stabiliser=None, steps=400, out=None, every=50, text=None, 
                 say(f"step {step:5d}  loss {losses[-1]:.3f}")
     offsets = {}
     if out is not None:
-        for line in map(json.loads, (pathlib.Path(out) / "metrics.jsonl").read_text().splitlines()):
-            if "offset" in line:
-                sizes = [float(x) for layer in line["offset"] for x in layer]  # "NaN" and "Infinity" are words of float's
-                offsets[line["step"]] = max(x if math.isfinite(x) else math.inf for x in sizes)
+        offsets = {line["step"]: largest_offset(line["offset"]) for line in read_steps(out) if "offset" in line}
     return losses, offsets
 
 

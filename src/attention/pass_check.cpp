@@ -1,5 +1,8 @@
 // The check of a pass before anything runs: tensors and buffers against the problem and what its family needs. The same
 // words on the CPU and on a GPU; reads none of the memory.
+#include <algorithm>
+#include <cmath>
+
 #include "attention/kernel_families.h"
 #include "base/error.h"
 
@@ -17,6 +20,22 @@ std::string strides_of(const DeviceTensor& t) {
 
 bool starts_at_multiple(const void* memory, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(memory) % bytes == 0;
+}
+
+// No two elements in one place: each stride steps over all that the smaller ones reach. That holds for every slice and
+// permutation of a dense tensor; strides that interleave without meeting (2 and 3, of two entries each) are refused too.
+bool are_apart(const DeviceTensor& t, const Sizes& sizes) {
+  std::array<std::pair<double, double>, 4> axes;  // the stride's size, entries; exact for any memory there is
+  for (size_t axis = 0; axis < 4; ++axis)
+    axes[axis] = {std::fabs(static_cast<double>(t.stride[axis])), static_cast<double>(sizes[axis])};
+  std::ranges::sort(axes);
+  double reach = 0;
+  for (const auto& [stride, entries] : axes) {
+    if (entries <= 1) continue;
+    if (stride <= reach) return false;
+    reach += stride * (entries - 1);
+  }
+  return true;
 }
 
 // The tensors and buffers of one pass, all checked alike.
@@ -71,12 +90,11 @@ class PassCheck {
     require(!packed || t.stride[0] == 0,
             "[attention] expected a batch stride of 0 for {}, which has offsets, got strides {}", name,
             strides_of(t));
-    for (size_t axis = 0; axis < 4; ++axis)
-      require(
-          !written || t.stride[axis] != 0 || sizes[axis] == 1 || (packed && axis == 0),
-          "[attention] expected {}, which is written, without a stride of 0 on an axis of {} entries, got "
-          "strides {}",
-          name, sizes[axis], strides_of(t));
+    require(
+        !written || are_apart(t, {packed ? 1 : sizes[0], sizes[1], sizes[2], sizes[3]}),
+        "[attention] expected {}, which is written, without two elements in one place (each stride beyond "
+        "all that the smaller ones reach), got strides {} for sizes ({}, {}, {}, {})",
+        name, strides_of(t), sizes[0], sizes[1], sizes[2], sizes[3]);
     require(
         family_.limits.has(Feature::unaligned) || is_aligned(t, sizes),
         "[attention] expected {} at a multiple of 16 bytes, its last stride 1 and the others multiples of "

@@ -107,6 +107,16 @@ constexpr const char* kOursConsistent = "evenkeel, consistent";
 constexpr const char* kAnyPlan = "bf16_all";
 constexpr const char* kAnyPlanFacts = "bf16_all, with facts";
 
+bool takes(const KernelFamily& family, std::string_view plan) {
+  return !family.plan_not_taken || family.plan_not_taken(parse_plan(plan), TensorType::bf16).empty();
+}
+// The GPU's fastest family for a plan, whatever the machine.
+const KernelFamily& fastest_for(std::string_view plan) {
+  return *std::ranges::find_if(kernel_families(), [&](const KernelFamily& family) {
+    return family.on_gpu && takes(family, plan);  // the last takes any
+  });
+}
+
 std::vector<Group> groups_for(const GpuBenchOptions& options) {
   std::vector<size_t> chosen;
   for (const std::string& text : options.rows) {
@@ -138,7 +148,7 @@ std::vector<Group> groups_for(const GpuBenchOptions& options) {
     // Those that the fastest family of this plan takes.
     for (std::string_view stabiliser : kStabiliserNames)
       if (const std::string plan = fmt::format("flash2,stabiliser={}", stabiliser);
-          kernel_family("hopper").plan_not_taken(parse_plan(plan), TensorType::bf16).empty())
+          takes(fastest_for("flash2"), plan))
         group.contestants.push_back({std::string(stabiliser), plan});
     groups.push_back(std::move(group));
   }
@@ -474,7 +484,7 @@ int bench_attention_gpu(const GpuBenchOptions& options) {
   std::vector<Verdict> verdicts = verdicts_of(groups, timings);
   // Where the row of FP8 is measured, and the kernels run.
   const bool with_fp8 =
-      kernel_family("hopper_fp8").device_not_taken(device).empty() &&
+      fastest_for(kHopperFp8Plan).device_not_taken(device).empty() &&
       std::any_of(groups.begin(), groups.end(), [](const Group& g) { return g.row == &kRows[kFp8Row]; });
   std::vector<Fp8Group> fp8;
   if (with_fp8)

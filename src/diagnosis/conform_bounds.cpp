@@ -34,14 +34,13 @@ double absolute_error(const Rounding& r, double largest) {
 // The errors of a plan's sites; of both readings where a value is read twice.
 class SiteErrors {
  public:
-  SiteErrors(const AttentionProblem& shape, const OutputScales& scales)
+  SiteErrors(const AttentionProblem& shape, const OutputScales& scales, const StabiliserRules& rules)
       : plan_(shape.plans[0]),
+        centred_(rules.keys == KeyRule::centred || plan_.keys == KeyRule::centred),
         largest_(scales.largest),
         D_(static_cast<double>(std::max(shape.D, scales.o.shape()[3]))) {}
 
-  bool centred() const {
-    return plan_.stabiliser == Stabiliser::centre_keys || plan_.keys == KeyRule::centred;
-  }
+  bool centred() const { return centred_; }
   bool centred_queries() const { return plan_.queries == QueryRule::centred; }
   double relative(Site site, double largest) const {
     return of_both(site, [&](const Rounding& r) { return relative_error(r, largest); });
@@ -78,15 +77,21 @@ class SiteErrors {
   }
 
   const PrecisionPlan& plan_;
+  bool centred_;
   decltype(OutputScales::largest) largest_;
   double D_;
 };
 
 }  // namespace
 
-OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& scales, int64_t head) {
+OutputBounds output_bounds(const AttentionProblem& problem, const OutputScales& scales, int64_t head) {
+  return output_bounds(problem, scales, head, rules_of(problem.plans[0].stabiliser));
+}
+
+OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& scales, int64_t head,
+                           const StabiliserRules& rules) {
   const PrecisionPlan& plan = shape.plans[0];
-  const SiteErrors errors(shape, scales);
+  const SiteErrors errors(shape, scales, rules);
   const auto u = [&](Site site, double largest = 0) { return errors.relative(site, largest); };
   const auto eta = [&](Site site) { return errors.absolute(site); };
   const auto both = [](double x, double y) { return x + y + x * y; };  // (1 + x)(1 + y) - 1
@@ -115,9 +120,9 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const double score = of_score * (far_matter ? scales.score[n] : scales.near_score[n]) + lost_scores;
   const double far = far_matter ? 0 : N * std::exp(-kNear / 2);  // of a row, at most
 
-  // The sum of a row: exact, rounded behind each tile, or (consistent) of the rounded probabilities.
+  // The sum of a row: exact, rounded behind each tile, or of the rounded probabilities.
   const double row_sum = u(Site::row_sum) * (tiles + 1) + arithmetic + far +
-                         (plan.stabiliser == Stabiliser::consistent ? u(Site::probs) : 0);
+                         (rules.sum == SumRule::rounded_probs ? u(Site::probs) : 0);
   OutputBounds bounds;
   bounds.score = score;
   bounds.lse = {0x1p-22, 2 * score + row_sum};
@@ -125,7 +130,7 @@ OutputBounds output_bounds(const AttentionProblem& shape, const OutputScales& sc
   const double forward = both(std::expm1(2 * score), row_sum);
   const double backward = both(forward, std::expm1(bounds.lse.absolute));
   const double of_output = u(Site::pv) * (tiles + 1) + arithmetic +
-                           (plan.stabiliser == Stabiliser::stochastic_output ? 2 : 1) * u(Site::output);
+                           (rules.output == OutputRule::stochastic ? 2 : 1) * u(Site::output);
   bounds.o.relative = both(both(forward, u(Site::probs) + of_v), of_output);
   bounds.o.absolute =
       N * (eta(Site::probs) * v + eta(Site::v)) + tiles * eta(Site::pv) + eta(Site::output) + far * v;

@@ -44,6 +44,9 @@ struct OutputBounds {
 };
 // REQUIRES: sizes and scale are set (problem_of).
 OutputBounds output_bounds(const AttentionProblem& problem, const OutputScales& scales, int64_t head);
+// With these rules in the place of those of the plan's stabiliser.
+OutputBounds output_bounds(const AttentionProblem& problem, const OutputScales& scales, int64_t head,
+                           const StabiliserRules& rules);
 
 // A row that sees one key has P = 1, O = V and dS = 0, wherever its score lies. So errors of scores and of L, which make the
 // bounds above wide where scores are large, have no part in O and dP - delta. A rounding of numbers that its format has is

@@ -3,6 +3,7 @@ import contextlib
 import ctypes
 import io
 import json
+import math
 import os
 import subprocess
 import unittest
@@ -11,7 +12,7 @@ import warnings
 
 from torch_cases import TorchCase, evenkeel, exact, lines_of, lower, main, torch
 
-from evenkeel import _library, _program, _watch  # noqa: E402
+from evenkeel import _library, _program, _records, _watch  # noqa: E402
 from train_nano import Gpt  # noqa: E402
 
 try:
@@ -34,6 +35,46 @@ def train(watcher, model, steps, growth=1.0):
             watcher.step(loss, lr=1e-3)
     assert all(one.filename == __file__ for one in caught), caught  # a warning names the line of the training
     return [str(one.message) for one in caught]
+
+
+class Files(TorchCase):
+    """The one reader of a run's files (_records)."""
+
+    def test_what_is_torn_old_or_made_again_is_read(self):
+        folder = self.folder()
+        folder.mkdir(exist_ok=True)
+        self.assertEqual(_records.read_steps(folder / "none"), [])
+        (folder / "metrics.jsonl").write_text(
+            '{"step": 1, "loss": 3.0, "largest_row_mean": [[1.0, "Infinity"]], "probe": {"residual_share": [[0.5, null]], "step": 1}}\n'
+            '{"step": 0, "loss": "NaN", "offset": [[2.0]], "guard": {"kind": "warning", "plan": "NaN", "to": null}}\n'
+            '[1, 2]\n7\n{"loss": 1.0}\n{"step": "x"}\n{"step": "Infinity"}\n{"step": Infinity}\nnot JSON\n'
+            '{"step": 2, "loss": 9.0}\n{"step": 2, "loss": 2.5}\n{"step": 3, "lo')
+        zero, one, two = _records.read_steps(folder)
+        self.assertEqual((zero["step"], one["step"], two), (0, 1, {"step": 2, "loss": 2.5}))
+        self.assertTrue(math.isnan(zero["loss"]))
+        self.assertEqual(zero["guard"], {"kind": "warning", "plan": "NaN", "to": None})
+        self.assertEqual(one["offset"], [[1.0, math.inf]])
+        self.assertNotIn("largest_row_mean", one)
+        self.assertEqual(one["probe"]["leak_size"][0][0], 0.5)
+        self.assertTrue(math.isnan(one["probe"]["leak_size"][0][1]))
+        self.assertEqual(_records.largest_offset([[1.0, math.nan], [3.0]]), math.inf)
+
+    def test_what_is_written_is_read_again(self):
+        line = _records.line_of({"step": 3, "loss": math.nan, "offset": [(1.5, -math.inf)], "name": "a"})
+        self.assertEqual(line, '{"step": 3, "loss": "NaN", "offset": [[1.5, "-Infinity"]], "name": "a"}\n')
+        self.assertEqual(_records.step_of(line)["offset"], [[1.5, -math.inf]])
+
+    def test_a_schedule_is_that_of_its_table(self):
+        folder = self.folder()
+        folder.mkdir(exist_ok=True)
+        self.assertEqual(_watch.schedule_of(folder), (0.0, 0))
+        for text in ('[keel]\nlr = 5.0\nwarmup = 7\n\n[schedule]\nlr=0.01\nwarmup = 3 # steps\n', '[schedule]\nlr = 0.01\nwarmup = 3\n'):
+            (folder / "config.toml").write_text(text)
+            self.assertEqual(_watch.schedule_of(folder), (0.01, 3.0))
+        self.assertEqual(_records._plain_config(text), _records.read_config(folder))
+        for text in ("[schedule", "[schedule]\nlr = 0.01\n", "schedule = 3\n"):
+            (folder / "config.toml").write_text(text)
+            self.assertEqual(_watch.schedule_of(folder), (0.0, 0))
 
 
 class Record(TorchCase):
