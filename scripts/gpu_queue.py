@@ -60,6 +60,7 @@ class Step:
     environment: dict = field(default_factory=dict)
     takes_the_rest: bool = False  # runs until the time is over, and is never finished
     is_timed: bool = True  # a bench: nothing may run beside it
+    cache: str = ""  # whose choices of products are its own: timed beside other tests, or by another program, they are not for a bench
     tested: Path = None  # the program, where the command is another one that runs it
 
     def program(self):
@@ -73,10 +74,12 @@ class Step:
 
 def parts_of(name, estimate, count, command, **more):
     """A test in parts, each a step of its own: its log, its outcome and its time have its name."""
-    of_part = [{"GTEST_TOTAL_SHARDS": str(count), "GTEST_SHARD_INDEX": str(part)} if count > 1 else {} for part in range(count)]
     environment = more.pop("environment", {})
-    return [Step(f"{name}_{part + 1}_of_{count}" if count > 1 else name, estimate, command, {**environment, **variables}, is_timed=False, **more)
-            for part, variables in enumerate(of_part)]
+    if count == 1:
+        return [Step(name, estimate, command, environment, is_timed=False, cache="tests", **more)]
+    parts = [{**environment, "GTEST_TOTAL_SHARDS": str(count), "GTEST_SHARD_INDEX": str(part)} for part in range(count)]
+    return [Step(f"{name}_{part + 1}_of_{count}", estimate, command, variables, is_timed=False, cache="tests", **more)
+            for part, variables in enumerate(parts)]
 
 
 def first_tests(build):
@@ -116,9 +119,9 @@ def steps_of(options):
     if options.old:
         alone = {"EVENKEEL_PYTHON": "none"}  # no rival: it would take most of the time
         for turn in range(1, TURNS + 1):
-            for name, of in (("new", program), ("old", options.old)):
-                steps.append(Step(f"attention_{name}_{turn}", 60, [of, *bench, "--quick"], alone))
-                steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone))
+            for name, of, cache in (("new", program, ""), ("old", options.old, "old")):
+                steps.append(Step(f"attention_{name}_{turn}", 60, [of, *bench, "--quick"], alone, cache=cache))
+                steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone, cache=cache))
     steps += other_tests(build)
     steps.append(Step("bench", 150, [program, *bench]))
     steps.append(Step("bench_forms", 200, [program, *bench, "--forms"]))
@@ -230,8 +233,8 @@ class Queue:
         environment = {**os.environ, **step.environment, MARK: step.name}
         if step.takes_the_rest:  # it ends by itself a little earlier
             command += ["--budget", f"{max(0, left - 30) / 60:.2f}"]
-        if not step.is_timed:  # products that were timed beside other tests are no choice for a bench
-            environment["XDG_CACHE_HOME"] = str(self.state / "cache_of_tests")
+        if step.cache:
+            environment["XDG_CACHE_HOME"] = str(self.state / f"cache_of_{step.cache}")
         try:
             with open(self.state / f"{step.name}.log", "w") as log:
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,

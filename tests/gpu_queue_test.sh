@@ -19,10 +19,11 @@ stand_in fused_forms_test '[ "$GTEST_SHARD_INDEX" != 2 ] || { echo "a failure of
 stand_in hopper_facts_test '[ -z "$EVENKEEL_SMALL" ] || exit 0; sleep 1000 & wait'
 stand_in any_plan_test 'exit 0'
 stand_in gpt2_cuda_test 'exit 77'
-stand_in evenkeel 'echo "$* $EVENKEEL_KERNELS" >>"'$folder'/kernels"'
+stand_in evenkeel 'echo "$* $EVENKEEL_KERNELS" >>"'$folder'/kernels" && echo "${XDG_CACHE_HOME##*/}"'
 stand_in compute-sanitizer 'shift 4 && echo "${EVENKEEL_SMALL}" && exec "$@"'
 for name in fp8_test conform_gpu_test device_product_test optimizer_cuda_test cross_entropy_test; do stand_in $name 'exit 0'; done # and ranks_cuda_test is not there
 PATH=$build:$PATH
+unset XDG_CACHE_HOME
 touch "$build/libevenkeel.so"
 # The hanging step has half as much again as its estimate and 15 s more. Nobody has 1000 seconds but the second call.
 "$gpu" --list | sed -n 's/^\([a-z0-9_]*\) .* s  waits$/\1/p' >"$folder/names"
@@ -73,6 +74,8 @@ expect "a program that is not there" line ranks_cuda_test "FAILED: .*ranks_cuda_
 expect "the old and the new program in turns" line attention_old_2 passed
 expect "the forms" grep -q "^evenkeel bench attention --gpu --forms" "$folder/calls"
 expect "its training, too" line train_old_2 passed
+expect "each of the two chooses its own products" [ "$(tail -qn 1 "$state/train_old_1.log" "$state/train_new_1.log" | tr '\n' .)" = cache_of_old.. ]
+expect "and so do tests" grep -q "^cache_of_tests$" "$state/conform_far.log"
 expect "the new program's turns, five benches and the judge twice; the old one's turns" calls evenkeel 15
 
 call --minutes 20

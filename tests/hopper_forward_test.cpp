@@ -46,22 +46,19 @@ AttentionBuffers run(const AttentionProblem& config, const Problem& host, const 
   ForwardPass pass{o.tensor(), out.lse.values().data(), saved.data(), nullptr};
   if (kFacts)
     pass.largest_score = found.largest_score.data(), pass.largest_row_mean = found.largest_row_mean.data();
-  for_head_groups(p, pass, [&](const ForwardArguments& group) {
-    LaunchWords words{};
-    with_blocks_of<Bf16Pairs, false, kForms, kFacts>(p, group.rules, [&]<class Block>() {
-      using T = typename Block::T;
-      const BlockMaps<T> maps(p, in, pass);
-      int blocks;
-      const ForwardArguments a = launch_arguments<Block>(p, group, &words, 2, blocks);
-      cuda_emulator::run({.blocks = blocks,
-                          .threads = T::kThreads,
-                          .shared_bytes = T::kSharedBytes,
-                          .order = how.order,
-                          .blocks_at_once = how.blocks_at_once,
-                          .seed = how.seed},
-                         [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
-    });
-  });
+  const std::vector<ForwardArguments> groups = forward_groups(p, pass);
+  std::vector<LaunchWords> words(groups.size());
+  for_each_launch<Bf16Pairs, false, kForms, kFacts>(
+      p, in, pass, groups, words.data(), 2,
+      [&]<class Block>(const BlockMaps<typename Block::T>& maps, const ForwardArguments& a, int blocks) {
+        cuda_emulator::run({.blocks = blocks,
+                            .threads = Block::T::kThreads,
+                            .shared_bytes = Block::T::kSharedBytes,
+                            .order = how.order,
+                            .blocks_at_once = how.blocks_at_once,
+                            .seed = how.seed},
+                           [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
+      });
   o.read(out.o);
   o.expect_guards("o");
   return out;
@@ -108,6 +105,26 @@ TEST(HopperForward, the_same_bits_in_any_order) {
       EXPECT_TRUE(attention_runs::same_bits(first->lse.values(), got.lse.values()))
           << c.name << ", L in " << name_of(how);
     }
+  }
+}
+
+// Heads of two plans are two groups of launches, and each group's words count its own tiles and note its own far rows: every head
+// has the bits that it has where all heads have its plan.
+TEST(HopperForward, groups_have_words_of_their_own) {
+  const Problem p =
+      far_problem({{3, 4, 4, 70, 70, 64}, {.causal = true, .scale = 0.125f}, "two plans"}, {8e4, 5e3});
+  const PrecisionPlan plans[] = {parse_plan("flash2"), parse_plan("flash2,stabiliser=wide_output")};
+  const AttentionBuffers both = run(p.with({plans[0], plans[1], plans[0], plans[1]}), p);
+  const AttentionBuffers alone[] = {run(p.with(plans[0]), p), run(p.with(plans[1]), p)};
+  const size_t rows = static_cast<size_t>(p.shape.T), head = rows * static_cast<size_t>(p.shape.D);
+  for (size_t h = 0; h < static_cast<size_t>(p.shape.B * p.shape.H); ++h) {
+    const AttentionBuffers& one = alone[h % 2];
+    EXPECT_TRUE(std::equal(both.lse.values().begin() + h * rows, both.lse.values().begin() + (h + 1) * rows,
+                           one.lse.values().begin() + h * rows))
+        << h;
+    EXPECT_TRUE(std::equal(both.o.values().begin() + h * head, both.o.values().begin() + (h + 1) * head,
+                           one.o.values().begin() + h * head))
+        << h;
   }
 }
 

@@ -30,18 +30,15 @@ struct Passes {
                void* workspace) const {
     using namespace hopper::forward;
     with_instance(p, [&]<class Pairs, bool kForms>() {
-      for_head_groups(p, out, [&](const ForwardArguments& group) {
-        auto* const words = static_cast<LaunchWords*>(workspace);
-        *words = {};
-        with_blocks_of<Pairs, true, kForms, false>(p, group.rules, [&]<class Block>() {
-          using T = typename Block::T;
-          const BlockMaps<T> maps(p, in, out);
-          int blocks;
-          const ForwardArguments a = launch_arguments<Block>(p, group, words, multiprocessors, blocks);
-          // Where a warpgroup leaves out key tiles, lane 0 of a warp passes them on without waiting for the other lanes.
-          run<T>(blocks, [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
-        });
-      });
+      const std::vector<ForwardArguments> groups = forward_groups(p, out);
+      auto* const words = static_cast<LaunchWords*>(workspace);  // between guards
+      std::fill_n(words, groups.size(), LaunchWords{});
+      for_each_launch<Pairs, true, kForms, false>(
+          p, in, out, groups, words, multiprocessors,
+          [&]<class Block>(const BlockMaps<typename Block::T>& maps, const ForwardArguments& a, int blocks) {
+            // Where a warpgroup leaves out key tiles, lane 0 of a warp passes them on without waiting for the other lanes.
+            run<typename Block::T>(blocks, [&] { Block::run(maps.q, maps.k, maps.v, maps.o, a); });
+          });
     });
   }
 

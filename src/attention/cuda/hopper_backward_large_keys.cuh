@@ -40,14 +40,15 @@ struct KeyItem {
 };
 
 // kHeadSize: of queries and keys. kValueSize: of values and outputs. kAhead: the scores of the next row tile are asked for
-// before the product with this one's, and a row tile stays longer: where there is room for three.
+// before the product with this one's, and a row tile stays longer: where there is room for three. With values of 128 it was
+// slower (docs/kernels.md). The bits are the same.
 template <int kHeadSize_, int kValueSize_>
 struct KeyTiles {
   static constexpr int kHeadSize = kHeadSize_, kValueSize = kValueSize_;
   static constexpr int kHeadBoxes = kHeadSize / kBoxFeatures, kValueBoxes = kValueSize / kBoxFeatures;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kKeys = kWarpgroupRows, kRows = 64;  // of a tile
-  static constexpr bool kAhead = kHeadSize < 256;
+  static constexpr bool kAhead = kHeadSize < 256 && kValueSize != 128;
   static constexpr int kRowStages = kAhead ? 3 : 2;
   static constexpr uint32_t kKeyBox = kKeys * kRowBytes, kRowBox = kRows * kRowBytes;
 

@@ -12,19 +12,18 @@ void hopper_forward(const AttentionProblem& problem, const FamilyPlan&, const Pa
   using namespace hopper;
   using namespace hopper::forward;
   const bool fp16 = problem.type == TensorType::fp16, forms = has_forms(problem);
-  for_head_groups(problem, out, [&](const ForwardArguments& a) {
-    if (has_large_heads(problem) && forms)
-      (fp16 ? launch_large_forward_forms<Fp16Pairs>
-            : launch_large_forward_forms<Bf16Pairs>)(problem, in, out, a, workspace, stream);
-    else if (has_large_heads(problem))
-      (fp16 ? launch_large_forward<Fp16Pairs> : launch_large_forward<Bf16Pairs>)(problem, in, out, a,
-                                                                                 workspace, stream);
-    else if (a.largest_score)
-      launch_forward_facts(problem, in, out, a, workspace, stream);
-    else
-      (fp16 ? launch_forward<Fp16Pairs> : launch_forward<Bf16Pairs>)(problem, in, out, a, forms, workspace,
-                                                                     stream);
-  });
+  const std::vector<ForwardArguments> groups = forward_groups(problem, out);
+  if (has_large_heads(problem) && forms)
+    (fp16 ? launch_large_forward_forms<Fp16Pairs>
+          : launch_large_forward_forms<Bf16Pairs>)(problem, in, out, groups, workspace, stream);
+  else if (has_large_heads(problem))
+    (fp16 ? launch_large_forward<Fp16Pairs> : launch_large_forward<Bf16Pairs>)(problem, in, out, groups,
+                                                                               workspace, stream);
+  else if (out.largest_score)
+    launch_forward_facts(problem, in, out, groups, workspace, stream);
+  else
+    (fp16 ? launch_forward<Fp16Pairs> : launch_forward<Bf16Pairs>)(problem, in, out, groups, forms, workspace,
+                                                                   stream);
 }
 
 }  // namespace evenkeel

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "attention/cuda/hopper_forward_tiles.cuh"
 #include "attention/cuda/hopper_forward_worker.cuh"
@@ -55,29 +56,33 @@ struct Block {
   }
 };
 
-// f.operator()<Block>() with the one for the problem's head sizes and the heads' shift, then with that of the second launch, if
-// there is one.
-template <class Pairs, bool kLarge, bool kForms, bool kFacts, class F>
-void with_blocks_of(const AttentionProblem& problem, const HeadRules& rules, F f) {
-  const auto with_tiles = [&]<int kHeadSize, int kValueSize>() {
-    using T = Tiles<kHeadSize, kValueSize>;
-    if (rules.consistent)
-      f.template operator()<Block<Pairs, T, Shift::consistent, kForms, kFacts>>();
-    else if (rules.paper_capped)
-      f.template operator()<Block<Pairs, T, Shift::paper_capped, kForms, kFacts>>();
-    else
-      f.template operator()<Block<Pairs, T, Shift::plain, kForms, kFacts>>();
-    if (has_second_launch(rules)) f.template operator()<Block<Pairs, T, Shift::exact, kForms, kFacts>>();
+// f.operator()<Tiles>() with those for the problem's head sizes.
+template <bool kLarge, bool kForms, class F>
+void with_tiles_of(const AttentionProblem& problem, F f) {
+  const auto with_sizes = [&]<int kHeadSize, int kValueSize>() {
+    f.template operator()<Tiles<kHeadSize, kValueSize>>();
   };
   if constexpr (kLarge)
-    with_large_sizes<kForms>(problem, with_tiles);
+    with_large_sizes<kForms>(problem, with_sizes);
   else if (problem.D <= 64)
-    with_tiles.template operator()<64, 64>();
+    with_sizes.template operator()<64, 64>();
   else
-    with_tiles.template operator()<128, 128>();
+    with_sizes.template operator()<128, 128>();
 }
 
-// The arguments of a launch on so many blocks; words: LaunchWords, zeros before the first launch.
+// f.operator()<Block>() with the one for the heads' shift, then with that of the second launch, if there is one.
+template <class Pairs, class T, bool kForms, bool kFacts, class F>
+void with_blocks_of(const HeadRules& rules, F f) {
+  if (rules.consistent)
+    f.template operator()<Block<Pairs, T, Shift::consistent, kForms, kFacts>>();
+  else if (rules.paper_capped)
+    f.template operator()<Block<Pairs, T, Shift::paper_capped, kForms, kFacts>>();
+  else
+    f.template operator()<Block<Pairs, T, Shift::plain, kForms, kFacts>>();
+  if (has_second_launch(rules)) f.template operator()<Block<Pairs, T, Shift::exact, kForms, kFacts>>();
+}
+
+// The arguments of a launch on so many blocks; words: of its group.
 template <class Block>
 ForwardArguments launch_arguments(const AttentionProblem& problem, const ForwardArguments& group,
                                   LaunchWords* words, int multiprocessors, int& blocks) {
@@ -101,10 +106,8 @@ struct BlockMaps {
         o(output_map(problem, out.o, kWarpgroupRows / 4)) {}
 };
 
-// launch(group's arguments) for all heads, in as few groups as their plans allow: each is computed as if all heads had its
-// plan.
-template <class Launch>
-void for_head_groups(const AttentionProblem& problem, const ForwardPass& out, Launch launch) {
+// All heads, in as few groups as their plans allow: each is computed as if all heads had its plan.
+inline std::vector<ForwardArguments> forward_groups(const AttentionProblem& problem, const ForwardPass& out) {
   ForwardArguments a{};
   static_cast<ScoreForms&>(a) = score_forms(problem);
   a.o = static_cast<uint16_t*>(out.o.data);
@@ -118,6 +121,7 @@ void for_head_groups(const AttentionProblem& problem, const ForwardPass& out, La
   a.largest_score = out.largest_score;
   a.largest_row_mean = out.largest_row_mean;
   const Saved saved = saved_layout(problem, out.saved);
+  std::vector<ForwardArguments> groups;
   for (const HeadGroup& group : head_groups(problem, computed_alike)) {
     a.rules = group.rules;
     a.list = group.list;
@@ -126,8 +130,26 @@ void for_head_groups(const AttentionProblem& problem, const ForwardPass& out, La
     if (!group.rules.wide) a.saved.residue = nullptr;
     a.heads = static_cast<int>(problem.B) * group.list.count;
     a.section_heads = heads_in_cache(problem, a.heads);
-    launch(a);
+    groups.push_back(a);
   }
+  return groups;
+}
+
+// launch.operator()<Block>(maps, arguments, blocks) for each launch of all groups, in order. words: one for each group, zeros.
+template <class Pairs, bool kLarge, bool kForms, bool kFacts, class Launch>
+void for_each_launch(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
+                     const std::vector<ForwardArguments>& groups, LaunchWords* words, int multiprocessors,
+                     Launch launch) {
+  with_tiles_of<kLarge, kForms>(problem, [&]<class T>() {
+    const BlockMaps<T> maps(problem, in, out);
+    for (size_t n = 0; n < groups.size(); ++n)
+      with_blocks_of<Pairs, T, kForms, kFacts>(groups[n].rules, [&]<class Block>() {
+        int blocks;
+        const ForwardArguments a =
+            launch_arguments<Block>(problem, groups[n], words + n, multiprocessors, blocks);
+        launch.template operator()<Block>(maps, a, blocks);
+      });
+  });
 }
 
 }  // namespace evenkeel::hopper::forward

@@ -4,8 +4,8 @@
 namespace evenkeel::hopper::forward {
 
 void launch_forward_facts(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
-                          const ForwardArguments& a, void* workspace, cudaStream_t stream) {
-  launch_block<Bf16Pairs, false, false, true>(problem, in, out, a, workspace, stream);
+                          const std::vector<ForwardArguments>& groups, void* workspace, cudaStream_t stream) {
+  launch_groups<Bf16Pairs, false, false, true>(problem, in, out, groups, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

@@ -5,9 +5,10 @@ namespace evenkeel::hopper::forward {
 
 template <>
 void launch_forward<Fp16Pairs>(const AttentionProblem& problem, const PassInputs& in, const ForwardPass& out,
-                               const ForwardArguments& a, bool forms, void* workspace, cudaStream_t stream) {
-  (forms ? launch_block<Fp16Pairs, false, true, false>
-         : launch_block<Fp16Pairs, false, false, false>)(problem, in, out, a, workspace, stream);
+                               const std::vector<ForwardArguments>& groups, bool forms, void* workspace,
+                               cudaStream_t stream) {
+  (forms ? launch_groups<Fp16Pairs, false, true, false>
+         : launch_groups<Fp16Pairs, false, false, false>)(problem, in, out, groups, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

@@ -5,9 +5,10 @@ namespace evenkeel::hopper::forward {
 
 template <>
 void launch_large_forward_forms<Bf16Pairs>(const AttentionProblem& problem, const PassInputs& in,
-                                           const ForwardPass& out, const ForwardArguments& a, void* workspace,
+                                           const ForwardPass& out,
+                                           const std::vector<ForwardArguments>& groups, void* workspace,
                                            cudaStream_t stream) {
-  launch_block<Bf16Pairs, true, true, false>(problem, in, out, a, workspace, stream);
+  launch_groups<Bf16Pairs, true, true, false>(problem, in, out, groups, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

@@ -5,9 +5,9 @@ namespace evenkeel::hopper::forward {
 
 template <>
 void launch_large_forward<Fp16Pairs>(const AttentionProblem& problem, const PassInputs& in,
-                                     const ForwardPass& out, const ForwardArguments& a, void* workspace,
-                                     cudaStream_t stream) {
-  launch_block<Fp16Pairs, true, false, false>(problem, in, out, a, workspace, stream);
+                                     const ForwardPass& out, const std::vector<ForwardArguments>& groups,
+                                     void* workspace, cudaStream_t stream) {
+  launch_groups<Fp16Pairs, true, false, false>(problem, in, out, groups, workspace, stream);
 }
 
 }  // namespace evenkeel::hopper::forward

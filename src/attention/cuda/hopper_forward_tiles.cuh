@@ -37,7 +37,7 @@ struct ForwardArguments : ScoreForms {
   uint32_t* far_rows;
 };
 
-// The words of the workspace that a group's launches use; zeros before the first.
+// The words of the workspace that a group's launches use, its own; zeros before the first.
 struct LaunchWords {
   uint32_t next_tile[2];  // of the first and the second launch
   uint32_t far_rows;
