@@ -140,7 +140,8 @@ TEST_F(TrainCliTest, the_folder_of_a_monitor_is_no_run_of_ours) {
       folder / "theirs/config.toml",
       "[model]\nlayers = 1\nheads = 2\n\n[attention]\nplan = \"flash2\"\n\n[run]\ntrainer = \"pytorch\"\n");
   write_whole_file(folder / "theirs/metrics.jsonl", "{\"step\": 0, \"loss\": 2.5}\n");
-  for (const char* words : {"train --resume theirs", "train --branch theirs@2 --out new", "sample theirs"}) {
+  for (const char* words : {"train --resume theirs", "train --branch theirs@2 --out new", "sample theirs",
+                            "export theirs -o model"}) {
     const Output output = run(words);
     EXPECT_EQ(output.code, 3) << words << "\n" << output.out;
     EXPECT_TRUE(has(output.out, "recorded by another trainer (pytorch)")) << output.out;
@@ -154,7 +155,7 @@ TEST_F(TrainCliTest, a_bad_value_in_a_run_is_named_with_its_file) {
   text.replace(text.find("heads = 2"), 9, "heads = 3");  // which do not divide the width
   write_whole_file(folder / "run/config.toml", text);
   for (const char* words : {"train --resume run", "train --branch run@2 --steps 4 --out new", "probe run@1",
-                            "sample run", "verdict run"}) {
+                            "sample run", "export run -o model", "verdict run"}) {
     const Output output = run(words);
     if (words == std::string("verdict run") && output.code <= 1) continue;  // it needs records alone
     EXPECT_EQ(output.code, 3) << words << "\n" << output.out;

@@ -28,7 +28,7 @@ int run_export(int argc, char** argv) {
   options.flag("--json", "what was written, as JSON", json);
   if (!options.parse(argc, argv)) return 0;
   require(!out.empty(), "expected -o FOLDER, got none");
-  const RunConfig config = config_of_run(words[0]);
+  const RunConfig config = config_of_own_run(words[0]);
   const ParameterTable table(config.model);
   const std::vector<Checkpoint> checkpoints =
       find_checkpoints(std::filesystem::path(words[0]) / "checkpoints");

@@ -32,7 +32,7 @@ struct RunRecord {
   std::optional<Finding> finding;           // what ended it
   std::vector<std::string> mended;          // "step 300: ...": what a guard changed
   std::vector<std::string> notes;           // what of the records could not be read, a sentence each
-  bool damaged = false;                     // some could not, and not only the last line of a run that is being written
+  bool damaged = false;  // some could not, and not only the last line of a run that is being written
 };
 RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
                      std::span<const RunEvent> events = {});

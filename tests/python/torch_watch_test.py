@@ -194,6 +194,37 @@ class Monitoring(TorchCase):
         self.assert_says(ValueError, lambda: evenkeel.Monitor(model, folder, every=0), "Monitor: expected every", "0")
         self.assert_says(TypeError, lambda: evenkeel.Monitor(3, folder), "Monitor: expected a torch.nn.Module", "int")
 
+    def test_gradients_that_are_not_finite_are_no_failure_of_the_run(self):
+        """A step that loss scaling skips: its loss and its forward pass are as ever."""
+        model, x, folder = Gpt(layers=2), tokens(), self.folder()
+        with evenkeel.patched(), evenkeel.Monitor(model, folder, every=5) as monitor:
+            for step in range(21):
+                model.zero_grad(set_to_none=True)
+                loss = model(x, x)
+                (loss * (math.inf if step == 20 else 1)).backward()
+                monitor.step(loss, lr=1e-3)
+        line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        self.assertGreater(line["probe"]["nonfinite"][0][0], 0)
+        for name in ("offset", "largest_lse", "mean_lse"):
+            self.assertTrue(all(isinstance(x, float) and math.isfinite(x) for layer in line["probe"][name] for x in layer), name)
+        if PROGRAM:
+            for command in ("verdict", "forecast"):
+                told = subprocess.run([PROGRAM, command, folder], capture_output=True, text=True)
+                self.assertEqual(told.returncode, 0, told.stdout + told.stderr)
+                self.assertNotIn("not finite", told.stdout)
+
+    def test_records_are_not_written_through_links(self):
+        precious = self.folder() / "precious"
+        precious.write_text("precious\n")
+        for name in ("metrics.jsonl", "guard.jsonl", ".config.toml.partial"):
+            folder = self.folder()
+            (folder / name).symlink_to(precious)
+            self.assert_says(OSError, lambda: evenkeel._watch.open_record(folder / name, "a"), "expected a regular file or nothing",
+                             "symbolic link", name)
+            if name == "metrics.jsonl":
+                self.assert_says(OSError, lambda: evenkeel.Monitor(torch.nn.Linear(3, 3), folder, first_step=3), "symbolic link")
+            self.assertEqual(precious.read_text(), "precious\n")
+
     def test_the_example_derails_and_with_the_remedy_does_not(self):
         # Two texts: so short a run drifts with some, by chance. Row sums that are always too small make it likely: on four
         # courses (run_test.sh) the largest offset was 13 to 165 times that with the remedy; rounded to nearest, 2 to 27 times.
