@@ -241,7 +241,8 @@ typedef struct evenkeel_conform_form {
   float* grad_sinks;       /* (H), or NULL without sinks: likewise */
 } evenkeel_conform_form;
 /* 0: done. EVENKEEL_NOT_OFFERED: the kernel does not take such a form, which is then listed as not judged. Anything else:
- * an error, reported as such. Called by the calling thread, often twice with the same form. */
+ * an error, reported as such, with the words of evenkeel_kernel_error. Called by the calling thread, often twice with the
+ * same form. */
 #define EVENKEEL_NOT_OFFERED 100
 typedef int32_t (*evenkeel_form_kernel)(void* context, const evenkeel_conform_form* form);
 
@@ -270,6 +271,8 @@ typedef struct evenkeel_judge_result {
   int32_t passes;
   const char *json, *text, *junit, *badge;
 } evenkeel_judge_result;
+/* For a kernel under test that is about to return an error: why, for the report. Copied; of this thread's call. */
+EVENKEEL_API void evenkeel_kernel_error(const char* words);
 /* Judges a kernel on every form that it offers, and on the families where `rows` is not 0. */
 EVENKEEL_API int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel,
                                     void* context, evenkeel_judge_result* result);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "attention/attention.h"
 #include "attention/kernel_families.h"
@@ -23,7 +24,7 @@ namespace {
 
 using namespace evenkeel;
 
-thread_local std::string last_error, kernel_why, plan_text, conform_advice;
+thread_local std::string last_error, kernel_why, plan_text, conform_advice, kernel_words;
 
 constexpr int64_t kMostRounded = int64_t{1} << 48;  // numbers of one tensor: beyond, an address overflows
 
@@ -175,14 +176,6 @@ bool draws_random_numbers(const PrecisionPlan& plan) {
 
 // --- Conform
 
-const ConformCase& family_named(const char* name) {
-  require(name != nullptr, "expected the name of a family such as \"ties_2_tail\", got NULL");
-  for (const ConformCase& c : conform_cases())
-    if (c.name == name) return c;
-  throw std::invalid_argument(
-      fmt::format("unknown family '{}': expected a name that evenkeel_conform_family gives", name));
-}
-
 // The caller's function as conform's kernel.
 void call_kernel(evenkeel_conform_kernel kernel, void* context, const AttentionProblem& problem,
                  const AttentionInputs& in, View<const float> grad_output, AttentionBuffers& out) {
@@ -327,12 +320,13 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
                                              sizeof(evenkeel_conform_request));
     require(kernel != nullptr, "expected a kernel to judge, got NULL");
     require(r.plan != nullptr, "expected a plan such as \"flash2\", got NULL");
+    require(r.family != nullptr, "expected the name of a family such as \"ties_2_tail\", got NULL");
     require(r.rows >= 1 && r.rows <= 100'000'000, "expected rows from 1 to 10^8, got {}", r.rows);
     const evenkeel_conform_result to = adopt("evenkeel_conform_result", result, evenkeel_conform_result{},
                                              offsetof(evenkeel_conform_result, unwritten));
     std::vector<ConformPlan> plans = {{r.plan, parse_plan(r.plan), {}}};
     conform(
-        plans, {family_named(r.family)}, r.rows, r.seed,
+        plans, cases_named({r.family}), r.rows, r.seed,
         [&](const AttentionProblem& problem, const AttentionInputs& in, View<const float> grad_output,
             AttentionBuffers& out) { call_kernel(kernel, context, problem, in, grad_output, out); },
         {}, /*constant_feature=*/true);
@@ -356,6 +350,10 @@ int32_t evenkeel_conform(const evenkeel_conform_request* request, evenkeel_confo
   });
 }
 
+void evenkeel_kernel_error(const char* words) {
+  guarded([&] { kernel_words = words ? words : ""; });
+}
+
 int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kernel kernel, void* context,
                        evenkeel_judge_result* result) {
   return guarded([&] {
@@ -366,6 +364,7 @@ int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kern
     require(kernel != nullptr, "expected a kernel to judge, got NULL");
     require(r.rows >= 0 && r.rows <= 100'000'000, "expected rows from 0 to 10^8, got {}", r.rows);
     last_judgement = {};
+    kernel_words.clear();
     LastJudgement& last = last_judgement;
     KernelRequest wanted;
     wanted.name = r.name ? r.name : "kernel";
@@ -377,7 +376,8 @@ int32_t evenkeel_judge(const evenkeel_judge_request* request, evenkeel_form_kern
     wanted.deterministic = !r.not_deterministic, wanted.aligned = !r.not_aligned,
     wanted.shrink = !r.not_shrunk;
     const FormKernel form_kernel =
-        kernel_by_struct(kernel, context, EVENKEEL_BF16, EVENKEEL_FP16, EVENKEEL_FP32, EVENKEEL_NOT_OFFERED);
+        kernel_by_struct(kernel, context, EVENKEEL_BF16, EVENKEEL_FP16, EVENKEEL_FP32, EVENKEEL_NOT_OFFERED,
+                         [] { return std::exchange(kernel_words, ""); });
     const KernelJudgement found =
         r.form ? judge_file(form_kernel, wanted, r.form)
                : judge_kernel(form_kernel, wanted, [&](const char* what, int64_t done, int64_t of) {

@@ -1,8 +1,12 @@
 // The command as a user meets it: exit codes, messages, nothing half-written. (explain has tests of its own.)
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -308,6 +312,47 @@ TEST(Cli, ConformJudgesTheKernelOfALibrary) {
   EXPECT_EQ(run(library + " --symbol nothing", " 2>&1").code, 3);
   EXPECT_EQ(run("conform --library " + folder + "/nothing.so", " 2>&1").code, 3);
   EXPECT_EQ(run("conform --replay " + folder + "/failing", " 2>&1").code, 2);
+  std::filesystem::remove_all(folder);
+}
+
+// Whatever a kernel does to its process: a code that is not 0, and words that say where.
+TEST(Cli, AKernelCannotEndConformWithoutWords) {
+  const std::string library = "conform --quick --rows 64 --case sink --library " EVENKEEL_FORM_KERNEL;
+  for (const char* output : {"", " --json"}) {
+    const Outcome exits = run(library + output + " --symbol exiting_kernel", " 2>&1");
+    EXPECT_EQ(exits.code, 3) << exits.text;
+    EXPECT_NE(exits.text.find("ended the process (exit code 0)"), std::string::npos) << exits.text;
+    EXPECT_NE(exits.text.find("run exiting_kernel on the form B 1"), std::string::npos) << exits.text;
+  }
+#if !defined(__SANITIZE_ADDRESS__)
+  const Outcome aborts = run(library + " --symbol aborting_kernel", " 2>&1; exit $?");
+  EXPECT_EQ(aborts.code, 128 + SIGABRT) << aborts.text;
+  EXPECT_NE(aborts.text.find("signal 6"), std::string::npos) << aborts.text;
+  EXPECT_NE(aborts.text.find("run aborting_kernel on the family sink"), std::string::npos) << aborts.text;
+#endif
+}
+
+TEST(Cli, AnUnknownFamilyIsNamed) {
+  for (const char* kernel : {"", " --library " EVENKEEL_FORM_KERNEL}) {
+    const Outcome found = run(std::string("conform --case sink --case nope") + kernel, " 2>&1");
+    EXPECT_EQ(found.code, 2) << found.text;
+    EXPECT_NE(found.text.find("'nope': expected one of random, "), std::string::npos) << found.text;
+  }
+}
+
+// dlopen would wait for a writer. Nobody writes here: a program that opens it hangs, and the test with it.
+TEST(Cli, ALibraryThatIsNoFileIsRefused) {
+  const std::string folder = testing::TempDir() + "evenkeel_library_" + std::to_string(getpid());
+  std::filesystem::create_directories(folder);
+  ASSERT_EQ(mkfifo((folder + "/fifo").c_str(), 0600), 0);
+  for (const std::string& path : {folder + "/fifo", folder, std::string("/dev/null")}) {
+    const Outcome found = run("conform --library " + path, " 2>&1");
+    EXPECT_EQ(found.code, 3) << found.text;
+    EXPECT_NE(found.text.find("regular file"), std::string::npos) << found.text;
+  }
+  const Outcome replayed =
+      run("conform --library " EVENKEEL_FORM_KERNEL " --replay " + folder + "/fifo", " 2>&1");
+  EXPECT_EQ(replayed.code, 3) << replayed.text;
   std::filesystem::remove_all(folder);
 }
 

@@ -155,7 +155,7 @@ def _judge(call, family, plan, rows, seed, device, dtype):
     status = library().evenkeel_conform(ctypes.byref(request), _library.ConformKernel(kernel), None,
                                         ctypes.byref(result))
     if raised:
-        if not isinstance(raised[0], Exception):
+        if not isinstance(raised[0], (Exception, SystemExit)):
             raise raised[0]
         words = f"{type(raised[0]).__name__}: {(str(raised[0]).splitlines() or [''])[0][:100]}"
         return {"family": family, "passes": False, "verdict": f"ERROR: {words}", "error": words}
@@ -181,8 +181,6 @@ class KernelReport:
 
     def __str__(self):
         lines = [self._judged.text.rstrip(), *[f"  refused: {words}" for words in self.refused]]
-        if self.raised:
-            lines.append(f"  the first exception: {self.raised}")
         if "smallest" in self.forms:
             lines.append("  again:\n    " + "\n    ".join(self._how))
         return "\n".join(lines)

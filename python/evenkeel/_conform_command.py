@@ -1,5 +1,6 @@
 """python -m evenkeel conform MODULE:FUNCTION: judges an attention function of anyone's module."""
 import argparse
+import sys
 
 from ._named import function_named
 
@@ -22,8 +23,11 @@ def main(arguments):
     parser.add_argument("--junit", metavar="FILE", help="for a test runner")
     parser.add_argument("--badge", metavar="FILE", help="an SVG")
     options = parser.parse_args(arguments)
+    import faulthandler
+
     import torch
 
+    faulthandler.enable(sys.__stderr__)  # a function that ends the process by a signal is named with its line
     from ._conform import conform
 
     fn = function_named(parser, options.function, "an attention function of yours (docs/check_my_kernel.md)")

@@ -241,8 +241,9 @@ def judge(fn, device, plan, types, quick, seed, deterministic, aligned, name, pr
             if ":" in str(refusal) and str(refusal) not in refused:  # the function's own words
                 refused.append(str(refusal))
             return NOT_OFFERED
-        except Exception as error:  # a finding, with the library's words; the first is kept for the report
+        except (Exception, SystemExit) as error:  # a finding: a function that ends the process is none that passes
             raised.append(_words(error))
+            library().evenkeel_kernel_error(raised[-1].encode())
             return 1
         except BaseException as error:  # Ctrl-C must not pass through the library
             interrupted.append(error)

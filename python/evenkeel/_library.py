@@ -140,6 +140,7 @@ def library():
             ("conform", number, [pointer, ConformKernel, pointer, pointer]),
             ("judge", number, [pointer] * 4),
             ("judge_write_form", number, [text]),
+            ("kernel_error", None, [text]),
             ("round", number, [pointer] * 3),
             ("probe_field", text, [number]),
             ("spectral_norm", number, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/progress.h"
 #include "base/whole_file.h"
+#include "cli/child_process.h"
 #include "cli/options.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/conform_gpu.h"
@@ -163,21 +164,6 @@ std::vector<ConformPlan> plans_named(std::vector<std::string> texts,
   return plans;
 }
 
-std::vector<ConformCase> cases_named(const std::vector<std::string>& names) {
-  if (names.empty()) return conform_cases();
-  std::vector<ConformCase> cases;
-  for (const std::string& name : names) {
-    std::string known;
-    for (const ConformCase& c : conform_cases()) {
-      if (c.name == name) cases.push_back(c);
-      known += (known.empty() ? "" : ", ") + std::string(c.name);
-    }
-    require(!cases.empty() && cases.back().name == name, "unknown case '{}': expected one of {}", name,
-            known);
-  }
-  return cases;
-}
-
 void print_text(const std::vector<ConformPlan>& plans, const std::vector<KernelJudgement>& judgements,
                 bool summary, const std::set<std::string>& gpu_kernels) {
   const bool colour = use_colour();
@@ -228,6 +214,8 @@ struct Files {
 FormKernel library_kernel(const std::string& library, const std::string& symbol) {
   // Without a slash dlopen searches the system's folders.
   const std::string path = library.find('/') == std::string::npos ? "./" + library : library;
+  open_regular_file(path);  // refuses what dlopen would wait for, a pipe without a writer
+  doing("load " + path);
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   require_data(handle != nullptr, "--library {}: cannot be loaded: {}", library, handle ? "" : dlerror());
   void* const found = dlsym(handle, symbol.c_str());
@@ -297,8 +285,15 @@ Options declare(ConformOptions& o) {
 int judge_library(const ConformOptions& o) {
   require(o.plan_texts.size() <= 1 && o.stabilisers.empty() && !o.gpu,
           "--library: expected at most one --plan, no --stabiliser and no --gpu");
-  const FormKernel kernel = library_kernel(o.library, o.symbol);
+  std::string family;  // none yet: forms
+  const FormKernel kernel = [&, theirs = library_kernel(o.library, o.symbol)](const ConformForm& form,
+                                                                              const FormTensors& tensors) {
+    doing(fmt::format("run {} on {}", o.symbol,
+                      family.empty() ? "the form " + form.text() : "the family " + family));
+    return theirs(form, tensors);
+  };
   KernelRequest request;
+  request.before_family = [&](std::string_view name) { family = name; };
   request.name = o.symbol;
   if (!o.plan_texts.empty()) request.plan = o.plan_texts[0];
   request.families = o.case_names;
@@ -335,8 +330,7 @@ std::vector<KernelJudgement> judge_plans_forms(const std::vector<ConformPlan>& p
     options.extent = whole ? FormExtent::whole : FormExtent::quick;
     j.forms = judge_forms(cpu_form_kernel(plan.plan), options);
     j.families = plan;
-    for (const ConformResult& r : plan.results)
-      if (r.case_name == "loss_feedback") j.risk = risk_of(r);
+    j.risk = risk_of(plan);
     out.push_back(std::move(j));
     progress.advance();
   }
@@ -376,10 +370,12 @@ int run_conform(int argc, char** argv) {
   require(o.kernel.empty() || o.kernel[0] == "cpu", "unknown kernel '{}': expected cpu",
           o.kernel.empty() ? "" : o.kernel[0]);
   require(o.replay.empty() || !o.library.empty(), "--replay: expected --library too");
-  if (!o.library.empty()) return judge_library(o);
+  if (!o.library.empty()) return in_child_process([&] { return judge_library(o); });
   std::vector<ConformPlan> plans = plans_named(o.plan_texts, o.stabilisers, o.quick);
   const bool some = !o.case_names.empty();
-  const std::vector<ConformCase> cases = cases_named(some || !o.quick ? o.case_names : quick_families());
+  const std::vector<ConformCase> cases = some      ? cases_named(o.case_names)
+                                         : o.quick ? cases_named(quick_families())
+                                                   : conform_cases();
 
   GpuConform on_gpu;
   if (o.gpu) {

@@ -346,6 +346,25 @@ bool explains(const Hypothesis& fault, const FailingForm& e) {
   return any;
 }
 
+// Of O, dQ, dK and dV together: such a finding names no output.
+constexpr std::pair<Fault, const char*> kOfAllOutputs[] = {
+    {Fault::zeros, "all outputs are zero"},
+    {Fault::not_written, "no output is written"},
+    {Fault::not_finite, "all outputs are NaN or infinite"}};
+
+// One of these in most forms, passing ones among them: a kernel that computes nothing. Not in all: a sink may leave nothing
+// to the keys, so that zeros are right but for L. An underflow has such forms, too, but few of all.
+std::vector<NamedFault> fault_of_all_outputs(const FormsReport& report) {
+  for (const auto& [fault, words] : kOfAllOutputs) {
+    const auto is_it = [&](const FormFinding& x) { return x.fault == fault && x.output.empty(); };
+    const int64_t forms = std::ranges::count_if(report.failures, [&](const FormResult& failure) {
+      return std::ranges::any_of(failure.findings, is_it);
+    });
+    if (4 * forms > 3 * report.judged) return {{words, forms, static_cast<int64_t>(report.failures.size())}};
+  }
+  return {};
+}
+
 // Faults that are seen in the findings themselves.
 std::string words_for(const FormFinding& finding, const FormInputs& in, const AttentionTruth& truth) {
   switch (finding.fault) {
@@ -365,7 +384,8 @@ std::string words_for(const FormFinding& finding, const FormInputs& in, const At
     case Fault::error:
       return fmt::format("the kernel raised: {}", finding.words);
     case Fault::not_written:
-      return fmt::format("{} is not wholly written", finding.output);
+      return finding.output.empty() ? "no output is written"
+                                    : fmt::format("{} is not wholly written", finding.output);
     default:
       break;
   }
@@ -406,12 +426,13 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
                                     const JudgeOptions& options) {
   constexpr size_t kMostForms = 8;
   constexpr int64_t kMostWork = int64_t{1} << 20;
+  if (std::vector<NamedFault> one = fault_of_all_outputs(report); !one.empty()) return one;
   std::map<std::pair<Fault, std::string>, NamedFault> seen_in_findings;  // in the order of Fault
   std::vector<FailingForm> evidence;
   for (const FormResult& failure : report.failures) {
     FormInputs inputs(failure.form);
     const bool needs_numbers = std::ranges::any_of(failure.findings, [](const FormFinding& x) {
-      return x.fault == Fault::wrong || x.fault == Fault::not_finite;
+      return x.fault == Fault::wrong || x.fault == Fault::not_finite || x.fault == Fault::zeros;
     });
     AttentionTruth truth;
     const bool small = failure.form.work() <= kMostWork && failure.form.values != FormValues::nan;
@@ -422,6 +443,8 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
       if (!words.empty()) {
         NamedFault& named = seen_in_findings[{finding.fault, words}];
         named.words = words, ++named.forms, ++named.tried;
+      } else if (finding.output.empty()) {
+        e.wrong.insert(e.wrong.end(), {"O", "dQ", "dK", "dV"});
       } else {
         e.wrong.push_back(finding.output);
       }
@@ -452,7 +475,8 @@ std::vector<NamedFault> name_faults(const FormsReport& report, const FormKernel&
   if (named.empty() && !report.failures.empty()) {
     const FormFinding& first = report.failures.front().findings.front();
     const std::vector<std::string> bugs = public_bugs_met(report);
-    named.push_back({bugs.empty() ? fmt::format("no known fault: {} is {}, {}", first.output,
+    named.push_back({bugs.empty() ? fmt::format("no known fault: {} {}, {}",
+                                                first.output.empty() ? "an output is" : first.output + " is",
                                                 name(first.fault), first.words)
                                   : "fails under " + bugs.front(),
                      0, static_cast<int64_t>(evidence.size())});

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 
+#include "base/error.h"
 #include "base/threads.h"
 #include "diagnosis/conform.h"
 #include "diagnosis/input_stream.h"
@@ -229,6 +230,20 @@ ConformInputs::ConformInputs(const ConformCase& c, int64_t heads, uint64_t seed,
       for (int64_t i = 0; i < c.rows_per_head; ++i) *visible.view().at(0, h, i) = i % 4 != 0;
     if (c.one_visible) *visible.view().at(0, h, 0, h % c.keys) = 1;
   });
+}
+
+std::vector<ConformCase> cases_named(const std::vector<std::string>& names) {
+  std::vector<ConformCase> cases;
+  for (const std::string& name : names) {
+    std::string known;
+    for (const ConformCase& c : conform_cases()) {
+      if (c.name == name) cases.push_back(c);
+      known += (known.empty() ? "" : ", ") + std::string(c.name);
+    }
+    require(!cases.empty() && cases.back().name == name, "unknown family of inputs '{}': expected one of {}",
+            name, known);
+  }
+  return cases;
 }
 
 AttentionInputs ConformInputs::inputs() const { return {q.view(), k.view(), v.view()}; }

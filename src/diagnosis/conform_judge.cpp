@@ -125,8 +125,8 @@ class FormJudge {
         result_(result) {}
 
   void judge() {
+    if (!judge_written() || !judge_zeros()) return;
     if (f_.values == FormValues::nan) return judge_nan();
-    if (!judge_written()) return;
     truth_ = in_.truth(plan_);
     if (!judge_finite()) return;
     judge_errors();
@@ -142,7 +142,19 @@ class FormJudge {
     result_.findings.push_back({fault, std::move(output), over, std::move(words)});
   }
 
+  // O, dQ, dK and dV, which every kernel writes.
+  template <class Holds>
+  bool all_values(const Holds& holds) const {
+    return std::ranges::all_of(all_of(found_), [&](const Output& out) {
+      return out.optional || std::ranges::all_of(*out.values, holds);
+    });
+  }
+
   bool judge_written() {
+    if (all_values(is_unwritten)) {
+      add(Fault::not_written, "", 0, "any value of O, dQ, dK and dV");
+      return false;
+    }
     const size_t before = result_.findings.size();
     for (const Output& out : all_of(found_)) {
       const auto missing = std::count_if(out.values->begin(), out.values->end(), is_unwritten);
@@ -150,6 +162,21 @@ class FormJudge {
         add(Fault::not_written, out.name, 0, fmt::format("{} of {} values", missing, out.values->size()));
     }
     return result_.findings.size() == before;
+  }
+
+  // Bounds that grow with the scores may hold zeros; a kernel that made them computed nothing. Rows that see no key, and
+  // values that the type does not hold, are zero by the definition.
+  bool judge_zeros() {
+    if (!all_values([](float x) { return x == 0; })) return true;
+    if (f_.values != FormValues::nan) {
+      const Rounding& r = rounding_of(f_.type);
+      const AttentionTruth truth = in_.truth(plan_);
+      if (std::ranges::all_of(truth.o.values(),
+                              [&](double x) { return round_to(r, static_cast<float>(x)) == 0; }))
+        return true;
+    }
+    add(Fault::zeros, "", 0, "every value of O, dQ, dK and dV");
+    return false;
   }
 
   // Beyond the range of the type: what a kernel writes there says nothing.
@@ -176,11 +203,21 @@ class FormJudge {
         add(Fault::not_finite, out.name, 0,
             fmt::format("{} of {} values, the first at {}", bad, out.values->size(), first));
     }
+    if (result_.findings.size() > before && nothing_is_finite()) {
+      result_.findings.erase(result_.findings.begin() + static_cast<int64_t>(before), result_.findings.end());
+      add_nothing_finite();
+    }
     return result_.findings.size() == before;
   }
 
+  bool nothing_is_finite() const {
+    return all_values([](float x) { return !std::isfinite(x); });
+  }
+  void add_nothing_finite() { add(Fault::not_finite, "", 0, "every value of O, dQ, dK and dV"); }
+
   // V has a NaN at key 0, feature 0 of the first head: O has it there in every row that sees the key, and nowhere else.
   void judge_nan() {
+    if (nothing_is_finite()) return add_nothing_finite();
     int64_t hidden = 0, spread = 0;
     const int64_t group = f_.H / f_.G;
     for (size_t n = 0; n < found_.o.size(); ++n) {
@@ -188,7 +225,7 @@ class FormJudge {
       const int64_t d = at % f_.Dv, h = at / (f_.Dv * f_.T) % f_.H, b = at / (f_.Dv * f_.T * f_.H);
       const bool expected = d == 0 && b == 0 && h < group;
       hidden += expected && std::isfinite(found_.o[n]);
-      spread += !expected && !std::isfinite(found_.o[n]) && !is_unwritten(found_.o[n]);
+      spread += !expected && !std::isfinite(found_.o[n]);
     }
     if (hidden > 0)
       add(Fault::hidden, "O", 0, fmt::format("{} values of O are numbers where V is NaN", hidden));
@@ -518,10 +555,6 @@ void keep_offered(std::vector<FormFactor>& factors, const FormKernel& kernel, co
   }
 }
 
-}  // namespace
-
-namespace {
-
 // Single forms of every type that is left, and the covering rows.
 std::vector<ConformForm> forms_of(const std::vector<FormFactor>& factors, const JudgeOptions& options) {
   std::vector<ConformForm> forms;
@@ -624,56 +657,6 @@ FormResult smallest_failure(FormResult failure, const FormKernel& kernel, const 
     }
   }
   return failure;
-}
-
-FormKernel cpu_form_kernel(const PrecisionPlan& plan) {
-  return [plan](const ConformForm& form, const FormTensors& t) {
-    if (form.sinks || form.grad_lse || form.packed || form.type == FormType::fp16 ||
-        (form.softcap > 0 && !takes_softcap(plan)))
-      return FormAnswer::not_offered;
-    const AttentionInputs in{contiguous_view(t.q, {form.B, form.H, form.T, form.D}),
-                             contiguous_view(t.k, {form.B, form.G, form.N, form.D}),
-                             contiguous_view(t.v, {form.B, form.G, form.N, form.Dv})};
-    AttentionProblem problem;
-    problem.plans = {plan_for(plan, form.type)};
-    problem.scale = form.scale, problem.softcap = form.softcap;
-    problem.mask.causal = form.causal;
-    problem.mask.window_left = form.window_left, problem.mask.window_right = form.window_right;
-    problem.allow_nonfinite = true;
-    if (t.visible) problem.mask.visible = contiguous_view(t.visible, {form.B, form.H, form.T, form.N});
-    AttentionBuffers out(in, /*with_facts=*/false);
-    conform_cpu_kernel(problem, in, contiguous_view(t.grad_output, {form.B, form.H, form.T, form.Dv}), out);
-    const auto copy = [](const Tensor<float>& from, float* to) {
-      std::copy(from.values().begin(), from.values().end(), to);
-    };
-    copy(out.o, t.o), copy(out.lse, t.lse), copy(out.dq, t.dq), copy(out.dk, t.dk), copy(out.dv, t.dv);
-    return FormAnswer::done;
-  };
-}
-
-FormKernel definition_form_kernel() {
-  return [](const ConformForm& form, const FormTensors& t) {
-    const FormInputs in(form);
-    if (form.values == FormValues::nan) {  // the products would spread it; the definition does not
-      FormInputs clean(form);
-      clean.v[0] = 0;
-      const AttentionTruth truth = clean.truth(PrecisionPlan{});
-      for (size_t n = 0; n < truth.o.values().size(); ++n) t.o[n] = static_cast<float>(truth.o.values()[n]);
-      for (int64_t i = 0; i < form.H / form.G * form.T; ++i)
-        t.o[i * form.Dv] = std::numeric_limits<float>::quiet_NaN();
-      return FormAnswer::done;
-    }
-    const AttentionTruth truth = in.truth(PrecisionPlan{});
-    const auto write = [](const Tensor<double>& from, float* to, const Rounding& r) {
-      for (size_t n = 0; n < from.values().size(); ++n)
-        to[n] = round_to(r, static_cast<float>(from.values()[n]));
-    };
-    const Rounding r = rounding_of(form.type);
-    write(truth.o, t.o, r), write(truth.dq, t.dq, r), write(truth.dk, t.dk, r), write(truth.dv, t.dv, r);
-    write(truth.lse, t.lse, Rounding{});
-    if (t.grad_sinks) write(truth.grad_sink, t.grad_sinks, Rounding{});
-    return FormAnswer::done;
-  };
 }
 
 }  // namespace evenkeel

@@ -30,6 +30,7 @@ enum class Fault : uint8_t {
   error,              // the kernel threw
   outside,            // wrote outside of its outputs, or into its inputs
   not_written,        // left part of an output as it was
+  zeros,              // every output is zero, which the definition's are not
   not_finite,         // NaN or Inf where the definition has none
   hidden,             // a number where the definition has NaN
   wrong,              // further from FP64 than roundings can take it
@@ -38,9 +39,10 @@ enum class Fault : uint8_t {
   noisy,              // rows of dS do not sum to zero, by more than rounding dS leaves
   not_deterministic,  // other bits for the same inputs
 };
-inline constexpr std::array<std::string_view, 10> kFaultNames = {"ERROR",
+inline constexpr std::array<std::string_view, 11> kFaultNames = {"ERROR",
                                                                  "OUTSIDE",
                                                                  "NOT WRITTEN",
+                                                                 "ALL ZERO",
                                                                  "NOT FINITE",
                                                                  "NAN HIDDEN",
                                                                  "WRONG",
@@ -52,7 +54,7 @@ constexpr std::string_view name(Fault fault) { return kFaultNames[static_cast<si
 
 struct FormFinding {
   Fault fault;
-  std::string output;  // "dK"; empty: of none
+  std::string output;  // "dK"; empty: of none, or of all that must be written
   double over = 0;     // error over what is allowed, signed where the sign says something
   std::string words;   // where and how much
 };

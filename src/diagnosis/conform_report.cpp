@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "base/error.h"
 #include "base/json_text.h"
@@ -16,7 +17,24 @@ using OrderedJson = nlohmann::ordered_json;
 
 std::vector<std::string> quick_families() { return {"ties_2_tail", "sink", "scores_100", "loss_feedback"}; }
 
+namespace {
+
+// What a form's call threw; null where none did.
+const FormFinding* exception_of(const FormsReport& forms) {
+  for (const FormResult& failure : forms.failures)
+    for (const FormFinding& x : failure.findings)
+      if (x.fault == Fault::error) return &x;
+  return nullptr;
+}
+
+}  // namespace
+
+bool KernelJudgement::raised() const { return exception_of(forms) || !families_raised.empty(); }
+
 std::string KernelJudgement::verdict() const {
+  // Before all else: what was to be judged did not run.
+  if (const FormFinding* thrown = exception_of(forms)) return "ERROR: the kernel raised: " + thrown->words;
+  if (!families_raised.empty()) return "ERROR: the kernel raised on " + families_raised.front();
   if (forms.judged == 0 && !families) return "nothing was judged";
   if (passes()) return "pass";
   if (!forms.named.empty()) return "FAIL: " + forms.named.front().words;
@@ -27,7 +45,6 @@ std::string KernelJudgement::verdict() const {
   if (families)
     for (const ConformResult& r : families->results)
       if (!r.passes()) return fmt::format("FAIL: {} on {}", r.verdict(), r.case_name);
-  if (!families_raised.empty()) return "FAIL: the kernel raised on " + families_raised.front();
   return "FAIL: nothing was judged";
 }
 
@@ -74,12 +91,7 @@ bool offers(const FormKernel& kernel, const ConformCase& family, FormType type) 
 std::vector<ConformCase> families_of(const KernelRequest& request) {
   std::vector<std::string> names = request.families;
   if (names.empty() && request.extent == FormExtent::quick) names = quick_families();
-  std::vector<ConformCase> out;
-  for (const ConformCase& c : conform_cases())
-    if (names.empty() || std::ranges::find(names, c.name) != names.end()) out.push_back(c);
-  require(names.empty() || out.size() == names.size(),
-          "[conform] unknown family among the {} that were asked for", names.size());
-  return out;
+  return names.empty() ? conform_cases() : cases_named(names);
 }
 
 }  // namespace
@@ -93,6 +105,7 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
   options.extent = request.extent, options.seed = request.seed;
   options.deterministic = request.deterministic, options.aligned = request.aligned;
   options.shrink = request.shrink;
+  const std::vector<ConformCase> wanted = families_of(request);
   out.forms = judge_forms(kernel, options, [&](int64_t done, int64_t of) {
     if (progress) progress("forms", done, of);
   });
@@ -101,7 +114,11 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
     out.families_raised.push_back(fmt::format("{}: {}", c.name, error.what()));
   };
   std::vector<ConformCase> families;
-  for (const ConformCase& c : families_of(request)) try {
+  const auto begin = [&](const ConformCase& c) {
+    if (request.before_family) request.before_family(c.name);
+  };
+  for (const ConformCase& c : wanted) try {
+      begin(c);
       if (offers(kernel, c, request.type))
         families.push_back(c);
       else
@@ -113,6 +130,7 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
   const int64_t work = conform_work(1, families, request.rows);
   int64_t done = 0;
   for (const ConformCase& c : families) try {
+      begin(c);
       std::vector<ConformPlan> plans = {{judged.name, judged.plan, {}}};
       conform(
           plans, {c}, request.rows, request.seed, family_kernel(kernel, request.type),
@@ -124,8 +142,7 @@ KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& requ
     } catch (const std::exception& error) {
       raised(c, error);
     }
-  for (const ConformResult& r : judged.results)
-    if (r.case_name == "loss_feedback") out.risk = risk_of(r);
+  out.risk = risk_of(judged);
   if (!judged.results.empty()) out.families = std::move(judged);
   return out;
 }
@@ -240,11 +257,15 @@ std::string judgement_text(const KernelJudgement& j) {
     const auto failed =
         std::ranges::count_if(j.families->results, [](const ConformResult& r) { return !r.passes(); });
     out += fmt::format("  families: {} judged, {} failed\n", j.families->results.size(), failed);
-    for (const ConformResult& r : j.families->results)
-      if (!r.passes())
-        out +=
-            fmt::format("    {}: {}: leak {:+.1e} (z {:+.0f}), rms {:.2f} of what is allowed\n", r.case_name,
-                        r.verdict(), r.residual.mean(), r.residual.z(), r.residual.rms() / r.noise_bound());
+    std::set<std::string> said;  // advice once a verdict, under its first family
+    for (const ConformResult& r : j.families->results) {
+      if (r.passes()) continue;
+      out += fmt::format("    {}: {}", r.case_name, r.verdict());
+      if (r.right())
+        out += fmt::format(": leak {:+.1e} (z {:+.0f}), rms {:.2f} of what is allowed", r.residual.mean(),
+                           r.residual.z(), r.residual.rms() / r.noise_bound());
+      out += said.insert(r.verdict()).second ? fmt::format("\n      to fix: {}\n", r.what_to_fix()) : "\n";
+    }
   }
   for (const std::string& what : j.families_not_judged) out += fmt::format("  family not judged: {}\n", what);
   for (const std::string& what : j.families_raised) out += fmt::format("  the kernel raised on {}\n", what);
@@ -297,7 +318,10 @@ std::string judgement_junit(const KernelJudgement& j) {
 
 std::string judgement_badge(const KernelJudgement& j) {
   const bool drifts = j.risk && j.risk->drifts();
-  const std::string words = !j.passes() ? (drifts ? "drifts in training" : "fails") : "safe to train with";
+  const std::string words = j.raised()              ? "raises"
+                            : drifts && !j.passes() ? "drifts in training"
+                            : j.passes()            ? "safe to train with"
+                                                    : "fails";
   const char* const colour = j.passes() ? "#2e7d32" : "#b3261e";
   // 7 units a letter and a margin: any font's digits and letters fit.
   const size_t left = 70, right = 7 * words.size() + 16;

@@ -23,6 +23,8 @@ struct KernelRequest {
   bool deterministic = true, aligned = true;
   bool with_families = true;
   bool shrink = true;  // look for the smallest failing form
+  std::function<void(std::string_view)>
+      before_family;  // called with its name before the kernel runs on it; or null
 };
 // The families that tell most: --quick.
 std::vector<std::string> quick_families();
@@ -37,7 +39,9 @@ struct KernelJudgement {
   bool passes() const {
     return forms.passes() && (!families || families->passes()) && families_raised.empty();
   }
-  std::string verdict() const;  // "pass", "FAIL: dS overflows FP16"
+  bool raised() const;  // somewhere the kernel threw
+  std::string verdict()
+      const;  // "pass", "FAIL: dS overflows FP16", "ERROR: the kernel raised: out of memory"
 };
 // progress(what, done, of).
 KernelJudgement judge_kernel(const FormKernel& kernel, const KernelRequest& request,

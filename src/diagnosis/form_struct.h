@@ -2,6 +2,7 @@
 // know include/evenkeel.h; this file does not.
 #pragma once
 
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -9,10 +10,10 @@
 
 namespace evenkeel {
 
-// Form: evenkeel_conform_form. The codes are those of the header.
+// Form: evenkeel_conform_form. The codes are those of the header. words: what the kernel said of its error, or "".
 template <class Form>
 FormKernel kernel_by_struct(int32_t (*kernel)(void*, const Form*), void* context, int32_t bf16, int32_t fp16,
-                            int32_t fp32, int32_t not_offered) {
+                            int32_t fp32, int32_t not_offered, std::function<std::string()> words = {}) {
   return [=](const ConformForm& form, const FormTensors& t) {
     Form f{};
     f.struct_size = sizeof f;
@@ -27,9 +28,13 @@ FormKernel kernel_by_struct(int32_t (*kernel)(void*, const Form*), void* context
     f.o = t.o, f.dq = t.dq, f.dk = t.dk, f.dv = t.dv, f.lse = t.lse, f.grad_sinks = t.grad_sinks;
     const int32_t status = kernel(context, &f);
     if (status == not_offered) return FormAnswer::not_offered;
-    if (status != 0)
-      throw std::runtime_error("the kernel returned " + std::to_string(status) + ", expected 0 (done) or " +
-                               std::to_string(not_offered) + " (not offered)");
+    if (status != 0) {
+      const std::string said = words ? words() : "";
+      throw std::runtime_error(!said.empty() ? said
+                                             : "the kernel returned " + std::to_string(status) +
+                                                   ", expected 0 (done) or " + std::to_string(not_offered) +
+                                                   " (not offered)");
+    }
     return FormAnswer::done;
   };
 }

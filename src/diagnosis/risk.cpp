@@ -31,6 +31,12 @@ Risk risk_of(const ConformResult& loss_feedback) {
   return risk;
 }
 
+std::optional<Risk> risk_of(const ConformPlan& judged) {
+  for (const ConformResult& r : judged.results)
+    if (r.case_name == "loss_feedback" && r.right()) return risk_of(r);
+  return {};
+}
+
 std::string in_words(const Risk& risk) {
   if (!std::isfinite(risk.bias)) return "not known: the leak is not a number";
   if (!risk.drifts())

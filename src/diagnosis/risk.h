@@ -14,6 +14,7 @@
 // So the time is known to a factor of three downwards and five upwards.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "diagnosis/conform.h"
@@ -33,6 +34,8 @@ struct Risk {
 };
 // REQUIRES: a result of the family loss_feedback.
 Risk risk_of(const ConformResult& loss_feedback);
+// Of the plan's result of loss_feedback. None where it was not judged, or its outputs are not right.
+std::optional<Risk> risk_of(const ConformPlan& judged);
 // A sentence or two: "GPT-2 124M at lr 1e-3 is expected to pass an offset of 1,000 near step 5,600 (1,900 to 28,000) ..."
 std::string in_words(const Risk& risk);
 

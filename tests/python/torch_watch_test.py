@@ -284,6 +284,11 @@ class Conform(TorchCase):
         report = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, rows=64, families=["random"])
         self.assertEqual(report.results[0]["verdict"], "ERROR: ZeroDivisionError: division by zero")
         self.assertEqual((report.verdict, report.passes), ("ERROR", False))
+        # A function that ends its process is judged, too, with the families alone and with forms.
+        ends = lambda q, k, v, is_causal: sys.exit(0)
+        self.assertEqual(evenkeel.conform(ends, rows=64, families=["random"]).results[0]["verdict"], "ERROR: SystemExit: 0")
+        report = evenkeel.conform(ends, quick=True, rows=0, shrink=False)
+        self.assertEqual((report.passes, report.verdict), (False, "ERROR: the kernel raised: SystemExit: 0"))
         report = evenkeel.conform(lambda q, k, v, is_causal: q[:, :1], rows=640, families=["random"])
         self.assertIn("ERROR: TypeError: expected a tensor of shape", report.results[0]["verdict"])
         self.assertFalse(report.passes)
@@ -332,7 +337,8 @@ class Conform(TorchCase):
             self.assertFalse(evenkeel.conform(wide, case=file).passes)
             self.assertTrue(evenkeel.conform(right, case=file).passes)
             raises = evenkeel.conform(lambda q, k, v, is_causal: 1 / 0, quick=True, rows=0)
-            self.assertIn("ZeroDivisionError", str(raises))
+            self.assertEqual(raises.verdict, "ERROR: the kernel raised: ZeroDivisionError: division by zero")
+            self.assertIn(": " + raises.verdict, str(raises).splitlines()[0])
             self.assertFalse(raises.passes)
             writes = lambda q, k, v, is_causal: (right(q, k, v, is_causal), k.data.add_(1))[0]
             self.assertIn("wrote into its inputs", str(evenkeel.conform(writes, quick=True, rows=0)))
@@ -368,7 +374,9 @@ class Conform(TorchCase):
         for name, null in nulls.items():
             report = judged(null)
             self.assertFalse(report.passes, name)
-            self.assertIn("FAIL", report.verdict, name)
+            # What raises is an error, also where that is on some forms alone.
+            verdict = "FAIL" if report.raised is None else "ERROR: the kernel raised: "
+            self.assertTrue(report.verdict.startswith(verdict), (name, report.verdict))
         # A kernel that refuses everything is not judged, and that is no pass.
         for words in ("head size must be 96", "this type is not supported", ""):
             def refuses(q, k, v, is_causal=False):
