@@ -181,7 +181,7 @@ USERS_SETTINGS = {
 }
 SETTINGS_STEPS = 1_000
 SLOW_SETTINGS = {"qk_norm": 4_000}  # steps: offsets grow slowly there, and were still growing at step 1,000
-LLAMA_SLOW_SETTINGS = {"qk_norm": 4_000}
+LLAMA_SLOW_SETTINGS = {"qk_norm": 1_800}
 WIDE_SETTINGS = ("plain", "sinks", "gated", "rotary")  # with the default remedy, too
 
 
