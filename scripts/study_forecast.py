@@ -14,9 +14,12 @@ import json
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "python" / "evenkeel"))
+from _records import CONFIG, METRICS, line_of, read_steps
 from study_curves import Study, median
 from study_designs import Designs, leaks_of_plans, parts
 from study_sizes import SIZES
@@ -38,7 +41,7 @@ def is_held_out(run):
 def write_cut(folder, run, step):
     """A run's folder as it was at a step."""
     folder.mkdir()
-    (folder / "config.toml").write_text(f"""[model]
+    (folder / CONFIG).write_text(f"""[model]
 width = {SIZES[run.size].head_size * 8}
 heads = 8
 precision = "{SIZES[run.size].linear}"
@@ -49,10 +52,10 @@ seed = {run.seed}
 [study]
 settings = {json.dumps([run.size, run.text, run.in_torch or "", *run.settings, *(["guard"] if run.is_guarded else [])])}
 """ + (f'[attention]\nplan = "{run.plan}"\n' if run.plan else ""))
-    with open(folder / "metrics.jsonl", "w") as file:
+    with open(folder / METRICS, "w") as file:
         for at, row in zip(run.fact_steps, run.offset):
             if at <= step:
-                file.write(json.dumps({"step": at, "offset": [[x if x == x else "NaN"] for x in row]}) + "\n")
+                file.write(line_of({"step": at, "offset": [[x] for x in row]}))
 
 
 def ask(program, cuts, more=()):
@@ -73,11 +76,10 @@ def ask(program, cuts, more=()):
 
 def write_losses(folder, run):
     """Adds the losses of a whole run to its folder: of every step, its group's mean."""
-    lines = {json.loads(line)["step"]: line for line in (folder / "metrics.jsonl").read_text().splitlines()}
-    with open(folder / "metrics.jsonl", "w") as file:
+    lines = {line["step"]: line for line in read_steps(folder)}
+    with open(folder / METRICS, "w") as file:
         for at, loss in run.losses():
-            shown = json.dumps(loss if loss == loss else "NaN")
-            file.write(lines[at][:-1] + f', "loss": {shown}}}\n' if at in lines else f'{{"step": {at}, "loss": {shown}}}\n')
+            file.write(line_of({**lines.get(at, {"step": at}), "loss": loss}))
 
 
 def ask_history(program, runs, moments):
