@@ -90,6 +90,7 @@ def first_tests(build):
     far = [build / "evenkeel", "conform", "--gpu", *plans, "--case", "far_one_key", "--case", "far_padding"]
     return [
         *parts_of("hopper_test", 40, 2, [build / "hopper_test"]),
+        *parts_of("fp8_test", 60, 1, [build / "fp8_test"]),
         *parts_of("hopper_facts_test", 60, 1, [build / "hopper_facts_test"]),
         *parts_of("fused_forms_test", 70, 6, [build / "fused_forms_test"]),
         *parts_of("conform_far", 60, 1, far),
@@ -106,7 +107,7 @@ def other_tests(build):
     checked = [step for name in ("fused_forms_test", "hopper_facts_test")
                for step in parts_of(f"{name}_memcheck", 120, 1, [sanitizer, "--tool", "memcheck", "--error-exitcode", "1", build / name],
                                     environment={"EVENKEEL_SMALL": "1"}, tested=build / name)]
-    whole = dict(ranks_cuda_test=90, fp8_test=60, conform_gpu_test=60, optimizer_cuda_test=40, cross_entropy_test=20)
+    whole = dict(ranks_cuda_test=90, conform_gpu_test=60, optimizer_cuda_test=40, cross_entropy_test=20)
     return [*checked, *parts_of("any_plan_test", 80, 4, [build / "any_plan_test"]),
             *(step for name, estimate in whole.items() for step in parts_of(name, estimate, 1, [build / name]))]
 
@@ -121,6 +122,8 @@ def steps_of(options):
         for turn in range(1, TURNS + 1):
             for name, of, cache in (("new", program, ""), ("old", options.old, "old")):
                 steps.append(Step(f"attention_{name}_{turn}", 60, [of, *bench, "--quick"], alone, cache=cache))
+                # FP8 beside BF16, which --quick alone has not.
+                steps.append(Step(f"fp8_{name}_{turn}", 40, [of, *bench, "--row", "5", "--quick"], alone, cache=cache))
                 steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone, cache=cache))
     steps += other_tests(build)
     steps.append(Step("bench", 150, [program, *bench]))
