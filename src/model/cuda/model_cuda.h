@@ -54,8 +54,8 @@ class ModelCuda final : public Model {
     read(gradients_, to);
   }
   void write_gradients(std::span<const float> from) override {
-    cleared_ = false;
     write(from, gradients_);
+    cleared_ = false;
   }
   // Nothing yet: the next forward_backward writes what it would add to zeros, and clears the rest.
   void zero_gradients() override { cleared_ = true; }
