@@ -90,6 +90,25 @@ TEST(Ampere, many_tiles_with_the_stabilisers_that_change_the_kernels) {
     }
 }
 
+// Four tiles of keys: those between the first and the last add their parts of dQ in memory.
+TEST(Ampere, parts_of_dq_from_many_key_tiles) {
+  const Case cases[] = {{{1, 1, 1, 70, 400, 64}, {}, "four_tiles_64"},
+                        {{1, 1, 1, 70, 400, 128}, {.scale = 0.125f}, "four_tiles_128"},
+                        {{1, 1, 1, 70, 230, 256}, {.scale = 0.0625f}, "four_tiles_256"}};
+  for (const Case& c : cases)
+    for (bool small : {false, true}) {
+      const Problem p = make_problem(c);
+      const AttentionProblem config = p.with(plan_of("wide_output"));
+      expect_in_bounds(config, p, c.name, {.small = small});
+      const AttentionBuffers first = emulated::run(config, p, {.small = small});
+      for (uint32_t seed : {1, 2}) {
+        const How how{.order = Order::random, .blocks_at_once = 3, .small = small, .seed = seed};
+        EXPECT_EQ(first.dq.values(), emulated::run(config, p, how).dq.values())
+            << c.name << ", " << name_of(how);
+      }
+    }
+}
+
 TEST(Ampere, every_stabiliser_on_ties) {
   for (const char* name : {"ties_causal", "offset"})
     for (const char* stabiliser : kStabilisers) {
