@@ -193,6 +193,16 @@ class Micro:
     def hostile_micro_table(self):
         return self.settings("hostile_micro", USERS_SETTINGS, ["~square-both-[23]"])
 
+    def judged_table(self):
+        """A third size and a second text: the parts that no number of the forecast was chosen on."""
+        rows = []
+        for part, words in (("mini", "`mini`, Python sources"), ("other_text", "`micro`, C headers, HTML and documentation")):
+            for name, rounded in (("fp32", "nothing"), ("output", "O, 2 bits, stochastic"), ("row_sum", "row sum, 2 bits")):
+                for remedy in ("none", "zero_sum"):
+                    if runs := self.match([f"~{part}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]):
+                        rows.append(self.group_row((words, rounded, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
+        return self.table(["size, text", "rounded", "remedy", *OUTCOME, "steps", "loss at the end"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
+
     def llama_settings_table(self):
         return self.settings("llama_settings", LLAMA_SETTINGS)
 

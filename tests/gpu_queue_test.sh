@@ -29,6 +29,7 @@ touch "$build/libevenkeel.so"
 "$gpu" --list | sed -n 's/^\([a-z0-9_]*\) .* s  waits$/\1/p' >"$folder/names"
 {
   printf '{"attention_new_1": 5, "attention_old_1": 5, "attention_new_2": 5, "attention_old_2": 5,\n'
+  printf ' "fp8_new_1": 5, "fp8_old_1": 5, "fp8_new_2": 5, "fp8_old_2": 5,\n'
   printf ' "train_new_1": 5, "train_old_1": 5, "train_new_2": 5, "train_old_2": 5,\n'
   while read -r name; do
     case $name in hopper_facts_test) estimate=-9.3 ;; any_plan_test_*) estimate=1000 ;; *) estimate=5 ;; esac
@@ -76,7 +77,7 @@ expect "the forms" grep -q "^evenkeel bench attention --gpu --forms" "$folder/ca
 expect "its training, too" line train_old_2 passed
 expect "each of the two chooses its own products" [ "$(tail -qn 1 "$state/train_old_1.log" "$state/train_new_1.log" | tr '\n' .)" = cache_of_old.. ]
 expect "and so do tests" grep -q "^cache_of_tests$" "$state/conform_far.log"
-expect "the new program's turns, five benches and the judge twice; the old one's turns" calls evenkeel 15
+expect "the new program's turns, five benches and the judge twice; the old one's turns" calls evenkeel 19
 
 call --minutes 20
 expect "the second call starts what waited" line any_plan_test_4_of_4 passed

@@ -147,9 +147,9 @@ class Packing(unittest.TestCase):
                 for step in range(300):
                     write(step, 9.0)
                 for step in range(200, 4000):  # 200 to 299 were rolled back
-                    write(step, "nan" if step >= 3900 else 2.0)
+                    write(step, "NaN" if step >= 3900 else 2.0)
                 file.write('{"step": 4000, "lo')
-            packed = study.packed(run, study.rows_of(folder / run.folder))
+            packed = study.packed(run, study.read_steps(folder / run.folder))
         self.assertNotIn(900.0, [row[1] for row in packed["offset"]])  # thinned out of the curve
         self.assertEqual(packed["largest"]["offset"], [[20.0, 0], [900.0, 2005]])
         self.assertEqual(packed["largest"]["score"], [[60.0, 0], [80.0, 0]])

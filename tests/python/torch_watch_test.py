@@ -219,7 +219,7 @@ class Monitoring(TorchCase):
         for name in ("metrics.jsonl", "guard.jsonl", ".config.toml.partial"):
             folder = self.folder()
             (folder / name).symlink_to(precious)
-            self.assert_says(OSError, lambda: evenkeel._watch.open_record(folder / name, "a"), "expected a regular file or nothing",
+            self.assert_says(OSError, lambda: evenkeel._records.open_record(folder / name, "a"), "expected a regular file or nothing",
                              "symbolic link", name)
             if name == "metrics.jsonl":
                 self.assert_says(OSError, lambda: evenkeel.Monitor(torch.nn.Linear(3, 3), folder, first_step=3), "symbolic link")
