@@ -578,7 +578,7 @@ class Figures(Harm, Micro, Dates):
             _, count, drifted, failed, _, _, offset = self.group_row((words,), self.match(names))
             steps = listed([run.last_step for run in self.match(names)], number)
             if coarser := sum(run.plan.startswith("bf16_all") for run in self.match(names)):
-                count = count.replace(")", f"; {coarser}: `bf16_all`)")
+                count = count.replace(")", f"; {coarser} of `bf16_all`)")
             rows.append([words, count, drifted, failed, offset, steps, self.price(remedy) if remedy else NONE])
         return table(["attention", "runs (seeds)", "drifted", "failed", "largest offset", "steps", "attention's time"], rows)
 
