@@ -269,6 +269,7 @@ TEST_F(Attack, records_are_not_written_through_links) {
 }
 
 TEST_F(Attack, operands_without_end_are_refused) {
+  SKIP_WITH_SANITIZERS();
   const Output output = run(fmt::format(
       "ulimit -v 4000000; {} explain --mma bf16 --file-a /dev/zero --file-b /dev/zero", EVENKEEL_PROGRAM));
   EXPECT_EQ(output.code, 3);

@@ -244,7 +244,8 @@ struct RoundQueries {
 };
 
 TEST(HopperFp8Quantise, queries_of_the_forward_kernel_to_the_bit) {
-  for (const auto& [T, D] : {std::array<int64_t, 2>{70, 64}, {64, 128}, {3, 40}, {200, 96}, {1, 128}}) {
+  for (const auto& size : {std::array<int64_t, 2>{70, 64}, {64, 128}, {3, 40}, {200, 96}, {1, 128}}) {
+    const int64_t T = size[0], D = size[1];
     Problem host = hard_operands({2, 2, 1, T, 1, D});
     *host.q().at(0, 1, T - 1, 2) = std::numeric_limits<float>::quiet_NaN();
     *host.q().at(0, 1, T - 1, 1) = -std::numeric_limits<float>::infinity();

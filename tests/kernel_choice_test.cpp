@@ -483,7 +483,7 @@ TEST(PassCheck, refuses_written_elements_in_one_place) {
     out.o.stride = stride;
     check_forward(p, kernel_family(family), sizes, {query, key, key}, out, memory, nullptr);
   };
-  const auto& [batch, head, row, one] = query.stride;
+  const int64_t batch = query.stride[0], head = query.stride[1], row = query.stride[2], one = query.stride[3];
   for (const char* family : {"any_plan", "cpu", "hopper"})
     for (const std::array<int64_t, 4>& stride : {std::array{batch, head, int64_t{0}, one},
                                                  {batch, int64_t{0}, row, one},

@@ -355,12 +355,13 @@ constexpr std::pair<Fault, const char*> kOfAllOutputs[] = {
 // One of these in most forms, passing ones among them: a kernel that computes nothing. Not in all: a sink may leave nothing
 // to the keys, so that zeros are right but for L. An underflow has such forms, too, but few of all.
 std::vector<NamedFault> fault_of_all_outputs(const FormsReport& report) {
-  for (const auto& [fault, words] : kOfAllOutputs) {
-    const auto is_it = [&](const FormFinding& x) { return x.fault == fault && x.output.empty(); };
+  for (const auto& all : kOfAllOutputs) {
+    const auto is_it = [&](const FormFinding& x) { return x.fault == all.first && x.output.empty(); };
     const int64_t forms = std::ranges::count_if(report.failures, [&](const FormResult& failure) {
       return std::ranges::any_of(failure.findings, is_it);
     });
-    if (4 * forms > 3 * report.judged) return {{words, forms, static_cast<int64_t>(report.failures.size())}};
+    if (4 * forms > 3 * report.judged)
+      return {{all.second, forms, static_cast<int64_t>(report.failures.size())}};
   }
   return {};
 }

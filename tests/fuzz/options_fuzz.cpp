@@ -32,6 +32,7 @@ struct Parsed {
     if (!plan.empty()) line.push_back("--plan=" + plan);  // an empty value is an error
     for (const std::string& site : sites) line.push_back("--site=" + site);
     if (json) line.push_back("--json");
+    line.push_back("--");  // a word may look like an option
     line.insert(line.end(), words.begin(), words.end());
     return line;
   }
