@@ -176,6 +176,10 @@ class Micro:
             rows.append([words, f"{mean:.2g}", f"{rms:.2g}", str(len(runs)), str(drifted), str(failed), self.listed([run.last_step for run in runs], self.number)])
         return self.table(["unprotected plan", "mean leak, `loss_feedback`", "rms leak, `one_signed_v`", "runs", "drifted", "failed", "steps"], rows) if rows else "docs/forecast.json has no leaks yet: scripts/study --forecast finds them.\n"
 
+    def ending_row(self, words, runs):
+        """A row: words, what group_row tells, steps, loss at the run's end."""
+        return self.group_row(words, runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)]
+
     def settings(self, part, settings, others=()):
         """O of two bits (stochastic) as it is and with remedies, by setting; others: runs that are `plain` under another name."""
         rows = []
@@ -187,7 +191,7 @@ class Micro:
                 names = [f"~{folder}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]
                 runs = self.match(names + list(others) * (name == "plain" and remedy == "none"))
                 if runs:
-                    rows.append(self.group_row((words, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
+                    rows.append(self.ending_row((words, f"`{remedy}`"), runs))
         return self.table(["setting", "remedy", *OUTCOME, "steps", "loss at the end"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
 
     def hostile_micro_table(self):
@@ -200,7 +204,7 @@ class Micro:
             for name, rounded in (("fp32", "nothing"), ("output", "O, 2 bits, stochastic"), ("row_sum", "row sum, 2 bits")):
                 for remedy in ("none", "zero_sum"):
                     if runs := self.match([f"~{part}-{name}{'' if remedy == 'none' else '_' + remedy}-[0-9]"]):
-                        rows.append(self.group_row((words, rounded, f"`{remedy}`"), runs) + [self.listed([run.last_step for run in runs], self.number), self.listed([run.final_loss() for run in runs], self.loss)])
+                        rows.append(self.ending_row((words, rounded, f"`{remedy}`"), runs))
         return self.table(["size, text", "rounded", "remedy", *OUTCOME, "steps", "loss at the end"], rows) if rows else "docs/curves holds no runs for this table yet.\n"
 
     def llama_settings_table(self):

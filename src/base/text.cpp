@@ -1,5 +1,7 @@
 #include "base/text.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cctype>
 #include <vector>
@@ -85,12 +87,7 @@ std::string_view nearest_name(std::string_view word, std::span<const std::string
 }
 
 std::string joined(const std::vector<std::string>& words, std::string_view between) {
-  std::string text;
-  for (size_t n = 0; n < words.size(); ++n) {
-    if (n > 0) text += between;
-    text += words[n];
-  }
-  return text;
+  return fmt::format("{}", fmt::join(words, between));
 }
 
 std::string shell_word(const std::string& text) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "numerics/median.h"
+
 namespace evenkeel {
 namespace {
 
@@ -18,11 +20,6 @@ struct Way {
   std::vector<double> turns = {};
 
   int runs() const { return static_cast<int>(std::clamp(kTurn / seconds, 1.0, double{kMostRuns})); }
-  double median() {
-    const auto middle = turns.begin() + static_cast<std::ptrdiff_t>(turns.size() / 2);
-    std::nth_element(turns.begin(), middle, turns.end());
-    return *middle;
-  }
 };
 
 }  // namespace
@@ -41,7 +38,7 @@ size_t quickest(size_t ways, const Stopwatch& watch) {
   began = watch.now();
   for (int round = 0; round < kMostRounds && (round < kLeastRounds || watch.now() - began < kBudget); ++round)
     for (Way& way : found) way.turns.push_back(watch.seconds(way.index, way.runs()));
-  return std::ranges::min_element(found, {}, &Way::median)->index;
+  return std::ranges::min_element(found, {}, [](const Way& way) { return median(way.turns); })->index;
 }
 
 }  // namespace evenkeel
