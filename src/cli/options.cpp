@@ -235,8 +235,9 @@ int print_error(const std::string& command, const std::exception& error, bool js
   const bool is_usage = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
   const bool is_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
   const std::string message =
-      is_memory ? "not enough memory for these settings; a smaller model or fewer sequences need less"
-                : error.what();
+      is_memory
+          ? "not enough memory; less is needed with a smaller problem, or where other programs leave more"
+          : error.what();
   if (json)
     fmt::print("{}\n", nlohmann::ordered_json{{"error",
                                                {{"kind", is_usage    ? "usage"
