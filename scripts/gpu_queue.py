@@ -127,7 +127,7 @@ def steps_of(options):
                 steps.append(Step(f"train_{name}_{turn}", 60, [of, "bench", "train", "--gpu", "--rounds", "5"], alone, cache=cache))
     steps += other_tests(build)
     steps.append(Step("bench", 150, [program, *bench]))
-    steps.append(Step("bench_forms", 200, [program, *bench, "--forms"]))
+    steps.append(Step("bench_forms", 270, [program, *bench, "--forms"]))
     steps.append(Step("bench_train", 150, [program, "bench", "train", "--gpu", "--preset", "gpt2"]))
     steps.append(Step("bench_probes", 120, [program, "bench", "probes", "--gpu"]))
     steps.append(Step("bench_ampere", 90, [program, *bench, "--quick"], {"EVENKEEL_KERNELS": "ampere"}))

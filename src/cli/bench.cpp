@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -42,6 +43,7 @@ double quantile(std::vector<double> values, double q) {
 }
 
 int run_bench(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a bench that is stopped has said what it knows, in a file too
   bool gpu = false;
   int64_t threads = 0;
   GpuBenchOptions bench;

@@ -163,6 +163,7 @@ std::unique_ptr<Contestant> window_rival(const AttentionProblem& p, PythonScript
   else
     rival->run = [&script, question](Seconds& seconds) {
       const Json answer = script.ask(question);
+      if (answer.contains("error")) return;
       seconds.forward.push_back(answer.at("forward").get<double>());
       seconds.backward.push_back(answer.at("backward").get<double>());
     };

@@ -124,8 +124,11 @@ void measure(Group& group, PythonScript* script, Progress& progress) {
   constexpr int kWarm = 2;  // steps behind a change of plan
   for (int n = 0; n < kWarm; ++n) trainer->step();
   const auto seconds_of = [&](const Contestant& c) {
-    if (c.plan.empty())
-      return script->ask({{"variant", c.name}, {"steps", group.steps}}).at("seconds").get<double>();
+    if (c.plan.empty()) {
+      const Json answer = script->ask({{"variant", c.name}, {"steps", group.steps}});
+      require_data(!answer.contains("error"), "{}: {}", c.name, answer.value("error", ""));
+      return answer.at("seconds").get<double>();
+    }
     FactsReader reader(c.facts);
     std::optional<ScopedWatcher> watcher;
     if (c.facts != Facts::none) watcher.emplace(*trainer, reader);

@@ -37,7 +37,7 @@ class PythonScript {
   PythonScript(const PythonScript&) = delete;
   PythonScript& operator=(const PythonScript&) = delete;
 
-  // DataError where the script ends instead of an answer.
+  // DataError where the script ends instead of an answer. {"error": WORDS} is an answer: what that means is the caller's to say.
   nlohmann::ordered_json ask(const nlohmann::ordered_json& question);
 
  private:
