@@ -10,6 +10,7 @@ from study_curves import DRIFT_FACTOR, WINDOW, Study, median
 from study_dates import Dates
 from study_micro import Micro
 from study_harm import FUSED, Harm
+from study_ledger import Ledgers
 from study_sizes import SIZES, on_cpu
 
 THINNED = "†"
@@ -171,7 +172,7 @@ def table(head, rows):
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
-class Figures(Harm, Micro, Dates):
+class Figures(Harm, Micro, Dates, Ledgers):
     """Every figure and table that a page can ask for."""
 
     number, percent, table, listed, loss, plan_cell = (staticmethod(words) for words in (number, percent, table, listed, loss, plan_cell))
@@ -181,7 +182,7 @@ class Figures(Harm, Micro, Dates):
         self.study, self.experiments = Study(folder), experiments
         beside = lambda name: json.loads((Path(folder).parent / name).read_text()) if (Path(folder).parent / name).exists() else None
         self.forecast, self.is_it_us, self.llama_patterns = beside("forecast.json"), beside("is_it_us.json"), beside("llama_patterns.json")
-        self.field_story = beside("field_story.json")
+        self.field_story, self.ledger = beside("field_story.json"), beside("ledger.json") or {}
 
     def match(self, patterns):
         """Runs by name, * for any characters; one trajectory once. A name that begins with ~ may be absent."""
@@ -262,7 +263,7 @@ class Figures(Harm, Micro, Dates):
 
     def value(self, words):
         """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed|seeds RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`, `level SIZE...`, `kept_gap`,
-        `forecast`, `harm`, `leak`, `exponent`, `is_it_us` and what their functions say."""
+        `forecast`, `harm`, `leak`, `exponent`, `is_it_us`, `ledger` and what their functions say."""
         first, *rest = words.split()
         if first == "epochs":
             return f"{int(rest[1]) * SIZES[rest[0]].tokens / SIZES[rest[0]].text:.1f}"
@@ -281,6 +282,8 @@ class Figures(Harm, Micro, Dates):
             return self.exponent_value(" ".join(rest))
         if first == "is_it_us":
             return self.is_it_us_value(*rest)
+        if first == "ledger":
+            return self.ledger_value(*rest)
         if first == "kept_gap":  # most steps between two records that are kept
             return number(max(b - a for run in self.study.runs.values() for a, b in zip(run.fact_steps, run.fact_steps[1:])))
         if first == "level":  # the largest offset of any run of these sizes that was judged and has not drifted

@@ -21,7 +21,7 @@ static_assert(std::size(kNormNames) == 2 && std::size(kPositionNames) == 5 && st
               "a new kind of block: ARCHITECTURE.md, \"A block\"");
 
 struct SlowFacts {
-  double largest_score = -INFINITY, largest_row_mean = 0, sum_lse = 0, largest_lse = 0;
+  double largest_score = -INFINITY, largest_row_mean = 0, sum_lse = 0, largest_lse = 0, key_share = 0;
 };
 
 // Forward only, one value after another. Its parameters are the flat buffer of the table, in FP64.
@@ -140,6 +140,16 @@ class SlowModel {
             head_norm(head, find(layer + (h < H ? "attn.q_norm.weight" : "attn.k_norm.weight")));
           if (config_.is_rotary()) turn(head, static_cast<int64_t>(qkv.size()) - 1);
         }
+      }
+      for (int64_t h = 0; h < H; ++h) {  // the mean product of two keys, over their mean square
+        double pairs = 0, squares = 0;
+        for (int64_t i = 0; i < T; ++i)
+          for (int64_t j = 0; j < T; ++j)
+            for (int64_t d = 0, key = (H + h / (H / G)) * D; d < D; ++d) {
+              pairs += qkv[at(i)][at(key + d)] * qkv[at(j)][at(key + d)];
+              if (i == j) squares += qkv[at(i)][at(key + d)] * qkv[at(i)][at(key + d)];
+            }
+        facts[at(l * H + h)].key_share += pairs / (static_cast<double>(T) * squares);
       }
       for (int64_t i = 0; i < T; ++i) {
         Doubles o(at(H * D));
@@ -408,10 +418,11 @@ TEST_P(EitherFamily, facts_are_those_of_the_slow_model) {
                 1e-5 * slow.facts[n].largest_row_mean);
     EXPECT_NEAR(found.mean_lse, slow.facts[n].sum_lse / (2 * 70), 1e-5);
     EXPECT_NEAR(found.largest_lse, slow.facts[n].largest_lse, 1e-5 * slow.facts[n].largest_lse);
+    EXPECT_NEAR(found.key_share, slow.facts[n].key_share / 2, 1e-5);              // of both sequences
     EXPECT_TRUE(std::isnan(found.tied_rows) && std::isnan(found.residual_mean));  // not asked for
   }
   pass(*model, tokens.batch());
-  EXPECT_TRUE(std::isnan(model->facts()[0].largest_score));
+  EXPECT_TRUE(std::isnan(model->facts()[0].largest_score) && std::isnan(model->facts()[0].key_share));
 }
 
 TEST(Model, ties_and_residuals_on_request) {

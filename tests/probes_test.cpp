@@ -189,6 +189,15 @@ class SlowHead {
         for (int64_t f = 0; f < C; ++f) x_mean[at(f)] += element(c.x, b, 0, t, f) / n;
       }
     p.mean_q = norm(q_mean), p.mean_k = norm(k_mean), p.mean_x = norm(x_mean);
+    p.key_share = 0;
+    for (int64_t b = 0; b < B; ++b) {
+      Doubles sum(at(D));
+      double squares = 0;
+      for (int64_t t = 0; t < T; ++t)
+        for (int64_t d = 0; d < D; ++d)
+          sum[at(d)] += element(c.k, b, g, t, d), squares += std::pow(element(c.k, b, g, t, d), 2);
+      p.key_share += std::pow(norm(sum), 2) / (static_cast<double>(T) * squares) / static_cast<double>(B);
+    }
     Doubles products;
     for (int64_t d = 0; d < D; ++d) products.push_back(q_mean[at(d)] * k_mean[at(d)]);
     p.mean_score = a * mean(products) * static_cast<double>(D);
@@ -410,6 +419,7 @@ TEST(Probes, the_law_s_figures_of_a_planted_direction) {
   const HeadProbe p = probe(c)[0];
   EXPECT_NEAR(p.mean_q, 3, 1e-6);
   EXPECT_NEAR(p.mean_k, 2, 1e-6);
+  EXPECT_NEAR(p.key_share, 1, 1e-12);  // every key is the same
   EXPECT_NEAR(p.mean_x, 4, 1e-6);
   EXPECT_NEAR(p.mean_score, -3, 1e-6);  // a = 1 / 2
   EXPECT_NEAR(p.effective_size, 1, 1e-6);

@@ -32,7 +32,7 @@ def _short(x):
 
 # Of the probes, those that the trainer's records have beside the step, too: the facts of src/records/schema.h, in its order
 # (a test compares them).
-FACTS = ("largest_score", "offset", "mean_lse", "largest_lse", "tied_rows", "leak_mean", "leak_error", "leak_rms",
+FACTS = ("largest_score", "offset", "mean_lse", "largest_lse", "key_share", "tied_rows", "leak_mean", "leak_error", "leak_rms",
          "delta_rms")
 
 

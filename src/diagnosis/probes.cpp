@@ -10,6 +10,7 @@
 #include "base/threads.h"
 #include "diagnosis/double_kernels.h"
 #include "diagnosis/health.h"
+#include "model/key_share.h"
 #include "records/schema.h"
 
 namespace evenkeel {
@@ -28,6 +29,7 @@ const std::array kFields = {
     row("largest_row_spread", &HeadProbe::largest_row_spread),
     row("mean_lse", &HeadProbe::mean_lse),
     row("largest_lse", &HeadProbe::largest_lse),
+    row("key_share", &HeadProbe::key_share),
     row("entropy", &HeadProbe::entropy),
     row("sink_mass", &HeadProbe::sink_mass),
     row("heaviest_mass", &HeadProbe::heaviest_mass),
@@ -223,12 +225,14 @@ ExactHead probe_scores(const Head& head, HeadProbe& p) {
   ExactHead out{std::vector<double>(at(B * T)), std::vector<double>(at(B * T * D)),
                 std::vector<double>(at(B * T * D))};
   ScoreSums sums;
+  double share = 0;
   std::vector<double> s(at(kRows * T)), dp(s), slope(softcap > 0 ? s.size() : 0), o(at(kRows * D)),
       L(at(kRows));
   for (int64_t b = 0; b < B; ++b) {
     const std::vector<double> q = widened(head.q(b, 0), T, D, D), k = widened(head.k(b, 0), T, D, D),
                               v = widened(head.v(b, 0), T, D, D), d_o = widened(head.d_o(b, 0), T, D, D),
                               k_columns = transposed(k, T, D), v_columns = transposed(v, T, D);  // (D, T)
+    share += key_share(k.data(), T, D, D);
     for (int64_t first = 0; first < T; first += kRows) {
       const int64_t rows = std::min(kRows, T - first), keys = head.keys_of(first + rows - 1);
       const double* const block_d_o = d_o.data() + first * D;
@@ -265,6 +269,7 @@ ExactHead probe_scores(const Head& head, HeadProbe& p) {
     }
   }
   sums.tell(p, static_cast<double>(B * T));
+  p.key_share = share / static_cast<double>(B);
   return out;
 }
 

@@ -27,6 +27,7 @@ struct HeadProbe {
   double largest_row_spread = kNotKnown;  // largest |S - row's mean|
   double mean_lse = kNotKnown;            // of L
   double largest_lse = kNotKnown;         // of |L|
+  double key_share = kNotKnown;           // of the keys, what they all share (model/key_share.h)
   // --- the probabilities
   double entropy = kNotKnown;        // -sum_j P log P, nats; mean over rows
   double sink_mass = kNotKnown;      // P on key 0; mean over rows

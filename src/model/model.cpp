@@ -53,7 +53,7 @@ namespace {
 constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
 }
 const HeadFacts kNoFacts = {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown,
-                            kUnknown, kUnknown, kUnknown, kUnknown};
+                            kUnknown, kUnknown, kUnknown, kUnknown, kUnknown};
 
 HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
   const double rows = static_cast<double>(sums.rows);
@@ -61,6 +61,8 @@ HeadFacts facts_of(const FactSums& sums, const StepContext& context) {
   if (context.score_facts) {
     facts.largest_score = sums.largest_score;
     facts.largest_row_mean = sums.largest_row_mean;
+    if (sums.key_sequences > 0)
+      facts.key_share = static_cast<float>(sums.key_share / static_cast<double>(sums.key_sequences));
   }
   if (context.score_facts || context.tie_facts || context.residual_facts) {
     facts.mean_lse = static_cast<float>(sums.lse / rows);

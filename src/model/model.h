@@ -58,6 +58,7 @@ struct HeadFacts {
   float largest_row_mean;  // largest |mean of a row's scores|: the part that softmax cannot see
   float mean_lse;          // of L
   float largest_lse;       // of |L|
+  float key_share;         // |mean key|^2 over the mean |key|^2: how much of the keys they all share
   float tied_rows;  // share of rows where another score ties with the largest, by the plan's arithmetic
   // Of rho = sum_j dS_ij / a (attention.h): mean over rows, its standard error, root mean square; and
   // delta's.
@@ -67,12 +68,16 @@ struct HeadFacts {
 };
 extern const HeadFacts kNoFacts;  // all NaN
 
+// A sequence has a share of its own, and the mean is told: so few say enough, and cost next to nothing.
+inline constexpr int64_t kKeySequences = 4;
+
 // What HeadFacts are made of: sums over the rows of all sequences.
 struct FactSums {
   float largest_score = -std::numeric_limits<float>::infinity(), largest_row_mean = 0, largest_lse = 0;
   int64_t rows = 0, tied = 0;
-  int64_t sampled = 0;  // rows that ties and residuals are of; 0: all
-  double lse = 0, residual = 0, residual_squares = 0, delta_squares = 0;
+  int64_t sampled = 0;        // rows that ties and residuals are of; 0: all
+  int64_t key_sequences = 0;  // that key_share is a sum over: the batch's first kKeySequences at most
+  double lse = 0, key_share = 0, residual = 0, residual_squares = 0, delta_squares = 0;
 };
 HeadFacts facts_of(const FactSums& sums, const StepContext& context);  // what the context asks for
 

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/sizes.h"
 #include "base/threads.h"
+#include "model/key_share.h"
 #include "model/layers.h"
 #include "model/matrix_product.h"
 #include "model/model.h"
@@ -155,6 +156,7 @@ class ModelCpu final : public Model {
   void add_sink_gradients(int64_t layer);
   void add_facts(const StepContext& context);  // of the part at hand
   void add_score_facts(int64_t layer);
+  void add_key_share(int64_t layer);
   void write_facts(const StepContext& context);
   // The part at hand, as far as it is wanted, between attention's passes.
   void capture(int64_t layer, const std::vector<PrecisionPlan>& plans);
@@ -550,7 +552,7 @@ void ModelCpu::query_key_backward(const LayerMemory& m, const LayerOffsets& w) {
 void ModelCpu::add_facts(const StepContext& context) {
   const int64_t H = config_.heads;
   for (int64_t l = 0; l < config_.layers; ++l) {
-    if (context.score_facts) add_score_facts(l);
+    if (context.score_facts) add_score_facts(l), add_key_share(l);
     const LayerMemory& m = layers_[at(l)];
     for (int64_t h = 0; h < H; ++h) {
       FactSums& sums = fact_sums_[at(l * H + h)];
@@ -611,6 +613,20 @@ void ModelCpu::add_score_facts(int64_t layer) {
     sums.largest_score = std::max(sums.largest_score, found[at(item)].score);
     sums.largest_row_mean = std::max(sums.largest_row_mean, found[at(item)].row_mean);
   }
+}
+
+void ModelCpu::add_key_share(int64_t layer) {
+  const int64_t H = config_.heads, group = H / config_.key_head_count();
+  const auto k = attention_inputs(layers_[at(layer)]).k;
+  for (int64_t b = 0; b < std::min(B_, kKeySequences - first_); ++b)
+    for (int64_t g = 0; g < config_.key_head_count(); ++g) {
+      const double share = key_share(k.at(b, g, 0), T_, config_.head_size(), k.stride[2]);
+      for (int64_t h = g * group; h < (g + 1) * group; ++h) {
+        FactSums& sums = fact_sums_[at(layer * H + h)];
+        sums.key_share += share;
+        ++sums.key_sequences;
+      }
+    }
 }
 
 // --- Captures

@@ -67,15 +67,16 @@ enum class HeadFact {
   offset,
   mean_lse,
   largest_lse,
+  key_share,
   tied_rows,
   leak_mean,
   leak_error,
   leak_rms,
   delta_rms,
 };
-inline constexpr std::array<std::string_view, 9> kHeadFactNames = {"largest_score", "offset",    "mean_lse",
-                                                                   "largest_lse",   "tied_rows", "leak_mean",
-                                                                   "leak_error",    "leak_rms",  "delta_rms"};
+inline constexpr std::array<std::string_view, 10> kHeadFactNames = {
+    "largest_score", "offset",    "mean_lse",   "largest_lse", "key_share",
+    "tied_rows",     "leak_mean", "leak_error", "leak_rms",    "delta_rms"};
 inline constexpr size_t kHeadFactCount = kHeadFactNames.size();
 constexpr std::string_view name(HeadFact fact) { return kHeadFactNames[static_cast<size_t>(fact)]; }
 

@@ -33,6 +33,7 @@ constexpr std::array<Row, kHeadFactCount> kRows = {{
     row<&HeadFacts::largest_row_mean>(HeadFact::offset, Over::largest),
     row<&HeadFacts::mean_lse>(HeadFact::mean_lse, Over::mean),
     row<&HeadFacts::largest_lse>(HeadFact::largest_lse, Over::largest),
+    row<&HeadFacts::key_share>(HeadFact::key_share, Over::mean),
     row<&HeadFacts::tied_rows>(HeadFact::tied_rows, Over::mean),
     row<&HeadFacts::residual_mean>(HeadFact::leak_mean, Over::mean),
     row<&HeadFacts::residual_error>(HeadFact::leak_error, Over::error),

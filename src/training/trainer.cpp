@@ -520,8 +520,8 @@ void Trainer::record(const StepReport& report, const std::vector<HeadFacts>& fac
   if (!std::exchange(backend_recorded_, true)) line["backend"] = name(config_.backend);
   if (report.validation_loss) add("validation_loss", "validation/loss", *report.validation_loss);
   if (!facts.empty())
-    for (const HeadFact fact :
-         {HeadFact::largest_score, HeadFact::offset, HeadFact::mean_lse, HeadFact::largest_lse}) {
+    for (const HeadFact fact : {HeadFact::largest_score, HeadFact::offset, HeadFact::mean_lse,
+                                HeadFact::largest_lse, HeadFact::key_share}) {
       const std::vector<double> values = values_of(facts, fact);
       add_fact(line, fact, config_.model.layers, config_.model.heads, values, /*every_digit=*/true);
       if (fact == HeadFact::largest_score || fact == HeadFact::offset)

@@ -80,6 +80,7 @@ void compare_facts(const Case& c, int64_t fact_sequences = 0) {
         << n;
     EXPECT_NEAR(found.mean_lse, expected.mean_lse, close * expected.largest_lse) << n;
     EXPECT_NEAR(found.largest_lse, expected.largest_lse, close * expected.largest_lse) << n;
+    EXPECT_NEAR(found.key_share, expected.key_share, close) << n;
     EXPECT_NEAR(found.tied_rows, expected.tied_rows, fp32 ? 0.02 : 0.1) << n;
     EXPECT_NEAR(found.delta_rms, expected.delta_rms, 5e-2 * expected.delta_rms) << n;
     if (!fp32) {

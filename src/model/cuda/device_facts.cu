@@ -261,6 +261,67 @@ __global__ void __launch_bounds__(kSumWarps* kWarp) row_sums_kernel(FactInputs i
 }
 static_assert(kSumWarps == kWarp);
 
+// --- What the keys share: a block for each head of each layer, its warps in equal numbers for each of the first sequences,
+// each with a part of the sequence's keys. Sums in a fixed order.
+constexpr int kShareWarps = 32, kWarpsOfSequence = kShareWarps / static_cast<int>(kKeySequences),
+              kKeyValues = 8;  // up to 256 features
+
+template <class T>
+__global__ void __launch_bounds__(kShareWarps* kWarp) key_share_kernel(FactInputs in, FactSums* sums) {
+  __shared__ float sum_of_part[kShareWarps][kKeyValues * kWarp];
+  __shared__ float squares_of_part[kShareWarps];
+  __shared__ double share[kKeySequences];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, D = static_cast<int>(in.D);
+  const int b = warp / kWarpsOfSequence, part = warp % kWarpsOfSequence;
+  const int sequences = static_cast<int>(min(in.B, kKeySequences));
+  float sum[kKeyValues] = {}, squares = 0;
+  if (b < sequences) {
+    const Head<T> head(in, int64_t{b} * in.H + blockIdx.x, blockIdx.y);
+    const int64_t last = in.T * (part + 1) / kWarpsOfSequence;
+#pragma unroll 4
+    for (int64_t t = in.T * part / kWarpsOfSequence; t < last; ++t) {
+      const T* const key = head.k + t * head.row_stride;
+#pragma unroll
+      for (int n = 0; n < kKeyValues; ++n) {
+        const int d = n * kWarp + lane;
+        const float x = d < D ? to_float(key[d]) : 0.0f;
+        sum[n] += x;
+        squares = fmaf(x, x, squares);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kKeyValues; ++n) sum_of_part[warp][n * kWarp + lane] = sum[n];
+  squares = warp_sum(squares);
+  if (lane == 0) squares_of_part[warp] = squares;
+  __syncthreads();
+  if (part == 0) {
+    float of_mean = 0, all = 0;
+#pragma unroll
+    for (int n = 0; n < kKeyValues; ++n) {
+      float total = 0;
+      for (int other = 0; other < kWarpsOfSequence; ++other)
+        total += sum_of_part[warp + other][n * kWarp + lane];
+      of_mean = fmaf(total, total, of_mean);
+    }
+    of_mean = warp_sum(of_mean);
+    for (int other = 0; other < kWarpsOfSequence; ++other) all += squares_of_part[warp + other];
+    if (lane == 0) share[b] = all == 0 ? 0 : of_mean / (static_cast<double>(in.T) * all);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  FactSums& out = sums[int64_t{blockIdx.y} * in.H + blockIdx.x];
+  for (int n = 0; n < sequences; ++n) out.key_share += share[n];
+  out.key_sequences = sequences;
+}
+static_assert(kShareWarps % kKeySequences == 0);
+
+template <class T>
+void launch_key_share(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
+  key_share_kernel<T><<<dim3(grid(in.H), grid(in.L)), kShareWarps * kWarp, 0, stream>>>(in, sums);
+  check_launch("what the keys share");
+}
+
 template <int kD>
 void launch_largest_score(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
   const dim3 blocks(grid(in.B * in.H), grid(divide_up(in.T, kRows)), grid(in.L));
@@ -292,11 +353,11 @@ void launch_scores(const FactInputs& in, FactSums* sums, cudaStream_t stream) {
 void head_facts(const FactInputs& in, bool scores, FactSums* sums, cudaStream_t stream) {
   row_sums_kernel<<<dim3(grid(in.H), grid(in.L)), kSumWarps * kWarp, 0, stream>>>(in, sums);
   check_launch("sums of facts");
-  if (!scores || in.largest_score) return;
-  if (in.type == TensorType::bf16)
-    launch_scores<Bf16>(in, sums, stream);
-  else
-    launch_scores<float>(in, sums, stream);
+  if (!scores) return;
+  const bool bf16 = in.type == TensorType::bf16;
+  bf16 ? launch_key_share<Bf16>(in, sums, stream) : launch_key_share<float>(in, sums, stream);
+  if (in.largest_score) return;
+  bf16 ? launch_scores<Bf16>(in, sums, stream) : launch_scores<float>(in, sums, stream);
 }
 
 }  // namespace evenkeel::device

@@ -1,0 +1,82 @@
+"""Where offsets come from, step by step: tables and figures of the study from docs/ledger.json (study_docs.py).
+
+docs/ledger.json has, by name, what python/offset_ledger.py wrote of each run. Standard library only.
+"""
+
+from study_curves import median
+
+# Runs of docs/ledger.json: words of the table, names.
+LEDGERS = (
+    ("O, seen by the loss and by delta", ("both",)),
+    ("O, rounded to nearest, seen by both", ("nearest",)),
+    ("row sum, rounded to nearest", ("row_sum",)),
+    ("O, seen by delta alone", ("delta_alone",)),
+)  # fmt: skip
+FIRST = 100  # steps: the warm-up
+CLEAR = 2  # standard errors
+MISSING = "docs/ledger.json is not there: python/offset_ledger.py makes its parts.\n"
+
+
+def name_of(key):
+    return key.rpartition("-")[0]
+
+
+class Ledgers:
+    """A part of Figures: `self.ledger` is docs/ledger.json."""
+
+    def ledger_windows(self, key, head=None):
+        """(window, head) of a run behind the warm-up; of one head, or of all."""
+        for window in self.ledger[key]["windows"]:
+            if window["steps"][0] >= FIRST:
+                yield from ((window, one) for n, one in enumerate(window["heads"]) if head in (None, n))
+
+    def ledger_head(self, key):
+        """The head with the largest offset at the end."""
+        heads = self.ledger[key]["windows"][-1]["heads"]
+        return max(range(len(heads)), key=lambda head: heads[head]["offset"])
+
+    def ledger_course_table(self, key="both-1"):
+        """One run window by window: the head whose offset is the largest at the end."""
+        if key not in self.ledger:
+            return MISSING
+        head, signed = self.ledger_head(key), lambda x: f"{x:+.2g}" if abs(x) < 100 else f"{x:+,.0f}"
+        rows = [[f"{self.number(window['steps'][0])} to {self.number(window['steps'][1])}", self.number(one["offset"]), signed(one["moved"]), signed(one["leak"]), signed(one["rest"]), f"{one['push_z']:.1f}", f"{one['key_share']:.2f}"]
+                for window, one in self.ledger_windows(key, head)]  # fmt: skip
+        return self.table(["steps", "offset at the end", "mean score moved by", "of it by the leak", "by the rest", "push, in standard errors", "share of the keys that they share"], rows)
+
+    def ledger_table(self):
+        """A line a run: is there a direction, and does anything pull back?"""
+        rows = []
+        for words, names in LEDGERS:
+            for key in sorted(key for key in self.ledger if name_of(key) in names):
+                run, found = self.ledger[key], list(self.ledger_windows(key))
+                z = [one["push_z"] for _, one in found]
+                own = list(self.ledger_windows(key, self.ledger_head(key)))
+                shares = [one["key_share"] for _, one in own]
+                counts = f"{sum(x > CLEAR for x in z)} and {sum(x < -CLEAR for x in z)} of {len(z)}"
+                rows.append([words, f"{run['seed']}, {run['layer']}", self.number(run["windows"][-1]["steps"][1]), counts, f"{median(z):.1f} ({min(z):.1f} to {max(z):.1f})", self.number(max(one["offset"] for _, one in found)), f"{shares[0]:.2f} to {shares[-1]:.2f}"])
+        return self.table(["error in", "seed, layer", "steps", "windows that push up and down clearly", "push in standard errors, median (all)", "largest offset", "share of that head's keys, first to last window"], rows) if rows else MISSING
+
+    def ledger_value(self, what, *rest):
+        """Over the runs of a NAME: `pushes up|down|all NAME`, windows and heads beyond CLEAR standard errors; `most|least push NAME`, in standard errors.
+        Of the head of a run with the largest offset: `rest_over_leak|moved|leak|rest KEY BEGIN END`, `share|offset KEY STEP` at the end of a window.
+        `closes QUANTILE`: by how much the parts miss what was moved, as a share of their sizes, over the windows of all runs."""
+        if what in ("pushes", "most", "least"):
+            z = [one["push_z"] for key in self.ledger if name_of(key) == rest[1] for _, one in self.ledger_windows(key)]
+            if what != "pushes":
+                return f"{(max if what == 'most' else min)(z):.1f}"
+            return str({"up": sum(x > CLEAR for x in z), "down": sum(x < -CLEAR for x in z), "all": len(z)}[rest[0]])
+        if what == "closes":
+            missed = [abs(one["moved"] - one["leak"] - one["rest"]) / (abs(one["leak"]) + abs(one["rest"])) for key in self.ledger for _, one in self.ledger_windows(key)]
+            return f"{100 * sorted(missed)[int(float(rest[0]) * (len(missed) - 1))]:.1f} %"
+        key, *steps = rest
+        begin, end = int(steps[0]) if len(steps) > 1 else None, int(steps[-1])  # one step: the window that ends there
+        found = [one for window, one in self.ledger_windows(key, self.ledger_head(key)) if (window["steps"][1] == end if begin is None else begin <= window["steps"][0] and window["steps"][1] <= end)]
+        if not found:
+            raise ValueError(f"expected windows of {key} up to step {end}, found none")
+        if what in ("share", "offset"):
+            return f"{found[-1]['key_share']:.2f}" if what == "share" else self.number(found[-1]["offset"])
+        total = lambda field: sum(one[field] for one in found)
+        if what == "rest_over_leak":
+            return f"{-100 * total('rest') / total('leak'):.0f} %"
+        return f"{total(what):+.3g}"
