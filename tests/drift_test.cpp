@@ -466,8 +466,10 @@ TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
   EXPECT_EQ(found.out.find("next: "), std::string::npos) << "verdict needs a config.toml: " << found.out;
   write_whole_file(folder_ / "config.toml", "[model]\nlayers = 2\nheads = 2\n");
   EXPECT_NE(run().out.find("next: evenkeel verdict "), std::string::npos) << run().out;
+  EXPECT_EQ(parse_json(run("--json").out)[0]["next"], "evenkeel verdict " + folder_.string());
   std::filesystem::remove(folder_ / "config.toml");
   const auto json = parse_json(run("--json").out)[0];
+  EXPECT_TRUE(json["next"].is_null()) << json["next"];
   EXPECT_TRUE(json["fails"]);
   EXPECT_EQ(json["failed"]["kind"], "loss_rose");
   EXPECT_TRUE(json["failed"]["lasts"]);

@@ -183,6 +183,7 @@ TEST_F(History, TheCommand) {
             std::string::npos)
       << found.out;
   EXPECT_NE(found.out.find("next: evenkeel verdict runs/a"), std::string::npos) << found.out;
+  EXPECT_EQ(parse_json(command("now --json --history runs").out)[0]["next"], "evenkeel verdict runs/a");
   const nlohmann::json json = parse_json(command("now --json --history runs/b runs/a").out)[0];
   EXPECT_EQ(json["history"]["alike"].size(), 1u);
   EXPECT_EQ(json["history"]["unlike"].size(), 1u);

@@ -199,6 +199,8 @@ TEST_F(VerdictTest, a_healthy_one_ends_with_a_command_that_runs) {
   EXPECT_TRUE(has(expected.out, "next: evenkeel report " + run_.string())) << expected.out;
   write_steps(5, ", \"offset\": [[20, 18]]");
   EXPECT_TRUE(has(told("forecast").out, "next: evenkeel watch " + run_.string())) << told("forecast").out;
+  const Output json = run_shell(fmt::format("{} forecast --json {}", EVENKEEL_PROGRAM, run_.string()));
+  EXPECT_TRUE(has(json.out, "\"next\": \"evenkeel watch " + run_.string() + "\"")) << json.out;
 }
 
 // --- One definition of health
