@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/whole_file.h"
 #include "model/model_folder.h"
 #include "training/device_ranks.h"
 #include "training/head_facts.h"
@@ -25,12 +26,7 @@ constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
 const fs::path& made_folder(const fs::path& folder) {
   std::error_code error;
-  // Old checkpoints are removed from it, and the folder may be somebody else's work.
-  require_data(
-      !fs::is_symlink(fs::symlink_status(folder / "checkpoints", error)),
-      "{}: expected a folder or nothing, found a symbolic link, and checkpoints are not written through "
-      "links: move the run's whole folder, and link that",
-      (folder / "checkpoints").string());
+  refuse_link(folder / "checkpoints", "a folder");  // old checkpoints are removed from it, too
   fs::create_directories(folder / "checkpoints", error);
   require_data(!error, "{}: cannot be made: {}", folder.string(), error.message());
   return folder;
