@@ -222,13 +222,19 @@ TEST_F(Attack, overwritten_batches_are_noticed) {
   std::string bad = good;
   for (size_t n = 32 + 2 * 8 * 6; n < bad.size(); n += 8) bad[n] ^= 1;  // from step 6 on
   write_whole_file(batches, bad);
-  for (const std::string& command : commands) {
+  const std::string resume = fmt::format("{} train --resume {} --steps 12", EVENKEEL_PROGRAM, at);
+  const std::string metrics = read_whole_file(folder / "run" / "metrics.jsonl", 1 << 20);
+  for (const std::string& command : {commands[0], commands[1], resume}) {
     const Output output = run(command);
     EXPECT_EQ(output.code, 3) << output.out;
-    EXPECT_NE(output.out.find("batches.bin: step 6: "), std::string::npos) << output.out;
+    for (const char* words :
+         {"batches.bin: step 6: expected a sequence from token ", "data.seed = 1", "--branch"})
+      EXPECT_NE(output.out.find(words), std::string::npos) << output.out;
   }
+  EXPECT_EQ(read_whole_file(batches, 1 << 20), bad);  // refused before anything is cut off
+  EXPECT_EQ(read_whole_file(folder / "run" / "metrics.jsonl", 1 << 20), metrics);
   write_whole_file(batches, good);
-  for (const std::string& command : commands) EXPECT_EQ(run(command).code, 0);
+  for (const std::string& command : {commands[0], commands[1], resume}) EXPECT_EQ(run(command).code, 0);
 }
 
 // A run's folder may come from somebody else: what its links lead to is not written.

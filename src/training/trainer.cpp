@@ -190,6 +190,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   if (saved_step_ < 0 && !config_.weights.empty()) load_model_folder(config_.weights, *model_);
   follow_plan();
   if (!ranks_->first()) return;
+  if (saved_step_ >= 0 && !given_batches_) check_batches(shape);
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.
   metrics_ = std::make_unique<MetricsWriter>(folder_, kept_metrics_);
   if (fresh) write_config_of_run(folder_, config_);
@@ -282,6 +283,14 @@ void Trainer::go_on() {
   }
   optimizer_->write_state(state.first, state.second, static_cast<int64_t>(told[1]));
   model_->write_parameters(state.parameters);
+}
+
+// A run goes on with the batches of its seed: where those that it recorded are others, it would be two runs in one. From its
+// oldest checkpoint on, since before it a branch has another run's.
+void Trainer::check_batches(const BatchShape& shape) const {
+  const BatchRecord record(folder_ / "batches.bin");
+  if (record.shape() == shape)  // else BatchRecorder says what is another
+    check_drawn(record, config_.seed, find_checkpoints(folder_ / "checkpoints").front().step, record.steps());
 }
 
 void Trainer::follow_plan() {
