@@ -57,8 +57,7 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
   RunRecord record;
   record.finding = std::move(finding);
   for (const RunEvent& event : events)
-    if (event.kind == RunEvent::Kind::guard_remedy || event.kind == RunEvent::Kind::guard_roll_back)
-      record.mended.push_back(fmt::format("step {}: {}", event.step, event.words));
+    if (event.is_guards_act()) record.mended.push_back(fmt::format("step {}: {}", event.step, event.words));
   record.loss = metrics.by_step(metrics.loss);
   record.gradient_norm = metrics.by_step(metrics.gradient_norm);
   record.layers = metrics.layers, record.heads = metrics.heads;

@@ -25,11 +25,20 @@ void write_config_text(const std::filesystem::path& folder, const std::string& t
 
 // --- all of a folder
 
+struct RunHead {
+  int layer, head;
+};
 struct RunEvent {
   enum class Kind { checkpoint, plan_change, guard_warning, guard_remedy, guard_roll_back, finding };
   Kind kind = Kind::checkpoint;
   int64_t step = 0;
   std::string words;
+  // Of a change of the plan, by the guard too: the clauses, and the step from which they hold. Of the guard: its heads.
+  std::string clauses = {};
+  int64_t holds_from = 0;
+  std::vector<RunHead> heads = {};
+
+  bool is_guards_act() const { return kind == Kind::guard_remedy || kind == Kind::guard_roll_back; }
 };
 inline constexpr std::string_view kEventNames[] = {"checkpoint",    "plan change",      "guard: warning",
                                                    "guard: remedy", "guard: roll-back", "finding"};

@@ -253,12 +253,13 @@ std::string bits_of(const Json& e) {
 
 std::string body_of(const PageData& data) {
   const std::string sections =
-      offset_panel(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
-      remedies_part(data) + lead_part(data) + repeat_part(data) +
+      offset_panel(data) + loss_part(data) + chain_part(data) + guard_part(data) + run_panels(data) +
+      capture_panels(data) + remedies_part(data) + lead_part(data) + repeat_part(data) +
       section("words", "Words", "Every term of this page in one sentence.", glossary());
   static constexpr std::pair<const char*, const char*> kContents[] = {{"offset", "Offset"},
                                                                       {"loss", "Loss"},
                                                                       {"chain", "Chain"},
+                                                                      {"guard", "Guard"},
                                                                       {"norms", "Norms"},
                                                                       {"heads", "W_Q"},
                                                                       {"ties", "Ties"},
