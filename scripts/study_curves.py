@@ -26,7 +26,7 @@ from pathlib import Path
 from study_sizes import SIZES
 
 WINDOW = 200  # steps of a mean loss: the unit in which failure is judged
-DRIFT_FACTOR = 8  # an offset beyond this multiple of its healthy level has drifted
+DRIFT_FACTOR = 8  # an offset drifts that stays above this multiple of its healthy level and doubles
 FAILURE_EXCESS = 0.05  # of the loss, above the healthy twin's
 REMEDIES = ("zero_sum", "consistent", "wide_output")  # the one that keeps the sum best first
 
@@ -237,9 +237,9 @@ class Study:
 
     @functools.cache
     def drift(self, run, twin=None):
-        """(step, layer) from which a layer's offset is beyond 8 times its healthy level for good, if it then doubles at least; None: no drift.
+        """(step, layer) from which a layer's offset stays above 8 times its healthy level and doubles; None: no drift.
 
-        "For good" is to the end of the record. Of several layers, the first. The healthy level is that of the run's twin, or of the one given.
+        It stays above to the end of the record, and doubles where it reaches twice as much. Of several layers, the first. The healthy level is that of the run's twin, or of the one given.
         """
         twin = twin or self.twin(run)
         found = []
