@@ -232,8 +232,14 @@ class Study:
 
     @functools.cache
     def healthy_level(self, twin, layer, last_step):
-        """Median offset of a healthy run's layer, from the end of the warm-up on, in as many steps as the other run made: healthy offsets may grow, too."""
-        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if SIZES[twin.size].warmup <= step < last_step)
+        """Median offset of a healthy run's layer, from the end of the warm-up on, in as many steps as the other run made: healthy offsets may grow, too.
+
+        ValueError where there is no such step: a run that short has neither drifted nor not drifted."""
+        warmup = SIZES[twin.size].warmup
+        offsets = [row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if warmup <= step < last_step]
+        if not offsets:
+            raise ValueError(f"{twin.name}: expected offsets from step {warmup}, the end of the warm-up, to step {last_step}, found none: too short to judge")
+        return median(offsets)
 
     @functools.cache
     def drift(self, run, twin=None):

@@ -90,10 +90,8 @@ void find_captures(const fs::path& folder, RunRecords& run) {
 // [model] layers and heads, where both are there.
 HeadShape shape_of(const RunRecords& run) {
   const auto number = [&](const char* key) {
-    const std::string text = run.setting("model", key);
-    int64_t n = 0;
-    std::from_chars(text.data(), text.data() + text.size(), n);
-    return n > 0 && n <= kMostHeads ? n : 0;
+    const int64_t n = run.whole_setting("model", key).value_or(0);
+    return n <= kMostHeads ? n : 0;
   };
   const HeadShape shape{number("layers"), number("heads")};
   return shape.layers > 0 && shape.heads > 0 ? shape : HeadShape{};
@@ -243,6 +241,14 @@ std::string RunRecords::setting(std::string_view table_name, std::string_view ke
   if (const auto* x = value->get_if<double>()) return fmt::format("{}", *x);
   if (const auto* b = value->get_if<bool>()) return *b ? "true" : "false";
   return "";
+}
+
+std::optional<int64_t> RunRecords::whole_setting(std::string_view table, std::string_view key) const {
+  const std::string text = setting(table, key);
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 0) return {};
+  return value;
 }
 
 RecordObject RunRecords::verdict_record() const {

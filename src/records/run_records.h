@@ -64,6 +64,11 @@ struct RunRecords {
   int64_t step_count() const { return has_steps() ? metrics.steps.back() + 1 : 0; }
   // A value of config.toml as text, "attention.plan"; empty where there is none.
   std::string setting(std::string_view table, std::string_view key) const;
+  // The same as a whole number of 0 or more; nothing where it is none.
+  std::optional<int64_t> whole_setting(std::string_view table, std::string_view key) const;
+  int64_t warmup() const {
+    return whole_setting("schedule", "warmup").value_or(0);
+  }  // steps; 0: none is known
   // verdict.json by its fields; an empty one where there is none.
   RecordObject verdict_record() const;
 };

@@ -72,7 +72,7 @@ PageData page_data(std::vector<RunRecords> runs) {
   data.runs = std::move(runs);
   name_apart(data.runs);
   for (const RunRecords& run : data.runs)
-    data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding, run.events)));
+    data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding, run.events, run.warmup())));
   for (size_t n = data.runs.size(); n-- > 0;)
     if (ails(data.runs[n], data.symptoms[n])) data.subject = n;
   // One that is known to ail before one of which nothing is known.
