@@ -8,37 +8,18 @@ That is PyTorch's scaled_dot_product_attention with each of its kernels, and fla
 Exit code 77: there is no PyTorch that sees a GPU.
 """
 
-import json
 import sys
 
-answers = sys.stdout
-sys.stdout = sys.stderr  # nothing but answers goes to the pipe
-try:
+from rival import on_gpu, seconds_of, serve
+
+with on_gpu():
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    torch.zeros(1, device="cuda")
-except Exception as error:  # whatever keeps PyTorch from a GPU
-    print(f"no PyTorch with a GPU: {error}", file=sys.stderr)
-    sys.exit(77)
 try:
     from flash_attn import flash_attn_with_kvcache
 except Exception:
     flash_attn_with_kvcache = None
-
-CALLS = 4  # that follow one another without a gap
-
-
-def seconds_of(call):
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    began.record()
-    for _ in range(CALLS):
-        call()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) * 1e-3 / CALLS
 
 
 def calls_for(q, k, v):
@@ -66,23 +47,21 @@ def calls_for(q, k, v):
     return taken
 
 
-def answer(what):
-    print(json.dumps(what), file=answers, flush=True)
-
-
 kept, calls = None, {}  # of the shape that was asked for last
-answer({"torch": torch.__version__})
-for line in sys.stdin:
-    shape = json.loads(line)["shape"]
-    try:
-        if kept != shape:
-            kept, calls = None, {}
-            B, H, G, T, N, D = shape
-            generator = torch.Generator("cuda").manual_seed(1)
-            sizes = ((B, H, T, D), (B, G, N, D), (B, G, N, D))
-            calls = calls_for(*(torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for size in sizes))
-            kept = shape
-        seconds, backend = min((seconds_of(call), name) for name, call in calls.items())
-        answer({"seconds": seconds, "backend": backend})
-    except Exception as error:
-        answer({"error": (str(error).strip() or repr(error)).splitlines()[0]})
+
+
+def answer_of(question):
+    global kept, calls
+    shape = question["shape"]
+    if kept != shape:
+        kept, calls = None, {}
+        B, H, G, T, N, D = shape
+        generator = torch.Generator("cuda").manual_seed(1)
+        sizes = ((B, H, T, D), (B, G, N, D), (B, G, N, D))
+        calls = calls_for(*(torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for size in sizes))
+        kept = shape
+    seconds, backend = min((seconds_of(call), name) for name, call in calls.items())
+    return {"seconds": seconds, "backend": backend}
+
+
+serve(answer_of)

@@ -7,21 +7,11 @@ a row sees its own key and N before it) is answered with {"forward": SECONDS, "b
 BF16; compiled at the first question of its kind. Exit code 77: there is no PyTorch that sees a GPU.
 """
 
-import json
-import sys
+from rival import on_gpu, seconds_of, serve
 
-answers = sys.stdout
-sys.stdout = sys.stderr  # nothing but answers goes to the pipe
-try:
+with on_gpu():
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.zeros(1, device="cuda")
-except Exception as error:  # whatever keeps PyTorch from a GPU
-    print(f"no PyTorch with a GPU: {error}", file=sys.stderr)
-    sys.exit(77)
-
-CALLS = 4  # that follow one another without a gap
 
 
 class Window:
@@ -52,29 +42,14 @@ class Window:
         return {"forward": seconds_of(self.forward), "backward": seconds_of(self.backward)}
 
 
-def seconds_of(call):
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    began.record()
-    for _ in range(CALLS):
-        call()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) * 1e-3 / CALLS
-
-
-def answer(what):
-    print(json.dumps(what), file=answers, flush=True)
-
-
 windows = {}
-answer({"torch": torch.__version__})
-for line in sys.stdin:
-    question = json.loads(line)
-    try:
-        kind = (*question["shape"], question["left"])
-        if kind not in windows:
-            windows[kind] = Window(question["shape"], question["left"])
-        answer(windows[kind].seconds())
-    except Exception as error:
-        answer({"error": (str(error).strip() or repr(error)).splitlines()[0]})
+
+
+def answer_of(question):
+    kind = (*question["shape"], question["left"])
+    if kind not in windows:
+        windows[kind] = Window(question["shape"], question["left"])
+    return windows[kind].seconds()
+
+
+serve(answer_of)

@@ -26,7 +26,7 @@ from pathlib import Path
 from study_sizes import SIZES
 
 WINDOW = 200  # steps of a mean loss: the unit in which failure is judged
-DRIFT_FACTOR = 8  # an offset beyond this multiple of its healthy level has drifted
+DRIFT_FACTOR = 8  # an offset drifts that stays above this multiple of its healthy level and doubles
 FAILURE_EXCESS = 0.05  # of the loss, above the healthy twin's
 REMEDIES = ("zero_sum", "consistent", "wide_output")  # the one that keeps the sum best first
 
@@ -232,14 +232,20 @@ class Study:
 
     @functools.cache
     def healthy_level(self, twin, layer, last_step):
-        """Median offset of a healthy run's layer, from the end of the warm-up on, in as many steps as the other run made: healthy offsets may grow, too."""
-        return median(row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if SIZES[twin.size].warmup <= step < last_step)
+        """Median offset of a healthy run's layer, from the end of the warm-up on, in as many steps as the other run made: healthy offsets may grow, too.
+
+        ValueError where there is no such step: a run that short has neither drifted nor not drifted."""
+        warmup = SIZES[twin.size].warmup
+        offsets = [row[layer - 1] for step, row in zip(twin.fact_steps, twin.offset) if warmup <= step < last_step]
+        if not offsets:
+            raise ValueError(f"{twin.name}: expected offsets from step {warmup}, the end of the warm-up, to step {last_step}, found none: too short to judge")
+        return median(offsets)
 
     @functools.cache
     def drift(self, run, twin=None):
-        """(step, layer) from which a layer's offset is beyond 8 times its healthy level for good, if it then doubles at least; None: no drift.
+        """(step, layer) from which a layer's offset stays above 8 times its healthy level and doubles; None: no drift.
 
-        "For good" is to the end of the record. Of several layers, the first. The healthy level is that of the run's twin, or of the one given.
+        It stays above to the end of the record, and doubles where it reaches twice as much. Of several layers, the first. The healthy level is that of the run's twin, or of the one given.
         """
         twin = twin or self.twin(run)
         found = []

@@ -151,7 +151,7 @@ class SharedScales : public ::testing::TestWithParam<Source> {};
 INSTANTIATE_TEST_SUITE_P(AnyPlanPrepare, SharedScales,
                          ::testing::Values(Source::fp32, Source::fp32_wide, Source::bf16_wide));
 
-TEST_P(SharedScales, AreTheCpusBits) {
+TEST_P(SharedScales, are_the_cpus_bits) {
   cases::Problem tensors = make_problem({{2, 4, 2, 70, 80, 24}, {.fill = Fill::fp32_normal}, ""});
   if (GetParam() == Source::bf16_wide)
     for (auto* memory : {&tensors.q_memory, &tensors.k_memory, &tensors.v_memory, &tensors.grad_memory})
@@ -200,7 +200,7 @@ TEST_P(SharedScales, AreTheCpusBits) {
 }
 
 // Every sign, exponent and upper significand, and below them bits that make ties, and their neighbours.
-TEST(AnyPlanRounding, IsTheDefinition) {
+TEST(AnyPlanRounding, is_the_definition) {
   std::vector<uint32_t> lower = {0, 0xffff};
   for (int bit = 0; bit < 16; bit += 3)
     for (uint32_t low : {(1u << bit) - 1, 1u << bit, (1u << bit) + 1}) lower.push_back(low);

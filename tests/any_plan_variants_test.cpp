@@ -144,7 +144,7 @@ double difference(const std::vector<uint16_t>& found, const std::vector<float>& 
   return std::sqrt(error / size);
 }
 
-TEST(AnyPlanVariants, FullHasTheBitsOfAny) {
+TEST(AnyPlanVariants, full_has_the_bits_of_any) {
   cases::Problem p = make_problem({{1, 2, 1, 70, 100, kD}, {.causal = true}, "variants"}, 4);
   for (auto* memory : {&p.q_memory, &p.k_memory, &p.v_memory, &p.grad_memory})
     for (float& x : *memory) x = cases::to_bf16(x);

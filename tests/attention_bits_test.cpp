@@ -46,7 +46,7 @@ const char* const kManyPlans[] = {
 const char* const kManyCases[] = {"odd_65",      "grouped", "window",   "ragged",
                                   "masked_rows", "softcap", "ties_tail"};
 
-TEST(AttentionBits, TileRowsNeverChangeOne) {
+TEST(AttentionBits, tile_rows_never_change_one) {
   for (const char* case_name : kManyCases)
     for (const char* plan : kManyPlans) {
       SCOPED_TRACE(std::string(case_name) + " " + plan);
@@ -63,7 +63,7 @@ TEST(AttentionBits, TileRowsNeverChangeOne) {
     }
 }
 
-TEST(AttentionBits, ThreadsNeverChangeOne) {
+TEST(AttentionBits, threads_never_change_one) {
   const int threads = thread_count();
   for (const char* case_name : kManyCases)
     for (const char* plan : kManyPlans) {
@@ -82,7 +82,7 @@ TEST(AttentionBits, ThreadsNeverChangeOne) {
   set_thread_count(threads);
 }
 
-TEST(AttentionBits, PlansByHeadEqualRunsOfThosePlans) {
+TEST(AttentionBits, plans_by_head_equal_runs_of_those_plans) {
   for (bool grouped : {false, true}) {
     SCOPED_TRACE(grouped);
     const Problem p =
@@ -113,7 +113,7 @@ TEST(AttentionBits, PlansByHeadEqualRunsOfThosePlans) {
 }
 
 // Scales of one head's plan are its own, whatever the others share; `tensor` looks at all heads, alike in both runs.
-TEST(AttentionBits, SharedScalesByHeadEqualRunsOfThosePlans) {
+TEST(AttentionBits, shared_scales_by_head_equal_runs_of_those_plans) {
   const Problem p = make_problem({{2, 4, 4, 70, 70, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
   std::vector<PrecisionPlan> plans;
   for (const char* text :
@@ -132,7 +132,7 @@ TEST(AttentionBits, SharedScalesByHeadEqualRunsOfThosePlans) {
 }
 
 // The same values in another layout, inputs and outputs both.
-TEST(AttentionBits, StridesNeverChangeOne) {
+TEST(AttentionBits, strides_never_change_one) {
   for (const char* plan : {"fp32", "bf16_all", "flash2,stabiliser=consistent,row_sum=bf16/stochastic"}) {
     const Case base{{2, 3, 3, 35, 35, 24}, {.fill = Fill::fp32_normal, .causal = true, .tile_keys = 16}, ""};
     const Problem plain = make_problem(base);
@@ -184,7 +184,7 @@ TEST(AttentionBits, StridesNeverChangeOne) {
 }
 
 // A zero adds nothing to any sum; the definition agrees with itself, too. Random numbers are numbered by feature: no plan draws.
-TEST(AttentionBits, ValuesOfAnotherSizeEqualTheProblemFilledWithZeros) {
+TEST(AttentionBits, values_of_another_size_equal_the_problem_filled_with_zeros) {
   for (const cases::Narrowed& c : cases::kNarrowed) {
     const Problem wide = c.wide(), narrow = c.narrow();
     ASSERT_NE(narrow.in.v.shape[3], narrow.in.q.shape[3]);
@@ -204,7 +204,7 @@ TEST(AttentionBits, ValuesOfAnotherSizeEqualTheProblemFilledWithZeros) {
 }
 
 // A sequence with lengths is the shorter problem, but for random numbers: their names count all rows.
-TEST(AttentionBits, LengthsEqualRunsOfTheShorterProblem) {
+TEST(AttentionBits, lengths_equal_runs_of_the_shorter_problem) {
   for (const char* case_name : {"ragged", "masked_ragged"})
     for (const char* text :
          {"fp32", "bf16_all", "fp8", "flash2,stabiliser=paper", "bf16_all,stabiliser=consistent",

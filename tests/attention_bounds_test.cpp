@@ -51,7 +51,7 @@ class EachCase : public testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Attention, EachCase, testing::ValuesIn(kCases),
                          [](const auto& tested) { return std::string(tested.param.name); });
 
-TEST_P(EachCase, Fp32IsWithinFp32sBoundUnderEveryStabiliser) {
+TEST_P(EachCase, fp32_is_within_fp32s_bound_under_every_stabiliser) {
   const Problem p = make_problem(GetParam());
   Definition exact(p);
   for (Stabiliser stabiliser : kStabilisers)
@@ -64,7 +64,7 @@ TEST_P(EachCase, Fp32IsWithinFp32sBoundUnderEveryStabiliser) {
     }
 }
 
-TEST_P(EachCase, RoundedPlansAreWithinTheirFormatsBound) {
+TEST_P(EachCase, rounded_plans_are_within_their_formats_bound) {
   const Problem p = make_problem(GetParam());
   Definition exact(p);
   for (const char* plan : {"flash2", "bf16_all", "flash2,row_sum=bf16,keel=0.01", "bf16_all,shifted=fp32"})
@@ -75,7 +75,7 @@ TEST_P(EachCase, RoundedPlansAreWithinTheirFormatsBound) {
     }
 }
 
-TEST(AttentionBounds, TensorCoreProductsAreWithinTheirBound) {
+TEST(AttentionBounds, tensor_core_products_are_within_their_bound) {
   for (const char* case_name : {"plain", "odd_65", "grouped", "ties_tail", "masked_ragged"}) {
     SCOPED_TRACE(case_name);
     const Problem p = make_problem(find_case(case_name));
@@ -85,7 +85,7 @@ TEST(AttentionBounds, TensorCoreProductsAreWithinTheirBound) {
   }
 }
 
-TEST(AttentionBounds, Fp8IsWithinItsFormatsBound) {
+TEST(AttentionBounds, fp8_is_within_its_formats_bound) {
   for (const char* case_name : {"plain", "odd_129", "masked_rows", "one_signed", "ties_tail"}) {
     SCOPED_TRACE(case_name);
     Problem p = make_problem(find_case(case_name));
@@ -113,7 +113,7 @@ bool is_tight(const Bounds& bounds, const AttentionReference& exact, const Case&
   return rms(bounds.dq) < 2e-2 * rms(exact.dq) && rms(bounds.dk) < 2e-2 * rms(exact.dk);
 }
 
-TEST(AttentionBounds, AreTightForFp32) {
+TEST(AttentionBounds, are_tight_for_fp32) {
   for (const Case& c : kCases) {
     SCOPED_TRACE(c.name);
     const Problem p = make_problem(c);
@@ -130,7 +130,7 @@ Bounds scaled(Bounds bounds, double factor) {
 
 // Wrong on purpose: a bound of every output that is too small is exceeded, and one that is too large is not tight. So the
 // bounds are known to a factor of 1,000 both ways.
-TEST(AttentionBounds, TooSmallOrTooLargeAreFound) {
+TEST(AttentionBounds, too_small_or_too_large_are_found) {
   const Case& c = find_case("odd_65");
   const Problem p = make_problem(c);
   const AttentionProblem config = p.with(PrecisionPlan{});
@@ -142,7 +142,7 @@ TEST(AttentionBounds, TooSmallOrTooLargeAreFound) {
   EXPECT_FALSE(is_tight(scaled(bounds, 1e3), exact, c));
 }
 
-TEST(AttentionBounds, ANumberThatIsNoneIsOutsideEveryBound) {
+TEST(AttentionBounds, a_number_that_is_none_is_outside_every_bound) {
   const Problem p = make_problem(find_case("plain"));
   const AttentionProblem config = p.with(PrecisionPlan{});
   const AttentionReference exact = attention_reference(config, p.in, p.grad_output);
@@ -158,7 +158,7 @@ double ratio_of(const AttentionProblem& ran, const AttentionProblem& meant, cons
       .largest();
 }
 
-TEST(AttentionBounds, FindWrongMathematics) {
+TEST(AttentionBounds, find_wrong_mathematics) {
   const Problem p =
       make_problem({{1, 4, 2, 40, 40, 32}, {.causal = true, .softcap = 4, .tile_keys = 16}, ""});
   AttentionProblem meant = p.with(parse_plan("fp32,keel=1e-4"));
@@ -178,7 +178,7 @@ TEST(AttentionBounds, FindWrongMathematics) {
   EXPECT_GT(ratio_of(ran, meant, p), 1) << "scale";
 }
 
-TEST(AttentionBounds, FindAnySiteOfFp32RoundedToTf32OrLess) {
+TEST(AttentionBounds, find_any_site_of_fp32_rounded_to_tf32_or_less) {
   const Problem p = make_problem({{1, 2, 2, 24, 24, 16}, {.fill = Fill::fp32_normal, .tile_keys = 16}, ""});
   for (int s = 0; s < kSiteCount; ++s) {
     PrecisionPlan plan;

@@ -135,7 +135,7 @@ std::vector<Invalid> invalid_problems() {
   };
 }
 
-TEST(AttentionProblem, WhatTheDefinitionDoesNotAllowIsRefusedEverywhereWithTheSameWords) {
+TEST(AttentionProblem, what_the_definition_does_not_allow_is_refused_everywhere_with_the_same_words) {
   for (const Invalid& invalid : invalid_problems()) {
     SCOPED_TRACE(invalid.words);
     AttentionProblem p = valid();
@@ -172,7 +172,7 @@ TEST(AttentionProblem, WhatTheDefinitionDoesNotAllowIsRefusedEverywhereWithTheSa
 }
 
 // The calls on views take their sizes from the tensors; what is left is checked by the same check.
-TEST(AttentionProblem, CallsOnViewsRefuseTheSame) {
+TEST(AttentionProblem, calls_on_views_refuse_the_same) {
   Tensor<float> q({kB, kH, kT, kD}), k({kB, kG, kN, kD});
   const AttentionInputs in{q.view(), k.view(), k.view()};
   AttentionBuffers buffers(in, /*with_facts=*/false);
@@ -191,7 +191,7 @@ TEST(AttentionProblem, CallsOnViewsRefuseTheSame) {
   }
 }
 
-TEST(AttentionProblem, IsCompleted) {
+TEST(AttentionProblem, is_completed) {
   AttentionProblem p = valid();
   p.D = 64;
   EXPECT_EQ(complete(p).scale, 0.125f);

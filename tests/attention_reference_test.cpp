@@ -81,7 +81,7 @@ void expect_gradients_by_differences(const AttentionProblem& config, Problem& p,
           out.dsinks);
 }
 
-TEST(AttentionReference, GradientsWithSlopesSinksAndAGradientOfL) {
+TEST(AttentionReference, gradients_with_slopes_sinks_and_a_gradient_of_l) {
   for (bool causal : {false, true}) {
     Problem p = make_problem({{2, 2, 1, 4, 5, 3}, {.causal = causal}, "forms"});
     std::vector<float> slopes = {0.5f, 0.125f}, sinks = {0.25f, -1};
@@ -97,7 +97,7 @@ TEST(AttentionReference, GradientsWithSlopesSinksAndAGradientOfL) {
 }
 
 // By hand: one row, two keys, no scores from q and k.
-TEST(AttentionReference, SlopesAndSinksByHand) {
+TEST(AttentionReference, slopes_and_sinks_by_hand) {
   Problem p = make_problem({{1, 1, 1, 1, 3, 1}, {}, "by_hand"});
   for (int64_t j = 0; j < 3; ++j)
     *p.k().at(0, 0, j, 0) = 0, *p.v().at(0, 0, j, 0) = static_cast<float>(1 << j);
@@ -111,7 +111,7 @@ TEST(AttentionReference, SlopesAndSinksByHand) {
   EXPECT_NEAR(out.o.values()[0], (std::exp(-4) + 2 * std::exp(-2) + 4) / l, 1e-14);
 }
 
-TEST(AttentionReference, GradientsAreThoseOfFiniteDifferences) {
+TEST(AttentionReference, gradients_are_those_of_finite_differences) {
   const Case small[] = {
       {{1, 1, 1, 4, 5, 3}, {}, "plain"},
       {{1, 2, 1, 5, 7, 3}, {.causal = true}, "grouped, causal"},
@@ -132,14 +132,14 @@ TEST(AttentionReference, GradientsAreThoseOfFiniteDifferences) {
     }
 }
 
-TEST(AttentionReference, EachHeadHasTheKeelOfItsOwnPlan) {
+TEST(AttentionReference, each_head_has_the_keel_of_its_own_plan) {
   Problem p = make_problem({{1, 4, 2, 3, 4, 3}, {}, ""});
   expect_gradients_by_differences(
       p.with({plan_with_keel(0), plan_with_keel(0.5f), plan_with_keel(1), plan_with_keel(0)}), p);
 }
 
 // With one-hot keys dQ_ij = dS_ij / a: the rows of dS lie open.
-TEST(AttentionReference, RowsOfTheScoreGradientSumToZero) {
+TEST(AttentionReference, rows_of_the_score_gradient_sum_to_zero) {
   const Problem p = make_problem(cases::find_case("ties_tail"));
   const AttentionReference out = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
   for (int64_t h = 0; h < p.shape.H; ++h)
@@ -154,7 +154,7 @@ TEST(AttentionReference, RowsOfTheScoreGradientSumToZero) {
     }
 }
 
-TEST(AttentionReference, KeelIsAChangeOfDeltaAndOfNothingElse) {
+TEST(AttentionReference, keel_is_a_change_of_delta_and_of_nothing_else) {
   const double z = 0.375;
   const Problem p = make_problem(cases::find_case("ties_tail"));
   const AttentionReference without = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
@@ -179,7 +179,7 @@ TEST(AttentionReference, KeelIsAChangeOfDeltaAndOfNothingElse) {
 }
 
 // The same vector added to every key adds the same number to every score of a row: softmax does not see it.
-TEST(AttentionReference, DoesNotSeeAConstantAddedToARowOfScores) {
+TEST(AttentionReference, does_not_see_a_constant_added_to_a_row_of_scores) {
   Problem p = make_problem({{1, 2, 1, 20, 30, 8}, {.causal = true}, ""});
   const AttentionReference before = attention_reference(p.with(PrecisionPlan{}), p.in, p.grad_output);
   std::vector<double> added(8);
@@ -205,7 +205,7 @@ TEST(AttentionReference, DoesNotSeeAConstantAddedToARowOfScores) {
     }
 }
 
-TEST(AttentionReference, ProbabilitiesSumToOne) {
+TEST(AttentionReference, probabilities_sum_to_one) {
   // With V all ones O is the sum of the probabilities.
   for (const char* name : {"huge", "hundred", "max_tiny", "masked"}) {
     Problem p = make_problem(cases::find_case(name));
@@ -215,7 +215,7 @@ TEST(AttentionReference, ProbabilitiesSumToOne) {
   }
 }
 
-TEST(AttentionReference, RowsThatSeeNoKeyAreZeroAndTouchNothing) {
+TEST(AttentionReference, rows_that_see_no_key_are_zero_and_touch_nothing) {
   for (const char* name : {"masked_rows", "rows_over_keys", "masked_ragged", "ragged"}) {
     SCOPED_TRACE(name);
     const Problem p = make_problem(cases::find_case(name));
@@ -255,7 +255,7 @@ TEST(AttentionReference, RowsThatSeeNoKeyAreZeroAndTouchNothing) {
   }
 }
 
-TEST(AttentionReference, GroupsShareKeysAndValues) {
+TEST(AttentionReference, groups_share_keys_and_values) {
   // 6 heads on 2 key/value heads: as 6 on 6 with every key head three times over.
   const Problem grouped = make_problem(cases::find_case("grouped"));
   Case spread = cases::find_case("grouped");
@@ -285,7 +285,7 @@ TEST(AttentionReference, GroupsShareKeysAndValues) {
     }
 }
 
-TEST(AttentionReference, DoesNotDependOnTheThreadCount) {
+TEST(AttentionReference, does_not_depend_on_the_thread_count) {
   const Problem p = make_problem(cases::find_case("grouped"));
   const int threads = thread_count();
   set_thread_count(1);
@@ -299,14 +299,14 @@ TEST(AttentionReference, DoesNotDependOnTheThreadCount) {
 
 // --- problem_of ----------------------------------------------------------------------------------
 
-TEST(AttentionProblem, FillsInTheScale) {
+TEST(AttentionProblem, fills_in_the_scale) {
   Problem p = make_problem({{1, 1, 1, 1, 1, 64}, {}, ""});
   EXPECT_EQ(problem_of(p.with(PrecisionPlan{}), p.in).scale, 0.125f);
   p.config.scale = -3;
   EXPECT_EQ(problem_of(p.with(PrecisionPlan{}), p.in).scale, -3.0f);
 }
 
-TEST(AttentionProblem, KeyRangeIsItsDefinition) {
+TEST(AttentionProblem, key_range_is_its_definition) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   Problem p = make_problem({{1, 1, 1, 9, 8, 1}, {}, ""});
   AttentionProblem shape = problem_of(p.with(PrecisionPlan{}), p.in);
@@ -334,7 +334,7 @@ TEST(AttentionProblem, KeyRangeIsItsDefinition) {
             }
 }
 
-TEST(AttentionProblem, EveryBadRequestIsAnErrorThatSaysWhatWasExpected) {
+TEST(AttentionProblem, every_bad_request_is_an_error_that_says_what_was_expected) {
   static const std::vector<int32_t> negative = {-1}, long_rows = {6}, long_keys = {8};
   struct Bad {
     const char* what;
@@ -391,7 +391,7 @@ TEST(AttentionProblem, EveryBadRequestIsAnErrorThatSaysWhatWasExpected) {
   }
 }
 
-TEST(AttentionReference, RefusesAGradientOfAnotherShape) {
+TEST(AttentionReference, refuses_a_gradient_of_another_shape) {
   const Problem p = make_problem({{1, 4, 2, 5, 7, 3}, {}, ""});
   View<const float> grad = p.grad_output;
   grad.shape[2] = 4;
@@ -400,7 +400,7 @@ TEST(AttentionReference, RefusesAGradientOfAnotherShape) {
 
 // --- AttentionBuffers ----------------------------------------------------------------------------
 
-TEST(AttentionBuffers, HoldsEverythingAndTheFactsOnRequest) {
+TEST(AttentionBuffers, holds_everything_and_the_facts_on_request) {
   const Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
   using Shape = std::array<int64_t, 4>;
   for (bool with_facts : {false, true}) {

@@ -23,7 +23,7 @@ using namespace attention_runs;
 using cases::find_case;
 using cases::kCases;
 
-TEST(AttentionRows, ThatSeeNoKeyAreZeroUnderEveryStabiliser) {
+TEST(AttentionRows, that_see_no_key_are_zero_under_every_stabiliser) {
   for (const char* case_name : {"masked_rows", "rows_over_keys", "masked_ragged", "ties_masked"})
     for (const char* text : {"fp32", "flash2", "bf16_all", "fp8"})
       for (Stabiliser stabiliser : kStabilisers) {
@@ -64,7 +64,7 @@ TEST(AttentionRows, ThatSeeNoKeyAreZeroUnderEveryStabiliser) {
       }
 }
 
-TEST(AttentionRows, CountTheirTiesOverAllTilesAndOverVisibleKeysAlone) {
+TEST(AttentionRows, count_their_ties_over_all_tiles_and_over_visible_keys_alone) {
   for (const char* case_name :
        {"ties", "ties_tail", "ties_across", "ties_masked", "ties_causal", "max_zero", "max_tiny", "hundred",
         "huge", "offset", "plain", "softcap_hard", "masked_ragged"})
@@ -95,7 +95,7 @@ TEST(AttentionRows, CountTheirTiesOverAllTilesAndOverVisibleKeysAlone) {
       }
 }
 
-TEST(AttentionRows, WithLargeScoresStayFiniteUnderEveryStabiliserButPaper) {
+TEST(AttentionRows, with_large_scores_stay_finite_under_every_stabiliser_but_paper) {
   for (const char* case_name : {"hundred", "huge", "offset", "max_zero", "max_tiny", "subnormal"})
     for (const char* text : {"fp32", "flash2", "bf16_all", "fp8,q=fp32,k=fp32"})
       for (Stabiliser stabiliser : kStabilisers)
@@ -112,7 +112,7 @@ TEST(AttentionRows, WithLargeScoresStayFiniteUnderEveryStabiliserButPaper) {
 }
 
 // The holes of the published rule, each visible in `paper` and closed in `paper_capped`.
-TEST(AttentionRows, PaperUnderflowsOnLargeScoresAndPaperCappedDoesNot) {
+TEST(AttentionRows, paper_underflows_on_large_scores_and_paper_capped_does_not) {
   Case c = find_case("huge");
   c.tile_keys = 0;
   const Problem p = make_problem(c);
@@ -161,7 +161,7 @@ LargestProbs largest_probs(const Problem& p, const AttentionProblem& config, int
   return largest;
 }
 
-TEST(AttentionRows, PaperDoesNotSeeTiesAcrossTilesAndPaperCappedDoes) {
+TEST(AttentionRows, paper_does_not_see_ties_across_tiles_and_paper_capped_does) {
   Case c = find_case("ties_across");
   c.tile_keys = c.N / 2;  // one of the tied keys in each
   const Problem p = make_problem(c);
@@ -178,7 +178,7 @@ TEST(AttentionRows, PaperDoesNotSeeTiesAcrossTilesAndPaperCappedDoes) {
   }
 }
 
-TEST(AttentionRows, PaperLeavesAMaximumOfZeroOrNearlyZeroAndPaperCappedDoesNot) {
+TEST(AttentionRows, paper_leaves_a_maximum_of_zero_or_nearly_zero_and_paper_capped_does_not) {
   for (const char* case_name : {"max_zero", "max_tiny"}) {
     SCOPED_TRACE(case_name);
     Case c = find_case(case_name);
@@ -198,7 +198,7 @@ TEST(AttentionRows, PaperLeavesAMaximumOfZeroOrNearlyZeroAndPaperCappedDoesNot) 
   }
 }
 
-TEST(AttentionRows, PaperShiftsTiesWithinATile) {
+TEST(AttentionRows, paper_shifts_ties_within_a_tile) {
   Case c = find_case("ties_tail");
   c.tile_keys = 0;
   const Problem p = make_problem(c);
@@ -226,7 +226,7 @@ TEST(AttentionRows, PaperShiftsTiesWithinATile) {
 
 // Rows still differ where the rule asks for one shift in all of them: by its lower bound (a maximum of 0) or its upper one
 // (large scores). A common shift would be a fixed offset, with a bias of its own.
-TEST(AttentionRows, PaperCappedGivesEveryRowItsOwnShift) {
+TEST(AttentionRows, paper_capped_gives_every_row_its_own_shift) {
   for (const char* case_name : {"max_zero", "huge"}) {
     SCOPED_TRACE(case_name);
     const Problem p = make_problem(find_case(case_name));
@@ -248,7 +248,7 @@ TEST(AttentionRows, PaperCappedGivesEveryRowItsOwnShift) {
   }
 }
 
-TEST(AttentionRows, DitherShiftsEachByItsOwnPartOfLog2) {
+TEST(AttentionRows, dither_shifts_each_by_its_own_part_of_log2) {
   const Problem p = make_problem(find_case("ties_tail"));
   const AttentionBuffers got = run(p.with(plan_of("flash2", Stabiliser::dither)), p);
   std::set<float> shifts;
@@ -267,7 +267,7 @@ TEST(AttentionRows, DitherShiftsEachByItsOwnPartOfLog2) {
 }
 
 // Of an O-bar and l that were never rounded; in FP32, or in a format of its own.
-TEST(AttentionRows, WideOutputKeepsMoreOfOForDelta) {
+TEST(AttentionRows, wide_output_keeps_more_of_o_for_delta) {
   const Problem p = make_problem(find_case("plain"));
   for (Stabiliser stabiliser : {Stabiliser::wide_output, Stabiliser::consistent})
     for (int bits : {23, 15}) {

@@ -58,7 +58,7 @@ constexpr SiteReach kReach[] = {
 };
 static_assert(std::size(kReach) == kSiteCount);
 
-TEST(AttentionSites, EachIsASwitchThatReachesItsOutputsAndNoOther) {
+TEST(AttentionSites, each_is_a_switch_that_reaches_its_outputs_and_no_other) {
   for (int64_t tile_keys : {0, 16}) {
     const Problem p = make_problem(
         {{1, 2, 2, 24, 40, 16}, {.fill = Fill::fp32_normal, .causal = true, .tile_keys = tile_keys}, ""});
@@ -91,7 +91,7 @@ TEST(AttentionSites, EachIsASwitchThatReachesItsOutputsAndNoOther) {
   }
 }
 
-TEST(AttentionSites, TheObserverSeesWhatRoundToMakesAtEverySite) {
+TEST(AttentionSites, the_observer_sees_what_round_to_makes_at_every_site) {
   for (const char* case_name :
        {"odd_65", "grouped", "masked_rows", "ragged", "softcap", "ties_tail", "tiny_tiles"})
     for (const char* text :
@@ -113,7 +113,7 @@ TEST(AttentionSites, TheObserverSeesWhatRoundToMakesAtEverySite) {
 
 // What belongs to one (batch, head, row, column) comes once in a forward and backward, whatever the threads. The sites
 // row_sum and pv come once for each tile of keys. Masked scores come as -inf, their probabilities as 0.
-TEST(AttentionSites, TheObserverSeesEveryElementOnce) {
+TEST(AttentionSites, the_observer_sees_every_element_once) {
   const int threads = thread_count();
   for (const char* case_name : {"odd_65", "grouped", "masked_rows", "ragged", "tiny_tiles"})
     for (int count : {1, 8}) {
@@ -282,7 +282,7 @@ class SiteChain {
   int64_t b_ = 0, h_ = 0, g_ = 0, first_head_ = 0;
 };
 
-TEST(AttentionSites, EachFollowsFromTheOnesBefore) {
+TEST(AttentionSites, each_follows_from_the_ones_before) {
   const Problem p =
       make_problem({{2, 4, 2, 21, 37, 24}, {.fill = Fill::fp32_normal, .causal = true, .tile_keys = 0}, ""});
   PrecisionPlan plan;
@@ -360,7 +360,7 @@ NaiveHead naive_head(const PrecisionPlan& plan, const Problem& p, int64_t b, int
 
 // Scores tie exactly or lie 200 apart, so every exponential is 1 or 0; what the backward pass makes of
 // exp(-log n) is rounded to bf16 before it is used.
-TEST(AttentionSites, ANaiveHeadHasTheSameBits) {
+TEST(AttentionSites, a_naive_head_has_the_same_bits) {
   for (const char* case_name : {"ties", "pairs"})
     for (const char* text :
          {"flash2", "bf16_all", "bf16_all,row_sum=e5m2,pv=e4m3", "flash2,delta=bf16,v=e4m3", "fp8,probs=e5m2",
@@ -391,7 +391,7 @@ TEST(AttentionSites, ANaiveHeadHasTheSameBits) {
 }
 
 // The paper's worked example: two tied scores, two values of one sign, O-bar rounded to bf16.
-TEST(AttentionSites, ThePapersExample) {
+TEST(AttentionSites, the_papers_example) {
   Problem p = make_problem({{1, 1, 1, 1, 2, 1}, {.tile_keys = 0}, ""});
   *p.q().at(0, 0, 0) = 0;
   *p.v().at(0, 0, 0) = -2.4071154594421387f;
@@ -407,7 +407,7 @@ TEST(AttentionSites, ThePapersExample) {
 }
 
 // consistent: P of the backward pass is the forward's Pb, rounded alike, over the sum of just those.
-TEST(AttentionSites, ConsistentUsesTheForwardsOwnProbabilities) {
+TEST(AttentionSites, consistent_uses_the_forwards_own_probabilities) {
   for (const char* text : {"flash2", "bf16_all", "fp8", "flash2,probs=e5m2/stochastic"})
     for (int64_t tile_keys : {0, 16}) {
       SCOPED_TRACE(std::string(text) + ", tile_keys " + std::to_string(tile_keys));
@@ -437,7 +437,7 @@ TEST(AttentionSites, ConsistentUsesTheForwardsOwnProbabilities) {
     }
 }
 
-TEST(AttentionSites, RandomNumbersAreNamedBySeedStepLayerBatchAndHead) {
+TEST(AttentionSites, random_numbers_are_named_by_seed_step_layer_batch_and_head) {
   const Problem p = make_problem({{2, 2, 2, 32, 32, 16}, {}, ""});
   AttentionProblem config =
       p.with(parse_plan("fp32,output=e5m2/stochastic,output_for_delta=e5m2/stochastic"));
@@ -465,7 +465,7 @@ TEST(AttentionSites, RandomNumbersAreNamedBySeedStepLayerBatchAndHead) {
 }
 
 // As SiteObserver promises: no two calls at once for one (batch, head, row) of queries, nor of keys.
-TEST(AttentionSites, TheObserverIsCalledForARowFromOneThreadAtATime) {
+TEST(AttentionSites, the_observer_is_called_for_a_row_from_one_thread_at_a_time) {
   class Guard : public SiteObserver {
    public:
     explicit Guard(const Case& c) : shape_(c), busy_(size_of(2 * c.B * c.H * std::max(c.T, c.N))) {}
@@ -498,7 +498,7 @@ TEST(AttentionSites, TheObserverIsCalledForARowFromOneThreadAtATime) {
   set_thread_count(threads);
 }
 
-TEST(AttentionSites, TheObserverNamesTheSiteThatRoundsHalvesAway) {
+TEST(AttentionSites, the_observer_names_the_site_that_rounds_halves_away) {
   const Problem p = make_problem(find_case("pairs"));
   for (Site planted : {Site::pv, Site::output, Site::output_for_delta}) {
     const PrecisionPlan meant = parse_plan(planted == Site::pv ? "bf16_all" : "flash2");
@@ -572,7 +572,7 @@ class SharedSite {
   int64_t tile_keys_;
 };
 
-TEST(AttentionSites, SharedScalesAreThoseOfTheirGroups) {
+TEST(AttentionSites, shared_scales_are_those_of_their_groups) {
   const Problem p = make_problem({{2, 4, 2, 100, 130, 40}, {.fill = Fill::fp32_normal, .causal = true}, ""});
   for (const char* text : {"q=int8*tile",
                            "k=e4m3*block32@e8m0",
@@ -618,7 +618,7 @@ TEST(AttentionSites, SharedScalesAreThoseOfTheirGroups) {
 
 // A pass reads its operands as if they had been rounded before: the forward pass q, k, v; the backward pass their second
 // readings, with the forward's m and l.
-TEST(AttentionSites, TheBackwardPassReadsItsOwnOperands) {
+TEST(AttentionSites, the_backward_pass_reads_its_own_operands) {
   const Problem p = make_problem({{1, 2, 2, 40, 40, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""});
   const PrecisionPlan apart =
       parse_plan("flash2,q=bf16,k=bf16,v=bf16,q_bwd=e5m2,k_bwd=e4m3,v_bwd=e3m2,grad_output_for_dprobs=e5m2");

@@ -45,7 +45,7 @@ ErrorStats output_error(const PrecisionPlan& plan, const Problem& p) {
   return stats;
 }
 
-TEST(Attention, OutputIsUnbiasedOnInputsWithoutASign) {
+TEST(Attention, output_is_unbiased_on_inputs_without_a_sign) {
   const Problem p = make_problem({{1, 64, 64, kSanitized ? 16 : 64, 64, 32}, {.tile_keys = 16}, ""});
   for (const char* plan : {"fp32", "flash2", "bf16_all", "fp8", "flash2,row_sum=bf16"}) {
     const ErrorStats stats = output_error(parse_plan(plan), p);
@@ -56,13 +56,13 @@ TEST(Attention, OutputIsUnbiasedOnInputsWithoutASign) {
   }
 }
 
-TEST(Attention, OutputIsBiasedWhereThePaperSaysAndStochasticRoundingIsNot) {
+TEST(Attention, output_is_biased_where_the_paper_says_and_stochastic_rounding_is_not) {
   const Problem p = many_rows(Fill::pairs_tail);
   EXPECT_GT(output_error(plan_of("flash2", Stabiliser::none), p).z(), 4);
   EXPECT_LT(std::fabs(output_error(plan_of("fp32,output=bf16", Stabiliser::stochastic_output), p).z()), 4);
 }
 
-TEST(Attention, TheSignFindsHalvesRoundedAway) {
+TEST(Attention, the_sign_finds_halves_rounded_away) {
   const Problem p = many_rows(Fill::pairs);  // O half-way between two bf16 numbers half of the time
   const auto z = [&](const char* text) { return std::fabs(output_error(parse_plan(text), p).z()); };
   EXPECT_LT(z("fp32,output=bf16"), 4);
@@ -73,7 +73,7 @@ TEST(Attention, TheSignFindsHalvesRoundedAway) {
 
 // --- The residual --------------------------------------------------------------------------------
 
-TEST(AttentionResidual, IsTheSumOfTheScoreGradientsThatAreUsed) {
+TEST(AttentionResidual, is_the_sum_of_the_score_gradients_that_are_used) {
   for (const char* case_name : {"plain", "grouped", "masked_ragged", "ties_tail", "scale", "negative_scale"})
     for (const char* text :
          {"flash2", "bf16_all", "fp32", "bf16_all,dscores=e5m2", "flash2,stabiliser=zero_sum"}) {
@@ -127,7 +127,7 @@ double residual_over_noise(const PrecisionPlan& plan, const Problem& p) {
   return worst;
 }
 
-TEST(AttentionResidual, OfZeroSumIsFp32NoiseWhateverElseIsRounded) {
+TEST(AttentionResidual, of_zero_sum_is_fp32_noise_whatever_else_is_rounded) {
   for (const char* case_name : {"plain", "odd_129", "masked_ragged", "ties_tail", "sink", "one_signed",
                                 "offset", "hundred", "softcap", "softcap_flat", "scale"})
     for (const char* text : {"fp32", "flash2,dscores=fp32", "bf16_all,dscores=fp32",
@@ -148,7 +148,7 @@ ErrorStats residual_stats(const PrecisionPlan& plan, const Problem& p) {
   return stats;
 }
 
-TEST(AttentionResidual, OfFlash2IsBiasedByTiesATailAndOneSignAndZeroSumAndConsistentAreNot) {
+TEST(AttentionResidual, of_flash2_is_biased_by_ties_a_tail_and_one_sign_and_zero_sum_and_consistent_are_not) {
   const Problem p = many_rows(Fill::pairs_tail, 32);
   const ErrorStats flash2 = residual_stats(parse_plan("flash2"), p);
   EXPECT_GE(flash2.rows(), kSanitized ? 2000 : 20000);
@@ -162,7 +162,7 @@ TEST(AttentionResidual, OfFlash2IsBiasedByTiesATailAndOneSignAndZeroSumAndConsis
 
 // --- Inputs that are not numbers, outputs that are not there -------------------------------------
 
-TEST(AttentionInputsThatAreNotNumbers, AreAnErrorThatSaysWhere) {
+TEST(AttentionInputsThatAreNotNumbers, are_an_error_that_says_where) {
   for (float value : {kNan, kInfinity, -kInfinity}) {
     Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
     const AttentionProblem config = p.with(PrecisionPlan{});
@@ -193,7 +193,7 @@ TEST(AttentionInputsThatAreNotNumbers, AreAnErrorThatSaysWhere) {
   }
 }
 
-TEST(AttentionInputsThatAreNotNumbers, PoisonTheirOwnRowAloneWhereAllowed) {
+TEST(AttentionInputsThatAreNotNumbers, poison_their_own_row_alone_where_allowed) {
   for (const char* text : {"fp32", "flash2", "bf16_all"})
     for (Stabiliser stabiliser : kStabilisers) {
       SCOPED_TRACE(std::string(text) + " " + std::string(name(stabiliser)));
@@ -219,7 +219,7 @@ TEST(AttentionInputsThatAreNotNumbers, PoisonTheirOwnRowAloneWhereAllowed) {
     }
 }
 
-TEST(AttentionOutputs, AreAllWritten) {
+TEST(AttentionOutputs, are_all_written) {
   for (const Case& c : kCases) {
     SCOPED_TRACE(c.name);
     const Problem p = make_problem(c);
@@ -232,7 +232,7 @@ TEST(AttentionOutputs, AreAllWritten) {
   }
 }
 
-TEST(AttentionOutputs, NotAskedForAreNotNeeded) {
+TEST(AttentionOutputs, not_asked_for_are_not_needed) {
   const Problem p = make_problem(find_case("grouped"));
   const AttentionProblem config = p.with(parse_plan("bf16_all,stabiliser=zero_sum"));
   const AttentionBuffers full = run(config, p);
@@ -244,7 +244,7 @@ TEST(AttentionOutputs, NotAskedForAreNotNeeded) {
   EXPECT_TRUE(same_bits(full.dk.values(), bare.dk.values()));
 }
 
-TEST(AttentionOutputs, OfAnotherShapeAreAnError) {
+TEST(AttentionOutputs, of_another_shape_are_an_error) {
   const Problem p = make_problem({{2, 4, 2, 5, 7, 3}, {}, ""});
   const AttentionProblem config = p.with(PrecisionPlan{});
   AttentionBuffers buffers(p.in, true);
@@ -278,7 +278,7 @@ TEST(AttentionOutputs, OfAnotherShapeAreAnError) {
             "[attention] expected a tensor for dv, got none");
 }
 
-TEST(AttentionOutputs, CentredKeysDoNotGoWithASoftCap) {
+TEST(AttentionOutputs, centred_keys_do_not_go_with_a_soft_cap) {
   const Problem p = make_problem(find_case("softcap"));
   EXPECT_NE(message_of([&] { run(p.with(plan_of("fp32", Stabiliser::centre_keys)), p); }).find("centre_keys"),
             std::string::npos);

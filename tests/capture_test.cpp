@@ -209,6 +209,18 @@ TEST_P(CaptureOfFamily, a_replay_captures_the_bits_of_the_run) {
   EXPECT_THROW(Replay(folder / "run", 10), DataError);  // the data is another
 }
 
+TEST_F(CaptureTest, a_replay_looks_at_the_batches_of_its_stretch_alone) {
+  const auto trainer = Trainer::start(folder / "run", tiny());
+  while (!trainer->done()) trainer->step();  // steps 0 to 11
+  const fs::path batches = folder / "run" / "batches.bin";
+  std::string text = read_whole_file(batches, 1 << 20);
+  text[text.size() - 8] ^= 1;  // of the last step
+  write_whole_file(batches, text);
+  EXPECT_THROW(Replay(folder / "run", 9), DataError);
+  EXPECT_THROW(Replay(folder / "run", 9, {}, {}, 12), DataError);
+  EXPECT_NO_THROW(Replay(folder / "run", 9, {}, {}, 11).run_to(11));
+}
+
 TEST_F(CaptureTest, a_watched_run_is_the_same_run_and_its_probes_find_the_planted_head) {
   RunConfig c = tiny();
   c.plan = "fp32; layer 1 head 1: row_sum=e5m2";

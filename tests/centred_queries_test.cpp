@@ -147,7 +147,7 @@ double largest_error(const std::vector<float>& found, const std::vector<double>&
   return found.size() == expected.size() ? error / size : 1e30;
 }
 
-TEST(CentredQueries, AreThoseOfTheFormulaWithRoundedOperands) {
+TEST(CentredQueries, are_those_of_the_formula_with_rounded_operands) {
   for (const char* text :
        {"fp32,queries=centred", "q=int8*tile,k=int8*tile,queries=centred",
         "q=int4*column,k=int4*column,queries=centred", "q=e4m3*head,k=e4m3,queries=centred,keys=centred",
@@ -186,7 +186,7 @@ TEST(CentredQueries, AreThoseOfTheFormulaWithRoundedOperands) {
 }
 
 // The loss as a function of q, whose mean is a function of q too: dQ = dS K has no part of the mean, dK has both.
-TEST(CentredQueries, GradientsAreThoseOfCalculus) {
+TEST(CentredQueries, gradients_are_those_of_calculus) {
   Head head{70, 74, 3, 0.6, {}, {}, {}, {}};
   cases::Draw draw(4, 0);
   for (auto* x : {&head.q, &head.d_o})
@@ -217,7 +217,7 @@ TEST(CentredQueries, GradientsAreThoseOfCalculus) {
 }
 
 // Nothing but the last places of FP32 in every form; and no sign is preferred.
-TEST(CentredQueries, ChangeNothingWhereNothingIsRounded) {
+TEST(CentredQueries, change_nothing_where_nothing_is_rounded) {
   double sum = 0, squares = 0, count = 0;
   for (const char* name : {"plain_fp32", "one_row", "odd_129", "grouped", "window", "rows_over_keys",
                            "ragged", "masked_rows", "softcap", "negative_scale", "packed", "tiny_tiles"}) {
@@ -248,7 +248,7 @@ TEST(CentredQueries, ChangeNothingWhereNothingIsRounded) {
 }
 
 // The rest of a problem goes with it: sinks, slopes, the gradient of L.
-TEST(CentredQueries, GoWithSinksAndSlopes) {
+TEST(CentredQueries, go_with_sinks_and_slopes) {
   const Problem p =
       with_common_parts({{1, 2, 2, 70, 80, 16}, {.fill = Fill::fp32_normal, .causal = true}, ""}, 1, 0.5f);
   AttentionProblem config = p.with(parse_plan("fp32,queries=centred"));
@@ -263,7 +263,7 @@ TEST(CentredQueries, GoWithSinksAndSlopes) {
 }
 
 // What it is for: four bits hold queries less their common part, and not the common part beside them.
-TEST(CentredQueries, KeepFourBitsForWhatDiffers) {
+TEST(CentredQueries, keep_four_bits_for_what_differs) {
   const Problem p =
       with_common_parts({{1, 4, 4, 128, 128, 64}, {.fill = Fill::fp32_normal, .causal = true}, ""}, 4, 0);
   const auto error = [&](const char* plan) {

@@ -45,7 +45,7 @@ bool has(const std::string& text, const std::string& part) { return text.find(pa
 // Every command and every part of one, with its options.
 Json all_commands() { return parse_json(run("help --json", " 2>/dev/null").text)["commands"]; }
 
-TEST(Cli, HelpOfEveryCommandHasAnExample) {
+TEST(Cli, help_of_every_command_has_an_example) {
   EXPECT_EQ(run("--help").code, 0);
   EXPECT_EQ(run("").code, 2);
   for (const Json& row : all_commands()) {
@@ -64,7 +64,7 @@ TEST(Cli, HelpOfEveryCommandHasAnExample) {
 }
 
 // An invalid request: exit code 2, and a message with what was found and what was expected.
-TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
+TEST(Cli, bad_requests_say_what_was_expected_and_found) {
   const struct {
     const char *arguments, *found, *expected;
   } table[] = {
@@ -120,7 +120,7 @@ TEST(Cli, BadRequestsSayWhatWasExpectedAndFound) {
   }
 }
 
-TEST(Cli, TwoDashesEndTheOptions) {
+TEST(Cli, two_dashes_end_the_options) {
   for (const char* command : {"verdict", "report", "watch", "sample", "forecast", "isolate"}) {
     const Outcome plain = run(std::string(command) + " /nowhere/run"),
                   dashes = run(std::string(command) + " -- /nowhere/run");
@@ -135,7 +135,7 @@ TEST(Cli, TwoDashesEndTheOptions) {
   EXPECT_EQ(run("verdict --").code, 2);
 }
 
-TEST(Cli, ADefaultIsSaidOnce) {
+TEST(Cli, a_default_is_said_once) {
   const Json commands = all_commands();
   for (const Json& row : commands)
     for (const Json& option : row["options"]) {
@@ -147,7 +147,7 @@ TEST(Cli, ADefaultIsSaidOnce) {
     }
 }
 
-TEST(Cli, AnUnknownCpuTargetIsNoTarget) {
+TEST(Cli, an_unknown_cpu_target_is_no_target) {
   const Outcome bad = run_program("EVENKEEL_CPU=nonsense " EVENKEEL_PROGRAM " info");
   EXPECT_EQ(bad.code, 2) << bad.text;
   EXPECT_TRUE(has(bad.text, "EVENKEEL_CPU: expected baseline, avx2 or avx512, found 'nonsense'")) << bad.text;
@@ -155,7 +155,7 @@ TEST(Cli, AnUnknownCpuTargetIsNoTarget) {
     EXPECT_EQ(run_program(std::string("EVENKEEL_CPU=") + good + " " + EVENKEEL_PROGRAM + " info").code, 0);
 }
 
-TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
+TEST(Cli, every_command_takes_json_and_its_errors_are_json) {
   for (const Json& row : all_commands()) {
     const std::string command = row["command"];
     if (command == "data") continue;  // its parts do
@@ -178,7 +178,7 @@ TEST(Cli, EveryCommandTakesJsonAndItsErrorsAreJson) {
 }
 
 // docs/reference.md's parts: every command, option, site, stabiliser, plan and record is in one of them.
-TEST(Cli, TheReferenceHasEveryRowOfTheTables) {
+TEST(Cli, the_reference_has_every_row_of_the_tables) {
   const std::string commands = run("help --markdown commands").text;
   const std::string options = run("help --markdown options").text;
   for (const Json& row : all_commands()) {
@@ -208,7 +208,7 @@ TEST(Cli, TheReferenceHasEveryRowOfTheTables) {
 }
 
 // What bash makes of the script, as if a person had typed these words and pressed Tab.
-TEST(Cli, BashCompletesCommandsAndOptions) {
+TEST(Cli, bash_completes_commands_and_options) {
   if (run_program("bash -c true").code != 0) GTEST_SKIP() << "no bash here";
   const auto completed = [](const std::string& words) {
     return run_program("bash -c 'eval \"$(" + std::string(EVENKEEL_PROGRAM) +
@@ -228,7 +228,7 @@ TEST(Cli, BashCompletesCommandsAndOptions) {
       EXPECT_TRUE(has(script, option["name"])) << row["command"] << " " << option["name"];
 }
 
-TEST(Cli, TheManualPageHasEveryOption) {
+TEST(Cli, the_manual_page_has_every_option) {
   const std::string page = run("help --man").text;
   EXPECT_TRUE(page.starts_with(".TH EVENKEEL 1")) << page.substr(0, 80);
   const auto roff = [](std::string text) {
@@ -243,13 +243,13 @@ TEST(Cli, TheManualPageHasEveryOption) {
     EXPECT_EQ(run("help --man", " | groff -man -ww -Tutf8 2>&1 >/dev/null").text, "");
 }
 
-TEST(Cli, AFolderWithoutARunIsNoReport) {
+TEST(Cli, a_folder_without_a_run_is_no_report) {
   const Outcome docs = run("report " + std::string(EVENKEEL_SOURCE_DIR) + "/docs -o /dev/null");
   EXPECT_EQ(docs.code, 3) << docs.text;
   EXPECT_TRUE(has(docs.text, "found neither config.toml nor metrics.jsonl")) << docs.text;
 }
 
-TEST(Cli, NamesThatAreNearAreSuggested) {
+TEST(Cli, names_that_are_near_are_suggested) {
   const std::vector<std::string_view> names = {"train", "data", "report", "--rows"};
   EXPECT_EQ(nearest_name("trian", names), "train");     // a swap
   EXPECT_EQ(nearest_name("trin", names), "train");      // one missing
@@ -260,7 +260,7 @@ TEST(Cli, NamesThatAreNearAreSuggested) {
   EXPECT_EQ(nearest_name(std::string(100'000, 'a'), names), "");
 }
 
-TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {
+TEST(Cli, conform_gives_json_and_its_verdict_as_exit_code) {
   const Outcome good =
       run("conform --plan flash2 --stabiliser zero_sum --case random --rows 64 --json", " 2>/dev/null");
   EXPECT_EQ(good.code, 0) << good.text;
@@ -272,7 +272,7 @@ TEST(Cli, ConformGivesJsonAndItsVerdictAsExitCode) {
   EXPECT_EQ(parse_json(bad.text)["plans"][0]["cases"][0]["verdict"], "NOISY");
 }
 
-TEST(Cli, ConformJudgesTheKernelOfALibrary) {
+TEST(Cli, conform_judges_the_kernel_of_a_library) {
 #if defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "minutes under a sanitizer; judge_test runs the same code";
 #endif
@@ -316,7 +316,7 @@ TEST(Cli, ConformJudgesTheKernelOfALibrary) {
 }
 
 // Whatever a kernel does to its process: a code that is not 0, and words that say where.
-TEST(Cli, AKernelCannotEndConformWithoutWords) {
+TEST(Cli, a_kernel_cannot_end_conform_without_words) {
   const std::string library = "conform --quick --rows 64 --case sink --library " EVENKEEL_FORM_KERNEL;
   for (const char* output : {"", " --json"}) {
     const Outcome exits = run(library + output + " --symbol exiting_kernel", " 2>&1");
@@ -332,7 +332,7 @@ TEST(Cli, AKernelCannotEndConformWithoutWords) {
 #endif
 }
 
-TEST(Cli, AnUnknownFamilyIsNamed) {
+TEST(Cli, an_unknown_family_is_named) {
   for (const char* kernel : {"", " --library " EVENKEEL_FORM_KERNEL}) {
     const Outcome found = run(std::string("conform --case sink --case nope") + kernel, " 2>&1");
     EXPECT_EQ(found.code, 2) << found.text;
@@ -341,7 +341,7 @@ TEST(Cli, AnUnknownFamilyIsNamed) {
 }
 
 // dlopen would wait for a writer. Nobody writes here: a program that opens it hangs, and the test with it.
-TEST(Cli, ALibraryThatIsNoFileIsRefused) {
+TEST(Cli, a_library_that_is_no_file_is_refused) {
   const std::string folder = testing::TempDir() + "evenkeel_library_" + std::to_string(getpid());
   std::filesystem::create_directories(folder);
   ASSERT_EQ(mkfifo((folder + "/fifo").c_str(), 0600), 0);
@@ -356,13 +356,13 @@ TEST(Cli, ALibraryThatIsNoFileIsRefused) {
   std::filesystem::remove_all(folder);
 }
 
-TEST(Cli, NoColourWithoutATerminal) {
+TEST(Cli, no_colour_without_a_terminal) {
   for (const char* arguments :
        {"explain 1 + 2 --to bf16", "conform --plan fp32 --case one_row --rows 64", "info"})
     EXPECT_EQ(run(arguments).text.find('\033'), std::string::npos) << arguments;
 }
 
-TEST(Cli, AFullDiskIsAnError) {
+TEST(Cli, a_full_disk_is_an_error) {
   if (std::FILE* full = std::fopen("/dev/full", "w")) {
     std::fclose(full);
     EXPECT_EQ(run("info", " > /dev/full 2>/dev/null").code, 3);
@@ -372,7 +372,7 @@ TEST(Cli, AFullDiskIsAnError) {
   }
 }
 
-TEST(Cli, InfoNamesTheKernels) {
+TEST(Cli, info_names_the_kernels) {
   const auto json = parse_json(run("info --json", " 2>/dev/null").text);
   EXPECT_TRUE(json.contains("version"));
   EXPECT_TRUE(json["kernels"] == "avx512" || json["kernels"] == "avx2" || json["kernels"] == "baseline");

@@ -28,7 +28,7 @@ void expect_near(const Tensor<double>& found, const Tensor<double>& exact, const
   }
 }
 
-TEST(AttentionTruth, IsTheDefinition) {
+TEST(AttentionTruth, is_the_definition) {
   for (const cases::Case& c : cases::kCases) {
     const cases::Problem p = cases::make_problem(c);
     const AttentionProblem config = p.with(PrecisionPlan{});
@@ -45,7 +45,7 @@ TEST(AttentionTruth, IsTheDefinition) {
 
 // What the definition does not have, by what it has. A sink is a key of that score whose value is 0. Narrow values are
 // wide ones without the last features. The gradient of L = log sum exp is keel's, 2 z L.
-TEST(AttentionTruth, TakesSinksNarrowValuesAndTheGradientOfTheLogSumExp) {
+TEST(AttentionTruth, takes_sinks_narrow_values_and_the_gradient_of_the_log_sum_exp) {
   const cases::Case narrow = cases::find_case("plain_fp32");
   cases::Problem p = cases::make_problem(narrow);
   const int64_t H = narrow.H, N = narrow.N, D = narrow.D, T = narrow.T;
@@ -110,7 +110,7 @@ TEST(AttentionTruth, TakesSinksNarrowValuesAndTheGradientOfTheLogSumExp) {
   }
 }
 
-TEST(AttentionTruth, TakesPackedSequences) {
+TEST(AttentionTruth, takes_packed_sequences) {
   const cases::Problem p = cases::make_problem(cases::find_case("plain"));  // (2, 2, 64, 64): 128 rows a head
   // Two sequences of 40 and 24 rows, 30 and 34 keys, in head 0 and 1 of the first batch entry.
   const std::vector<int32_t> rows{40, 24}, keys{30, 34}, row_starts{0, 40}, key_starts{0, 30};
@@ -174,7 +174,7 @@ std::vector<ConformPlan> judge(const std::vector<std::string>& texts,
   return plans;
 }
 
-TEST(Conform, FindsTheLeaksAndPassesTheRemedies) {
+TEST(Conform, finds_the_leaks_and_passes_the_remedies) {
   const auto plans = judge({"bf16_all", "flash2,row_sum=bf16", "flash2", "flash2,stabiliser=zero_sum",
                             "flash2,stabiliser=consistent", "bf16_all,stabiliser=zero_sum",
                             "bf16_all,stabiliser=consistent", "fp32"},
@@ -192,7 +192,7 @@ TEST(Conform, FindsTheLeaksAndPassesTheRemedies) {
 }
 
 // The loss's own curvature makes a residual of one sign of a rounding that has none, without any tie.
-TEST(Conform, FeedbackThroughTheLossIsBiased) {
+TEST(Conform, feedback_through_the_loss_is_biased) {
   const auto plans = judge({"flash2", "flash2,stabiliser=stochastic_output", "flash2,stabiliser=zero_sum",
                             "flash2,stabiliser=consistent"},
                            {"loss_feedback"});
@@ -204,7 +204,7 @@ TEST(Conform, FeedbackThroughTheLossIsBiased) {
 }
 
 // Faults planted under the exact remedy, each of a size that no test of the largest error would notice.
-TEST(Conform, CatchesPlantedBias) {
+TEST(Conform, catches_planted_bias) {
   const auto plans = judge(
       {"flash2,stabiliser=zero_sum,dscores=bf16/up", "flash2,stabiliser=zero_sum,delta=e8m15/toward_zero"},
       {"ties_2_tail"});
@@ -214,7 +214,7 @@ TEST(Conform, CatchesPlantedBias) {
   EXPECT_TRUE(plans[1].results[0].biased()) << plans[1].results[0].residual.z();
 }
 
-TEST(Conform, CatchesAKernelThatIsNotFinite) {
+TEST(Conform, catches_a_kernel_that_is_not_finite) {
   for (Tensor<float> AttentionBuffers::*output :
        {&AttentionBuffers::o, &AttentionBuffers::dq, &AttentionBuffers::dk, &AttentionBuffers::dv}) {
     std::vector<ConformPlan> plans = {{"fp32", parse_plan("fp32"), {}}};
@@ -255,7 +255,7 @@ int64_t only_key(const ConformInputs& inputs, int64_t h, int64_t i, double* gap 
   return key;
 }
 
-TEST(OneKey, RowsSeeOneAndTheirScoresAreFar) {
+TEST(OneKey, rows_see_one_and_their_scores_are_far) {
   for (const ConformCase& c : one_key_cases())
     for (const bool constant_feature : {false, true}) {
       const ConformInputs inputs(c, 3, 11, constant_feature);
@@ -288,7 +288,7 @@ TEST(OneKey, RowsSeeOneAndTheirScoresAreFar) {
 }
 
 // What is granted there is zero where the plan rounds nothing but 1 and V.
-TEST(OneKey, BoundsGrantRoundingsThatRoundSomething) {
+TEST(OneKey, bounds_grant_roundings_that_round_something) {
   const float v[] = {-1.5f, 0x1.02p0f};  // BF16 numbers, the second none of E4M3
   const auto bound = [&](const char* text) {
     AttentionProblem problem;
@@ -313,7 +313,7 @@ TEST(OneKey, BoundsGrantRoundingsThatRoundSomething) {
   EXPECT_LT(bound("flash2").arithmetic, 1e-4);
 }
 
-TEST(OneKey, OurPlansPass) {
+TEST(OneKey, our_plans_pass) {
   std::vector<ConformPlan> plans;
   for (const std::string& text : default_conform_plans()) plans.push_back({text, parse_plan(text), {}});
   for (const bool constant_feature : {false, true}) {
@@ -366,7 +366,7 @@ ConformKernel fused_exponent(bool wide) {
   };
 }
 
-TEST(OneKey, FindsAnExponentThatIsNotZeroAtTheLargestScore) {
+TEST(OneKey, finds_an_exponent_that_is_not_zero_at_the_largest_score) {
   for (const bool wide : {false, true})
     for (const bool constant_feature : {false, true}) {
       const char* const text = wide ? "flash2,stabiliser=wide_output" : "flash2";
@@ -397,7 +397,7 @@ std::vector<ConformResult> judge_spoiled(const char* plan,
   return plans[0].results;
 }
 
-TEST(Conform, NoNullKernelPassesInAnyFamily) {
+TEST(Conform, no_null_kernel_passes_in_any_family) {
   const auto fill = [](AttentionBuffers& b, float value) {
     for (Tensor<float>* tensor : {&b.o, &b.dq, &b.dk, &b.dv, &b.delta})
       std::fill(tensor->values().begin(), tensor->values().end(), value);
@@ -416,7 +416,7 @@ TEST(Conform, NoNullKernelPassesInAnyFamily) {
 }
 
 // Faults of the kind that kernels have: each is found in some family, whatever the plan grants.
-TEST(Conform, FindsOutputsThatAreNotWrittenOrWrong) {
+TEST(Conform, finds_outputs_that_are_not_written_or_wrong) {
   struct Fault {
     const char *name, *verdict;
     std::function<void(AttentionBuffers&)> plant;
@@ -443,7 +443,7 @@ TEST(Conform, FindsOutputsThatAreNotWrittenOrWrong) {
   }
 }
 
-TEST(Conform, NothingToJudgeIsAnErrorAndNoPass) {
+TEST(Conform, nothing_to_judge_is_an_error_and_no_pass) {
   std::vector<ConformPlan> plans = {{"fp32", parse_plan("fp32"), {}}}, none;
   EXPECT_FALSE(plans[0].passes());
   EXPECT_THROW(conform(plans, {}, 64, 1, conform_cpu_kernel, {}), std::invalid_argument);
@@ -451,7 +451,7 @@ TEST(Conform, NothingToJudgeIsAnErrorAndNoPass) {
   EXPECT_THROW(conform(plans, conform_cases(), 0, 1, conform_cpu_kernel, {}), std::invalid_argument);
 }
 
-TEST(Conform, EveryCaseRunsOnEveryStabiliser) {
+TEST(Conform, every_case_runs_on_every_stabiliser) {
   std::vector<ConformPlan> plans;
   for (std::string_view stabiliser : kStabiliserNames)
     plans.push_back(
@@ -472,7 +472,7 @@ TEST(Conform, EveryCaseRunsOnEveryStabiliser) {
 }
 
 // Right outputs stay within the bounds of every plan, and the bounds are not idle: rounding comes near them.
-TEST(Conform, RoundingStaysWithinItsWorstCase) {
+TEST(Conform, rounding_stays_within_its_worst_case) {
   std::vector<ConformPlan> plans;
   for (const char* plan :
        {"fp32", "flash2", "flash2,stabiliser=zero_sum", "flash2,accumulate=tensor_core", "bf16_all",
@@ -491,7 +491,7 @@ TEST(Conform, RoundingStaysWithinItsWorstCase) {
 }
 
 // The systems of papers, with and without the sum kept: every output within what their roundings explain.
-TEST(Conform, NamedPlansStayWithinTheirWorstCase) {
+TEST(Conform, named_plans_stay_within_their_worst_case) {
   std::vector<ConformPlan> plans;
   std::vector<std::string> names(kPlanNames.begin(), kPlanNames.end());
   names.insert(names.end(),
@@ -514,7 +514,7 @@ TEST(Conform, NamedPlansStayWithinTheirWorstCase) {
 }
 
 // Bounds follow a stabiliser's rules, whatever its name: a row of the table with other rules needs nothing else.
-TEST(Bounds, ReadTheRulesAndNotTheName) {
+TEST(Bounds, read_the_rules_and_not_the_name) {
   const cases::Problem p = cases::make_problem(cases::find_case("plain_fp32"));
   PrecisionPlan plan = parse_plan("flash2");
   const auto bounds_of = [&](const StabiliserRules& rules) {
@@ -541,7 +541,7 @@ TEST(Bounds, ReadTheRulesAndNotTheName) {
   }
 }
 
-TEST(Conform, InputsRepeat) {
+TEST(Conform, inputs_repeat) {
   for (const ConformCase& c : conform_cases()) {
     const ConformInputs first(c, 2, 5), second(c, 2, 5), other(c, 2, 6);
     EXPECT_EQ(first.q.values(), second.q.values()) << c.name;

@@ -75,7 +75,7 @@ class DataCommand : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(DataCommand, HelpHasAnExample) {
+TEST_F(DataCommand, help_has_an_example) {
   for (const char* what : {"", "prepare", "synth", "inspect"}) {
     const Output help = run(std::string(what) + " --help");
     EXPECT_EQ(help.code, 0);
@@ -83,7 +83,7 @@ TEST_F(DataCommand, HelpHasAnExample) {
   }
 }
 
-TEST_F(DataCommand, PrepareKeepsEveryByteInOrder) {
+TEST_F(DataCommand, prepare_keeps_every_byte_in_order) {
   write("text/b.txt", "The second.\n");
   write("text/a/one.txt", "The first \xFF\xC3 <|endoftext|>\n");
   write("text/picture.png", std::string("\x89PNG\0\0", 6));
@@ -107,7 +107,7 @@ TEST_F(DataCommand, PrepareKeepsEveryByteInOrder) {
         << entry.path();
 }
 
-TEST_F(DataCommand, TheSameTextGivesTheSameFiles) {
+TEST_F(DataCommand, the_same_text_gives_the_same_files) {
   // A file of several pieces and many small ones.
   write("text/large.txt", synthetic_text(1, 2'500'000));
   for (int i = 0; i < 150; ++i)
@@ -142,7 +142,7 @@ TEST_F(DataCommand, TheSameTextGivesTheSameFiles) {
   EXPECT_EQ(written, tokens);
 }
 
-TEST_F(DataCommand, ValidationIsEveryNthDocument) {
+TEST_F(DataCommand, validation_is_every_nth_document) {
   for (int i = 10; i < 30; ++i) write("text/" + std::to_string(i), "document " + std::to_string(i) + "\n");
   ASSERT_EQ(run("prepare --tokenizer bytes --val-share 0.1 --out out text").code, 0);
   EXPECT_EQ(decoded("out/val.bin"), "document 19\n<|endoftext|>document 29\n<|endoftext|>");
@@ -152,7 +152,7 @@ TEST_F(DataCommand, ValidationIsEveryNthDocument) {
   EXPECT_FALSE(fs::exists(at("out/val.bin")));
 }
 
-TEST_F(DataCommand, TheOutputFolderIsNoInput) {
+TEST_F(DataCommand, the_output_folder_is_no_input) {
   write("a.txt", "some text here");
   ASSERT_EQ(run("prepare --tokenizer bytes --val-share 0 --out out .").code, 0);
   const std::string before = read("out/train.bin");
@@ -161,14 +161,14 @@ TEST_F(DataCommand, TheOutputFolderIsNoInput) {
   EXPECT_EQ(decoded("out/train.bin").find("vocab"), std::string::npos);
 }
 
-TEST_F(DataCommand, SmallTextGivesFewerTokens) {
+TEST_F(DataCommand, small_text_gives_fewer_tokens) {
   write("a.txt", "abab abab");
   const Output output = run("prepare --tokenizer bpe:8192 --val-share 0 --out out a.txt");
   EXPECT_EQ(output.code, 0);
   EXPECT_NE(output.out.find("of the 8192 asked for"), std::string::npos) << output.out;
 }
 
-TEST_F(DataCommand, Synth) {
+TEST_F(DataCommand, synth) {
   ASSERT_EQ(run("synth --bytes 1500000 --seed 7 --out a.txt").code, 0);
   EXPECT_EQ(read("a.txt"), synthetic_text(7, 1500000));
   const Output json = run("synth --bytes 100 --out b.txt --json");
@@ -176,7 +176,7 @@ TEST_F(DataCommand, Synth) {
   EXPECT_EQ(read("b.txt"), synthetic_text(0, 100));
 }
 
-TEST_F(DataCommand, Inspect) {
+TEST_F(DataCommand, inspect) {
   write("text/a.txt", "to be or not to be\n");
   ASSERT_EQ(run("prepare --tokenizer bytes --val-share 0 --out out text").code, 0);
   const Output words = run("inspect out/train.bin --head 6");
@@ -198,7 +198,7 @@ TEST_F(DataCommand, Inspect) {
   EXPECT_NE(run("inspect plain").out.find("begins     5 6\n"), std::string::npos);
 }
 
-TEST_F(DataCommand, RefusesBadRequests) {
+TEST_F(DataCommand, refuses_bad_requests) {
   write("a.txt", "text");
   write("odd.bin", "abc");
   write("t.bin", std::string("\xFF\xFF", 2));
@@ -240,7 +240,7 @@ TEST_F(DataCommand, RefusesBadRequests) {
   EXPECT_EQ(read("a.txt"), "text");
 }
 
-TEST_F(DataCommand, AFullDiskLeavesTheOldFiles) {
+TEST_F(DataCommand, a_full_disk_leaves_the_old_files) {
   write("a.txt", synthetic_text(1, 100000));
   ASSERT_EQ(run("prepare --tokenizer bytes --out out a.txt").code, 0);
   const std::string before = read("out/train.bin");
@@ -255,7 +255,7 @@ TEST_F(DataCommand, AFullDiskLeavesTheOldFiles) {
 
 // A child that may take less memory than the text has bytes. (A file that is mapped to be read is no memory taken.) One
 // thread: each has pieces of text at hand.
-TEST_F(DataCommand, MemoryDoesNotGrowWithTheText) {
+TEST_F(DataCommand, memory_does_not_grow_with_the_text) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "sanitizers take memory of their own";
 #endif

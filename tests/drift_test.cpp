@@ -34,7 +34,7 @@ DriftPoint end_of(const char* plan, uint64_t seed = 1, int64_t steps = kSteps) {
   return run_drift(parse_plan(plan), settings).back();
 }
 
-TEST(Drift, ARoundedRowSumDerailsAndTheSumCures) {
+TEST(Drift, a_rounded_row_sum_derails_and_the_sum_cures) {
   if (kSteps < 900) GTEST_SKIP() << "too few steps under a sanitizer";
   for (uint64_t seed : {1, 2}) {
     const double healthy = end_of("fp32", seed).offset;
@@ -47,7 +47,7 @@ TEST(Drift, ARoundedRowSumDerailsAndTheSumCures) {
 }
 
 // The same error in delta hurts only where the loss has seen it too, or where it has one sign of itself.
-TEST(Drift, TheLossMakesTheBias) {
+TEST(Drift, the_loss_makes_the_bias) {
   if (kSteps < 900) GTEST_SKIP() << "too few steps under a sanitizer";
   EXPECT_GT(end_of("fp32,output=e8m2/stochastic").offset, 100);
   EXPECT_LT(end_of("fp32,output=e8m2/stochastic,output_for_delta=fp32").offset, 20);
@@ -56,7 +56,7 @@ TEST(Drift, TheLossMakesTheBias) {
   EXPECT_GT(end_of("fp32,output_for_delta=e8m2/toward_zero", 1, 2500).offset, 100);
 }
 
-TEST(Drift, RepeatsToTheBitForAnyThreadCount) {
+TEST(Drift, repeats_to_the_bit_for_any_thread_count) {
   const int threads = thread_count();
   set_thread_count(1);
   const DriftPoint one = end_of("bf16_all,row_sum=e5m2/stochastic");
@@ -86,7 +86,7 @@ double saturating(int64_t step) {
 }
 double growing(int64_t step) { return 20 + std::exp((static_cast<double>(step) - 1200) / 400); }
 
-TEST(Forecast, HealthyCoursesHaveNone) {
+TEST(Forecast, healthy_courses_have_none) {
   for (int64_t steps = 200; steps < 9000; steps += 100) {
     EXPECT_LT(of_course(steps, saturating).outlook, Outlook::drift) << steps;
     EXPECT_LT(of_course(steps, [](int64_t) { return 90.0; }).outlook, Outlook::drift) << steps;
@@ -101,7 +101,7 @@ TEST(Forecast, HealthyCoursesHaveNone) {
         << steps;
 }
 
-TEST(Forecast, AGrowingOffsetIsForecastBeforeItHarms) {
+TEST(Forecast, a_growing_offset_is_forecast_before_it_harms) {
   // Harmful (3547) at step 1200 + 400 ln 3527 = 4467. The loss suffers at ten times that: near step 5400.
   constexpr double kFailure = 5400;
   int64_t first = 0;
@@ -128,7 +128,7 @@ TEST(Forecast, AGrowingOffsetIsForecastBeforeItHarms) {
 }
 
 // Some drifts rest half way: GPT-2 124M stood at 4,870 for 9,000 steps before it failed.
-TEST(Forecast, ALargeOffsetIsDriftThoughItRests) {
+TEST(Forecast, a_large_offset_is_drift_though_it_rests) {
   const auto resting = [](double level) {
     return [=](int64_t s) { return std::min(level, 10 * std::exp(static_cast<double>(s) / 100)); };
   };
@@ -161,7 +161,7 @@ TEST(Forecast, ALargeOffsetIsDriftThoughItRests) {
 }
 
 // All of a healthy model's layers grow at first: 9, 87, 264 at steps 200, 600, 1,000 of GPT-2 124M, warm-up 500.
-TEST(Forecast, TheFirstGrowthIsNoDrift) {
+TEST(Forecast, the_first_growth_is_no_drift) {
   OffsetCourse course;
   ForecastTerms patient{500, harmful_offset(64, 7), "", 0, kForecastSettled * 500}, hasty = patient;
   hasty.settled = 0;
@@ -174,7 +174,7 @@ TEST(Forecast, TheFirstGrowthIsNoDrift) {
   EXPECT_TRUE(alarmed);  // the course is one that needs it
 }
 
-TEST(Forecast, NothingIsSaidOfNothing) {
+TEST(Forecast, nothing_is_said_of_nothing) {
   EXPECT_EQ(OffsetCourse().forecast(terms()).outlook, Outlook::too_short);
   EXPECT_EQ(of_course(kEvery, saturating).outlook, Outlook::too_short);   // one record
   EXPECT_EQ(of_course(kWarmup, saturating).outlook, Outlook::too_short);  // none behind the warm-up
@@ -189,7 +189,7 @@ TEST(Forecast, NothingIsSaidOfNothing) {
   EXPECT_EQ(in_words(forecast(RunRecords{})), "no forecast: no offsets are recorded");
 }
 
-TEST(Forecast, LongRecordsAreThinnedAndSayTheSame) {
+TEST(Forecast, long_records_are_thinned_and_say_the_same) {
   OffsetCourse dense, sparse;
   for (int64_t step = 0; step < 4000; ++step) {
     dense.take(step, growing(step));
@@ -201,7 +201,7 @@ TEST(Forecast, LongRecordsAreThinnedAndSayTheSame) {
   EXPECT_NEAR(a.failure, b.failure, 0.02 * b.failure);
 }
 
-TEST(Forecast, WhereRoundingHarms) {
+TEST(Forecast, where_rounding_harms) {
   EXPECT_NEAR(harmful_offset(64, kBf16.significand_bits), 3547, 1);
   EXPECT_NEAR(harmful_offset(128, kBf16.significand_bits), 3547 * std::sqrt(2), 2);
   EXPECT_EQ(harmful_offset(64, kFp32.significand_bits), harmful_offset(64, kBf16.significand_bits));
@@ -226,7 +226,7 @@ TEST(Forecast, WhereRoundingHarms) {
 }
 
 // A model whose heads have a size of their own: not the width over the heads.
-TEST(Forecast, TakesTheHeadSizeThatTheModelHas) {
+TEST(Forecast, takes_the_head_size_that_the_model_has) {
   const auto harmful = [](const std::string& more) {
     RunRecords run;
     run.config = parse_toml("[model]\nwidth = 256\nheads = 4\n" + more, "config.toml");
@@ -239,7 +239,7 @@ TEST(Forecast, TakesTheHeadSizeThatTheModelHas) {
 }
 
 // Healthy runs with keys of one stored bit came to an offset of 51, where rounding alone would move scores by one.
-TEST(Forecast, NoFormatMakesAHealthyOffsetHarmful) {
+TEST(Forecast, no_format_makes_a_healthy_offset_harmful) {
   RunRecords run;
   run.config = parse_toml("[attention]\nplan = \"nvfp4\"\n[model]\nwidth = 128\nheads = 4\n", "config.toml");
   const ForecastTerms found = forecast_terms(run);
@@ -279,7 +279,7 @@ std::optional<RunFailure> failure_of(const nlohmann::json& packed, int64_t to = 
 }
 
 // Against the study's own definition, which compares with a healthy twin.
-TEST(Failure, OfRecordedRuns) {
+TEST(Failure, of_recorded_runs) {
   const std::filesystem::path docs = std::filesystem::path(EVENKEEL_SOURCE_DIR) / "docs";
   std::map<std::string, nlohmann::json> runs;
   for (const auto& file : std::filesystem::directory_iterator(docs / "curves")) {
@@ -326,7 +326,7 @@ struct Planted {
 };
 double falling(int64_t step) { return 4 - 1e-5 * static_cast<double>(step); }
 
-TEST(Failure, IsDriftAndALossThatRose) {
+TEST(Failure, is_drift_and_a_loss_that_rose) {
   const auto drifting = [](int64_t s) { return s < 1000 ? 30.0 : 5000.0; };
   const auto level = [](int64_t) { return 30.0; };
   const auto risen = [](int64_t s) { return falling(s) * (s < 2000 ? 1 : 1.2); };
@@ -359,7 +359,7 @@ TEST(Failure, IsDriftAndALossThatRose) {
 }
 
 // Anyone's objective may be below zero, or zero.
-TEST(Failure, OfLossesBelowZero) {
+TEST(Failure, of_losses_below_zero) {
   const auto drifting = [](int64_t s) { return s < 1000 ? 30.0 : 5000.0; };
   const auto below = [](int64_t s) { return -falling(8000 - s); };  // falls from -3.92 on
   EXPECT_FALSE((Planted{below, drifting}.found(4000)));
@@ -371,7 +371,7 @@ TEST(Failure, OfLossesBelowZero) {
   EXPECT_FALSE((Planted{[](int64_t) { return 0.0; }, drifting}.found(4000)));
 }
 
-TEST(Failure, BesideATwinThatEnds) {
+TEST(Failure, beside_a_twin_that_ends) {
   const auto found = [](int64_t twin_ends, double rises_to) {
     FailureWatch watch;
     for (int64_t step = 0; step < 3000; ++step) {
@@ -390,7 +390,7 @@ TEST(Failure, BesideATwinThatEnds) {
   }
 }
 
-TEST(Failure, OfWhatIsNotANumber) {
+TEST(Failure, of_what_is_not_a_number) {
   const auto level = [](int64_t) { return 30.0; };
   const auto since = [](double bad, int64_t from, int64_t to = 1 << 30) {
     return [=](int64_t s) { return s >= from && s < to ? bad : 30.0; };
@@ -442,7 +442,7 @@ class ForecastCommand : public testing::Test {
   std::filesystem::path folder_;
 };
 
-TEST_F(ForecastCommand, SaysWhichHeadAndWhen) {
+TEST_F(ForecastCommand, says_which_head_and_when) {
   write(lines(3500, growing) + "{\"step\": 3500, \"offs");  // killed while it wrote
   const Output found = run();
   EXPECT_EQ(found.code, 1) << found.out;
@@ -456,7 +456,7 @@ TEST_F(ForecastCommand, SaysWhichHeadAndWhen) {
   EXPECT_EQ(json[0]["heads"].size(), 4u);
 }
 
-TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
+TEST_F(ForecastCommand, a_run_that_has_failed_gets_no_date) {
   write(lines(9000, growing, [](int64_t s) { return s < 5400 ? "2.0" : "2.6"; }));
   const Output found = run("--all");
   EXPECT_EQ(found.code, 1) << found.out;
@@ -466,8 +466,10 @@ TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
   EXPECT_EQ(found.out.find("next: "), std::string::npos) << "verdict needs a config.toml: " << found.out;
   write_whole_file(folder_ / "config.toml", "[model]\nlayers = 2\nheads = 2\n");
   EXPECT_NE(run().out.find("next: evenkeel verdict "), std::string::npos) << run().out;
+  EXPECT_EQ(parse_json(run("--json").out)[0]["next"], "evenkeel verdict " + folder_.string());
   std::filesystem::remove(folder_ / "config.toml");
   const auto json = parse_json(run("--json").out)[0];
+  EXPECT_TRUE(json["next"].is_null()) << json["next"];
   EXPECT_TRUE(json["fails"]);
   EXPECT_EQ(json["failed"]["kind"], "loss_rose");
   EXPECT_TRUE(json["failed"]["lasts"]);
@@ -529,14 +531,14 @@ TEST_F(ForecastCommand, ARunThatHasFailedGetsNoDate) {
   EXPECT_NE(run().out.find("has failed since step 1"), std::string::npos) << run().out;
 }
 
-TEST_F(ForecastCommand, IsQuietOnHealth) {
+TEST_F(ForecastCommand, is_quiet_on_health) {
   write(lines(3500, saturating));
   const Output found = run();
   EXPECT_EQ(found.code, 0) << found.out;
   EXPECT_NE(found.out.find("no failure in sight at step 3491"), std::string::npos) << found.out;
 }
 
-TEST_F(ForecastCommand, AChangedPlanBeginsAnew) {
+TEST_F(ForecastCommand, a_changed_plan_begins_anew) {
   write(lines(3500, growing));
   write_whole_file(folder_ / "config.toml",
                    "[attention]\nplan = \"flash2\"\nchanges = [{ step = 3400, plan = "
@@ -546,7 +548,7 @@ TEST_F(ForecastCommand, AChangedPlanBeginsAnew) {
   EXPECT_NE(found.out.find("too few records"), std::string::npos) << found.out;
 }
 
-TEST_F(ForecastCommand, RefusesWhatHasNoRecords) {
+TEST_F(ForecastCommand, refuses_what_has_no_records) {
   EXPECT_EQ(run().code, 3);  // an empty folder
   write("");
   EXPECT_EQ(run().code, 3);

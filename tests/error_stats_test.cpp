@@ -59,7 +59,7 @@ void expect_same(const ErrorStats& a, const ErrorStats& b) {
   expect_close(a.rms(), b.rms());
 }
 
-TEST(ErrorStats, DirectFormulas) {
+TEST(ErrorStats, direct_formulas) {
   const Rows rows = some_rows();
   std::vector<double> means;
   double squares = 0, max_abs = 0;
@@ -95,7 +95,7 @@ TEST(ErrorStats, DirectFormulas) {
   expect_close(stats.rms(), std::sqrt(squares / static_cast<double>(values)));
 }
 
-TEST(ErrorStats, SmallCasesByHand) {
+TEST(ErrorStats, small_cases_by_hand) {
   ErrorStats stats;
   EXPECT_EQ(stats.z(), 0);
   EXPECT_EQ(stats.rms(), 0);
@@ -128,7 +128,7 @@ TEST(ErrorStats, SmallCasesByHand) {
   EXPECT_EQ(exact.positive_rows() + exact.negative_rows(), 0);
 }
 
-TEST(ErrorStats, MergeOfAnySplitIsTheWhole) {
+TEST(ErrorStats, merge_of_any_split_is_the_whole) {
   const Rows rows = some_rows();
   const ErrorStats whole = stats_of(rows, 0, rows.size());
   for (size_t cut = 0; cut <= rows.size(); cut += 50) {
@@ -150,7 +150,7 @@ TEST(ErrorStats, MergeOfAnySplitIsTheWhole) {
 }
 
 // A mean far from zero with a tiny spread: sums of squares would cancel, Welford does not.
-TEST(ErrorStats, KeepsTheSpreadBesideALargeMean) {
+TEST(ErrorStats, keeps_the_spread_beside_a_large_mean) {
   ErrorStats stats, halves[2];
   for (int i = 0; i < 1000; ++i) {
     const double error = 1e6 + (i % 2 ? 1e-3 : -1e-3);
@@ -163,7 +163,7 @@ TEST(ErrorStats, KeepsTheSpreadBesideALargeMean) {
   EXPECT_NEAR(halves[0].standard_error() / expected, 1, 1e-6);
 }
 
-TEST(ErrorStats, RowsThatAreNotFiniteAreCountedAndKeptOut) {
+TEST(ErrorStats, rows_that_are_not_finite_are_counted_and_kept_out) {
   constexpr double kInf = std::numeric_limits<double>::infinity(),
                    kNan = std::numeric_limits<double>::quiet_NaN();
   const Rows rows = some_rows();
@@ -185,7 +185,7 @@ TEST(ErrorStats, RowsThatAreNotFiniteAreCountedAndKeptOut) {
 
 // The errors of a row share a part (they share q, m and l). Without any bias, z must be of size 1. It is, by
 // rows; by single values it is sqrt(64) times too large, and would cry wolf nearly every time.
-TEST(ErrorStats, CorrelatedErrorsNeedRows) {
+TEST(ErrorStats, correlated_errors_need_rows) {
   constexpr int kTrials = 200, kRows = 100, kValues = 64;
   double square_by_rows = 0, square_by_values = 0;
   int alarms_by_rows = 0, alarms_by_values = 0;
@@ -217,7 +217,7 @@ TEST(ErrorStats, CorrelatedErrorsNeedRows) {
 
 // A true bias is found: 0.2 beside a shared part of standard deviation 0.58 is z = 15, and six rows in ten
 // positive.
-TEST(ErrorStats, FindsABias) {
+TEST(ErrorStats, finds_a_bias) {
   ErrorStats stats;
   for (uint64_t row = 0; row < 2000; ++row) {
     RowError errors;

@@ -63,7 +63,7 @@ ExactSum sum_of(std::initializer_list<float> values) {
   return sum;
 }
 
-TEST(Exact, SumOfTwoFloatsIsCorrectlyRoundedInDouble) {
+TEST(Exact, sum_of_two_floats_is_correctly_rounded_in_double) {
   Floats floats;
   for (int i = 0; i < 200000; ++i) {
     const float a = floats.pick(), b = floats.pick();
@@ -72,7 +72,7 @@ TEST(Exact, SumOfTwoFloatsIsCorrectlyRoundedInDouble) {
   }
 }
 
-TEST(Exact, ProductPlusFloatIsCorrectlyRoundedInDouble) {
+TEST(Exact, product_plus_float_is_correctly_rounded_in_double) {
   Floats floats;
   for (int i = 0; i < 200000; ++i) {
     const float a = floats.pick(), b = floats.pick(), c = floats.pick();
@@ -83,7 +83,7 @@ TEST(Exact, ProductPlusFloatIsCorrectlyRoundedInDouble) {
   }
 }
 
-TEST(Exact, RoundsToFp32AsTheHardwareDoesInEveryDirection) {
+TEST(Exact, rounds_to_fp32_as_the_hardware_does_in_every_direction) {
   const struct {
     RoundingMode mode;
     int direction;
@@ -115,7 +115,7 @@ TEST(Exact, RoundsToFp32AsTheHardwareDoesInEveryDirection) {
   }
 }
 
-TEST(Exact, OneFloatIsRoundedAsRoundToDoes) {
+TEST(Exact, one_float_is_rounded_as_round_to_does) {
   const char* texts[] = {"fp32", "tf32",   "bf16",          "fp16",          "e4m3", "e5m2",
                          "e3m1", "e4m3^8", "e5m2/saturate", "e4m3/saturate", "e2m1", "bf16^-20",
                          "e8m1", "int8",   "int4",          "hif8",          "e3m2", "hif8^3"};
@@ -139,7 +139,7 @@ TEST(Exact, OneFloatIsRoundedAsRoundToDoes) {
     }
 }
 
-TEST(Exact, SaysWhatWasKeptAndCutOff) {
+TEST(Exact, says_what_was_kept_and_cut_off) {
   // 1.0010110|1|0000111 * 2^2, the paper's sum.
   const ExactSum sum = sum_of({-2.4071154594421387f, -2.296875f});
   const ExactRounding r = sum.round({kBf16});
@@ -167,7 +167,7 @@ TEST(Exact, SaysWhatWasKeptAndCutOff) {
             0x1.fffffep127f);
 }
 
-TEST(Exact, NothingIsLostBetweenTheExtremes) {
+TEST(Exact, nothing_is_lost_between_the_extremes) {
   const float largest = 0x1.fffffep127f, smallest = 0x1p-149f;
   ExactSum sum;
   for (int i = 0; i < 100000; ++i) sum.add_product(largest, largest);
@@ -182,7 +182,7 @@ TEST(Exact, NothingIsLostBetweenTheExtremes) {
   EXPECT_EQ(sum.sign(), 0);
 }
 
-TEST(Exact, LongSumsAgreeWithIntegers) {
+TEST(Exact, long_sums_agree_with_integers) {
   // Products of significands with one common exponent: 128-bit integers hold their sum.
   Floats floats;
   for (int round = 0; round < 200; ++round) {
@@ -199,7 +199,7 @@ TEST(Exact, LongSumsAgreeWithIntegers) {
   }
 }
 
-TEST(Exact, AddsAndSubtractsWholeSums) {
+TEST(Exact, adds_and_subtracts_whole_sums) {
   ExactSum a = sum_of({1.0f, 0x1p-100f}), b = sum_of({1.0f});
   a.subtract(b);
   EXPECT_EQ(a.to_double(), 0x1p-100);
@@ -210,7 +210,7 @@ TEST(Exact, AddsAndSubtractsWholeSums) {
   EXPECT_EQ(b.to_double(), -1.0);
 }
 
-TEST(Exact, ZerosHaveTheSignOfIeee) {
+TEST(Exact, zeros_have_the_sign_of_ieee) {
   const Rounding down{kFp32, RoundingMode::down};
   const auto is_minus = [](const ExactRounding& r) { return r.value == 0 && std::signbit(r.value); };
   EXPECT_FALSE(is_minus(ExactSum().round({})));
@@ -227,7 +227,7 @@ TEST(Exact, ZerosHaveTheSignOfIeee) {
   EXPECT_TRUE(is_minus(sum_of({-0x1p-149f}).round({kBf16})));  // underflow keeps the sign
 }
 
-TEST(Exact, SpecialsFollowIeee) {
+TEST(Exact, specials_follow_ieee) {
   EXPECT_FALSE(sum_of({1.0f}).special());
   EXPECT_EQ(sum_of({1.0f, kInfinity}).special(), kInfinity);
   EXPECT_EQ(sum_of({1.0f, -kInfinity}).to_double(), -kInfinity);

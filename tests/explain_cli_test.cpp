@@ -57,7 +57,7 @@ class ExplainCommand : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(ExplainCommand, ThePapersExample) {
+TEST_F(ExplainCommand, the_papers_example) {
   const Output output = run("-2.4071154594421387 + -2.296875 --to bf16");
   EXPECT_EQ(output.code, 0);
   EXPECT_EQ(output.err, "");
@@ -72,7 +72,7 @@ TEST_F(ExplainCommand, ThePapersExample) {
   EXPECT_EQ(run("--to=bf16 '-2.4071154594421387+-2.296875'").out, output.out);
 }
 
-TEST_F(ExplainCommand, Json) {
+TEST_F(ExplainCommand, json) {
   const Output output = run("0xC01A0E2E + 0xC0130000 --to bf16 --json");
   EXPECT_EQ(output.code, 0);
   const Json json = parse_json(output.out);
@@ -80,7 +80,7 @@ TEST_F(ExplainCommand, Json) {
   EXPECT_EQ(json["result"]["code"], "0xC097");
 }
 
-TEST_F(ExplainCommand, OperationsFormatsAndModes) {
+TEST_F(ExplainCommand, operations_formats_and_modes) {
   const auto value = [&](const std::string& arguments) {
     const Output output = run(arguments + " --json");
     EXPECT_EQ(output.code, 0) << arguments << output.err;
@@ -104,7 +104,7 @@ TEST_F(ExplainCommand, OperationsFormatsAndModes) {
   EXPECT_EQ(value("1 + 1 x 0x1p-9 + -1 --mma e4m3"), 0x1p-9);
 }
 
-TEST_F(ExplainCommand, ABlockThatSharesAScale) {
+TEST_F(ExplainCommand, a_block_that_shares_a_scale) {
   const Output output = run("'254 3 -5, 0.9' --to 'int8*row'");
   EXPECT_EQ(output.code, 0) << output.err;
   for (const char* part : {"int8*row: x becomes scale * int8(x / scale)", "scale        2 = 254 / 127",
@@ -127,14 +127,14 @@ TEST_F(ExplainCommand, ABlockThatSharesAScale) {
   expect_refused("1 2 --to 'int8*row/stochastic'", 2, "do not go with a shared scale");
 }
 
-TEST_F(ExplainCommand, Help) {
+TEST_F(ExplainCommand, help) {
   const Output output = run("--help");
   EXPECT_EQ(output.code, 0);
   EXPECT_NE(output.out.find("evenkeel explain -2.4071154594421387 + -2.296875 --to bf16"), std::string::npos);
   EXPECT_NE(output.out.find("h200"), std::string::npos);
 }
 
-TEST_F(ExplainCommand, RefusesWithTwo) {
+TEST_F(ExplainCommand, refuses_with_two) {
   expect_refused("", 2, "expected an expression");
   expect_refused("1 +", 2, "expected a number, found the end at character 4 of '1 +'");
   expect_refused("1 + foo", 2, "found 'foo' at character 5");
@@ -164,7 +164,7 @@ TEST_F(ExplainCommand, RefusesWithTwo) {
 
 constexpr char kOne[] = "3f800000", kTwo[] = "40000000";
 
-TEST_F(ExplainCommand, MultipliesFiles) {
+TEST_F(ExplainCommand, multiplies_files) {
   const std::string a = write("a", "3f800000 40000000\n40400000 c0000000 \r\n\n");
   const std::string b = write("b", "40000000 40000000\n3F800000 3f800000");
   const std::string c = write("c", "00111111100000000000000000000000\n11000000000000000000000000000000\n");
@@ -187,7 +187,7 @@ TEST_F(ExplainCommand, MultipliesFiles) {
   expect_refused(files + " --row 0", 2, "--row 0");
 }
 
-TEST_F(ExplainCommand, RefusesBadFilesWithThree) {
+TEST_F(ExplainCommand, refuses_bad_files_with_three) {
   const std::string good = write("good", "3f800000 40000000\n40400000 c0000000\n");
   const auto refused = [&](const std::string& b, const std::string& message,
                            const std::string& format = "bf16") {
@@ -220,7 +220,7 @@ TEST_F(ExplainCommand, RefusesBadFilesWithThree) {
   expect_refused(files + write("c4", kOne + std::string("\n") + kTwo), 3, "c4:1: expected an FP32 word");
 }
 
-TEST_F(ExplainCommand, RealFilesComeOutAsTheH200ComputedThem) {
+TEST_F(ExplainCommand, real_files_come_out_as_the_h200_computed_them) {
   const fs::path vectors = fs::path(EVENKEEL_SOURCE_DIR) / "../shared/vectors/h200/bf16";
   if (!fs::exists(vectors / "d.txt")) GTEST_SKIP() << "real results are not here; looked in " << vectors;
   const Output output = run("--mma bf16 --file-a " + (vectors / "a.txt").string() + " --file-b " +
@@ -237,7 +237,7 @@ TEST_F(ExplainCommand, RealFilesComeOutAsTheH200ComputedThem) {
   EXPECT_EQ(output.out, expected);
 }
 
-TEST(MmaFiles, ReadsEveryValueOfTheFormat) {
+TEST(MmaFiles, reads_every_value_of_the_format) {
   for (const Format format : {kBf16, kFp16, kTf32, kE4m3, kE5m2}) {
     std::string text;
     std::vector<float> expected;

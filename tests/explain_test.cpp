@@ -41,7 +41,7 @@ double value_of(const std::string& digits, int exponent) {
 
 // ----------------------------------------------------------------------------------- the paper's example
 
-TEST(Explain, ThePapersExampleInData) {
+TEST(Explain, the_papers_example_in_data) {
   const Explanation e = explain_text(kPaper, "bf16");
   EXPECT_EQ(e.operation, Operation::add);
   EXPECT_EQ(e.expression, kPaper);
@@ -124,7 +124,7 @@ error       stored - exact = -0.014759540557861328
             Away from zero means down for a negative number: the error is negative.
 )";
 
-TEST(Explain, ThePapersExampleInText) {
+TEST(Explain, the_papers_example_in_text) {
   EXPECT_EQ(to_text(explain_text(kPaper, "bf16"), false), kPaperText);
   // As words, as one quoted word, as FP32 words: the same.
   EXPECT_EQ(to_text(explain_text("-2.4071154594421387+-2.296875", "bf16"), false), kPaperText);
@@ -133,7 +133,7 @@ TEST(Explain, ThePapersExampleInText) {
             std::string(kPaperText).substr(std::string(kPaperText).find("operands")));
 }
 
-TEST(Explain, ColourMarksKeptRoundAndSticky) {
+TEST(Explain, colour_marks_kept_round_and_sticky) {
   const std::string text = to_text(explain_text(kPaper, "bf16"), true);
   EXPECT_NE(text.find("\x1b[32m-1.0010110\x1b[0m | \x1b[1;33m1\x1b[0m | \x1b[35m000011100010111\x1b[0m"),
             std::string::npos);
@@ -147,7 +147,7 @@ TEST(Explain, ColourMarksKeptRoundAndSticky) {
   EXPECT_EQ(plain, kPaperText);
 }
 
-TEST(Explain, ThePapersExampleInJson) {
+TEST(Explain, the_papers_example_in_json) {
   const Json json = parse_json(to_json(explain_text(kPaper, "bf16")));
   EXPECT_EQ(json["operation"], "add");
   EXPECT_EQ(json["operands"][0]["fp32"]["code"], "0xC01A0E2E");
@@ -218,7 +218,7 @@ void check_consistency(const Explanation& e) {
   }
 }
 
-TEST(Explain, RandomOperationsAgreeWithTheHardware) {
+TEST(Explain, random_operations_agree_with_the_hardware) {
   Floats floats;
   for (int i = 0; i < 20000; ++i) {
     const float a = floats.pick(), b = floats.pick(), c = floats.pick();
@@ -245,7 +245,7 @@ TEST(Explain, RandomOperationsAgreeWithTheHardware) {
   }
 }
 
-TEST(Explain, OneRoundingToBf16AgreesWithDouble) {
+TEST(Explain, one_rounding_to_bf16_agrees_with_double) {
   // Operands near each other have an exact double sum; scaled so that a step is 1, nearbyint rounds it to
   // even.
   Floats floats;
@@ -267,7 +267,7 @@ TEST(Explain, OneRoundingToBf16AgreesWithDouble) {
 
 // -------------------------------------------------------------------------------------------- hard cases
 
-TEST(Explain, Alignment) {
+TEST(Explain, alignment) {
   const Explanation e = explain_text("1.5 + 0.1");
   EXPECT_EQ(e.aligned[0].shift, 0);
   EXPECT_EQ(e.aligned[1].shift, 4);
@@ -279,7 +279,7 @@ TEST(Explain, Alignment) {
             std::string::npos);
 }
 
-TEST(Explain, FarApartOnlyTheStickyBitNotices) {
+TEST(Explain, far_apart_only_the_sticky_bit_notices) {
   const Explanation e = explain_text("1 + 0x1p-149");
   EXPECT_EQ(e.aligned[1].shift, 126);  // a subnormal: its exponent is -126
   EXPECT_EQ(e.value, 1.0f);
@@ -291,7 +291,7 @@ TEST(Explain, FarApartOnlyTheStickyBitNotices) {
   EXPECT_EQ(explain_text("1 + 0x1p-149", nullptr, "fp32/up").value, 0x1.000002p0f);
 }
 
-TEST(Explain, CancellationAndOppositeSigns) {
+TEST(Explain, cancellation_and_opposite_signs) {
   const Explanation e = explain_text("1.0000001192092896 - 1");
   EXPECT_EQ(e.expression, "1.0000001192092896 + -1");
   EXPECT_EQ(e.normalise, -23);
@@ -308,7 +308,7 @@ TEST(Explain, CancellationAndOppositeSigns) {
   EXPECT_EQ(bits(explain_text("-0 x 3").value), 0x80000000u);
 }
 
-TEST(Explain, TiesGoToEven) {
+TEST(Explain, ties_go_to_even) {
   const Explanation down = explain_text("1 + 0x1p-8", "bf16"),
                     up = explain_text("1.0078125 + 0x1p-8", "bf16");
   EXPECT_TRUE(down.roundings[1].tie && up.roundings[1].tie);
@@ -320,7 +320,7 @@ TEST(Explain, TiesGoToEven) {
   EXPECT_NE(to_text(down, false).find("A tie."), std::string::npos);
 }
 
-TEST(Explain, RoundingTwiceIsNotRoundingOnce) {
+TEST(Explain, rounding_twice_is_not_rounding_once) {
   // The bit that decides lies below FP32's last place: FP32 makes a tie of what is more than half.
   const Explanation e = explain_text("1.00390625 + 0x1p-30", "bf16");
   EXPECT_EQ(e.value, 1.0f);
@@ -331,7 +331,7 @@ TEST(Explain, RoundingTwiceIsNotRoundingOnce) {
   EXPECT_EQ(explain_text("1.00390625 + 0x1p-30", nullptr, "bf16").value, 1.0078125f);
 }
 
-TEST(Explain, Subnormals) {
+TEST(Explain, subnormals) {
   const Explanation e = explain_text("0x1p-100 x 0x1.8p-45", "bf16");
   EXPECT_EQ(e.roundings[0].after.kind, NumberKind::subnormal);
   EXPECT_EQ(e.roundings[0].value, 0x1.8p-145f);
@@ -345,7 +345,7 @@ TEST(Explain, Subnormals) {
   EXPECT_EQ(explain_text("0x1p-126 - 0x1p-149").value, 0x1.fffffcp-127f);
 }
 
-TEST(Explain, CarryInTheRoundingAndOverflow) {
+TEST(Explain, carry_in_the_rounding_and_overflow) {
   const Explanation e = explain_text("1.9999998807907104", "bf16");
   EXPECT_EQ(e.operation, Operation::value);
   ASSERT_EQ(e.roundings.size(), 1u);
@@ -363,7 +363,7 @@ TEST(Explain, CarryInTheRoundingAndOverflow) {
   EXPECT_EQ(explain_text("3e38 + 2e38", nullptr, "fp32/toward_zero").value, 0x1.fffffep127f);
 }
 
-TEST(Explain, InfinityAndNan) {
+TEST(Explain, infinity_and_nan) {
   const auto text = [](const char* expression, const char* to) {
     return to_text(explain_text(expression, to), false);
   };
@@ -379,7 +379,7 @@ TEST(Explain, InfinityAndNan) {
   EXPECT_EQ(parse_json(to_json(explain_text("nan", "bf16")))["exact"], "nan");
 }
 
-TEST(Explain, ScaleAndStochasticRounding) {
+TEST(Explain, scale_and_stochastic_rounding) {
   const Explanation scaled = explain_text("0.3", "e4m3^8");
   EXPECT_EQ(scaled.value, 0.3125f);
   EXPECT_EQ(scaled.result.code, 0x6Au);  // of 80
@@ -403,7 +403,7 @@ TEST(Explain, ScaleAndStochasticRounding) {
 
 // -------------------------------------------------------------------------------------------------- sums
 
-TEST(Explain, SumsAgreeWithTheHardwareAndAddUp) {
+TEST(Explain, sums_agree_with_the_hardware_and_add_up) {
   Floats floats;
   for (int round = 0; round < 300; ++round) {
     const size_t count = 3 + static_cast<size_t>(round) % 40;
@@ -447,7 +447,7 @@ TEST(Explain, SumsAgreeWithTheHardwareAndAddUp) {
   }
 }
 
-TEST(Explain, SumsInTextAndJson) {
+TEST(Explain, sums_in_text_and_json) {
   const Explanation e = explain_text("0.1 + 0.1 + 0.1 + 0.1 x 3", "bf16");
   const std::string text = to_text(e, false);
   EXPECT_NE(text.find("one after another, from 0.1, each rounded to fp32"), std::string::npos) << text;
@@ -462,7 +462,7 @@ TEST(Explain, SumsInTextAndJson) {
   EXPECT_EQ(explain_text("1 + 2 + 0.1", nullptr, "bf16").result.format, kBf16);
 }
 
-TEST(Explain, TensorCoreSums) {
+TEST(Explain, tensor_core_sums) {
   ExplainOptions options;
   options.tensor_core = &find_tensor_core_model(kBf16);
   options.to = Rounding{kBf16};
@@ -481,7 +481,7 @@ TEST(Explain, TensorCoreSums) {
 
 // --------------------------------------------------------------------------------------- reading numbers
 
-TEST(Explain, ReadsNumbersOfEveryKind) {
+TEST(Explain, reads_numbers_of_every_kind) {
   const auto value = [](std::string_view text) {
     const auto terms = parse_expression(text);
     EXPECT_EQ(terms.size(), 1u);
@@ -509,7 +509,7 @@ TEST(Explain, ReadsNumbersOfEveryKind) {
   EXPECT_FALSE(value("-2.4071154594421387").rounded);
 }
 
-TEST(Explain, ReadsExpressions) {
+TEST(Explain, reads_expressions) {
   const auto terms = parse_expression("1 x 2 - 3*4 +5\u00d76 - -7");
   ASSERT_EQ(terms.size(), 4u);
   EXPECT_EQ(terms[1].a.value, -3.0f);
@@ -521,7 +521,7 @@ TEST(Explain, ReadsExpressions) {
   EXPECT_EQ(parse_expression("1e-5-3").size(), 2u);
 }
 
-TEST(Explain, RefusesWhatIsNoExpression) {
+TEST(Explain, refuses_what_is_no_expression) {
   const struct {
     const char *text, *message;
   } cases[] = {
@@ -548,7 +548,7 @@ TEST(Explain, RefusesWhatIsNoExpression) {
     EXPECT_THROW(parse_expression(text), std::invalid_argument) << text;
 }
 
-TEST(Explain, ShortestDecimals) {
+TEST(Explain, shortest_decimals) {
   EXPECT_EQ(shortest(0.1), "0.1");
   EXPECT_EQ(shortest(-0.0), "-0");
   EXPECT_EQ(shortest(kInfinity), "inf");
@@ -557,7 +557,7 @@ TEST(Explain, ShortestDecimals) {
 }
 
 // No finite pair of operands, format or mode may break the renderings; JSON must parse.
-TEST(Explain, EveryExplanationCanBeWritten) {
+TEST(Explain, every_explanation_can_be_written) {
   Floats floats;
   const char* formats[] = {"fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "e2m1", "e4m3^8/saturate"};
   for (int i = 0; i < 2000; ++i) {

@@ -15,7 +15,7 @@ using namespace rounding_cases;
 
 // --- formats
 
-TEST(Format, EveryCodeAgreesWithTheValueFormula) {
+TEST(Format, every_code_agrees_with_the_value_formula) {
   int64_t codes_seen = 0;
   for (Format f : formats()) {
     if (code_bits(f) > 16 || is_whole(f) || f.tapered) continue;  // those have tests of their own
@@ -50,7 +50,7 @@ TEST(Format, EveryCodeAgreesWithTheValueFormula) {
   RecordProperty("codes", std::to_string(codes_seen));
 }
 
-TEST(Format, OcpTables) {
+TEST(Format, ocp_tables) {
   EXPECT_EQ(decode(kE4m3, 0x7e), 448.0f);
   EXPECT_TRUE(std::isnan(decode(kE4m3, 0x7f)));
   EXPECT_EQ(decode(kE4m3, 0x01), 0x1p-9f);
@@ -73,7 +73,7 @@ TEST(Format, OcpTables) {
   EXPECT_EQ(decode(kE3m2, 0x01), 0.0625f);
 }
 
-TEST(Format, EveryWholeNumberIsItsTwosComplement) {
+TEST(Format, every_whole_number_is_its_twos_complement) {
   for (Format f : {kInt8, kInt4})
     for (int value = -static_cast<int>(max_finite(f)) - 1; value <= static_cast<int>(max_finite(f));
          ++value) {
@@ -113,7 +113,7 @@ float hif8_value(uint32_t code) {
   return static_cast<float>(sign * std::pow(2.0, last - 23));
 }
 
-TEST(Format, EveryCodeOfHiFloat8) {
+TEST(Format, every_code_of_hifloat8) {
   std::vector<float> numbers;
   int infinities = 0, nans = 0;
   for (uint32_t code = 0; code < 256; ++code) {
@@ -147,7 +147,7 @@ TEST(Format, EveryCodeOfHiFloat8) {
   EXPECT_EQ(round_to({kHif8, RoundingMode::nearest_away, true}, 1e30f), 32768.0f);
 }
 
-TEST(Format, UlpAndItsDistance) {
+TEST(Format, ulp_and_its_distance) {
   EXPECT_EQ(ulp(kBf16, 1.0f), 0x1p-7f);
   EXPECT_EQ(ulp(kBf16, std::nextafter(1.0f, 0.0f)), 0x1p-8f);
   EXPECT_EQ(ulp(kBf16, -3.9f), 0x1p-6f);
@@ -171,7 +171,7 @@ std::string message_of(const std::function<void()>& action) {
   return "(no error)";
 }
 
-TEST(Names, FormatsGoThereAndBack) {
+TEST(Names, formats_go_there_and_back) {
   for (const NamedFormat& row : kNamedFormats) {
     EXPECT_EQ(parse_format(row.name), row.format);
     EXPECT_EQ(to_string(row.format), row.name);
@@ -188,7 +188,7 @@ TEST(Names, FormatsGoThereAndBack) {
   EXPECT_FALSE(parse_format("e4m3").has_infinity);
 }
 
-TEST(Names, BadFormatsSayWhatIsKnown) {
+TEST(Names, bad_formats_say_what_is_known) {
   for (const char* text : {"", "bf", "BF16", "e9m2", "e1m2", "e5m0", "e5m24", "e5", "em", "e5m2x", "e-5m2",
                            "e5m-2", "e04m3", "e4m03", "e+5m2", "e5m2 ", " bf16", "e99999999999m2"}) {
     const std::string message = message_of([&] { parse_format(text); });
@@ -198,7 +198,7 @@ TEST(Names, BadFormatsSayWhatIsKnown) {
   }
 }
 
-TEST(Names, RoundingsGoThereAndBack) {
+TEST(Names, roundings_go_there_and_back) {
   for (Format f : formats()) {
     if (parse_format(to_string(f)) != f) continue;
     for (RoundingMode mode : kAllModes)
@@ -226,7 +226,7 @@ TEST(Names, RoundingsGoThereAndBack) {
     EXPECT_EQ(parse_rounding_mode(kRoundingModeNames[static_cast<size_t>(mode)]), mode);
 }
 
-TEST(Names, BadRoundingsSayWhatWasExpected) {
+TEST(Names, bad_roundings_say_what_was_expected) {
   const std::map<std::string, std::string> cases = {
       {"bf16/sideways",
        "unknown rounding mode 'sideways': expected nearest_even, nearest_away, toward_zero, up, down "

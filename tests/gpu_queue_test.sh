@@ -146,6 +146,15 @@ expect "the benches wait for it" order "^study trained" "^evenkeel bench"
 expect "old and new are compared before the other tests" order "^evenkeel bench train" "^any_plan_test"
 expect "the rest of the study comes last" [ "$(grep -c '^study .*--only matrix' "$folder/calls")" = 1 ]
 
+# A study that cannot be started: words, and the steps behind it are tried.
+rm "$folder/copy/scripts/study"
+"$folder/copy/scripts/gpu" --build "$build" --state "$state" --old "$build/old" --at-once 1 --minutes 20 --study "$folder/study" \
+  --study-first size-flash2-1 --study-only matrix >"$folder/said" 2>&1
+code=$? said=$(cat "$folder/said")
+expect "training that does not start" line study_first "FAILED: .*scripts/study does not start"
+expect "the steps behind it" line study "FAILED: .*scripts/study does not start"
+expect "no traceback" [ $code = 1 -a "$(grep -c Traceback "$folder/said")" = 0 ]
+
 # Side by side: three at a time and no more, and none beside a bench. One hangs, with a process of a session of its own; its
 # neighbours go on only when it has been stopped and a third part runs.
 rm -f "$state/steps.json" "$folder/runs"

@@ -185,7 +185,7 @@ TEST(Guard, is_asked_for_on_the_command_line) {
 }
 
 // Behind a NaN all heads look alike: that is no drift.
-TEST(Guard, WhatIsNotFiniteIsNoDrift) {
+TEST(Guard, what_is_not_finite_is_no_drift) {
   DriftGuard rule(ScopedPlan::parse("flash2"), 1, 2, true);
   std::optional<DriftGuard::Decision> decision;
   for (int64_t step = 0; step < 200 && !decision; ++step) {
@@ -199,7 +199,7 @@ TEST(Guard, WhatIsNotFiniteIsNoDrift) {
 }
 
 // A run that has failed is told so, and gets no date of a failure to come.
-TEST(Guard, ARunThatHasFailedGetsNoDate) {
+TEST(Guard, a_run_that_has_failed_gets_no_date) {
   for (const bool failed : {false, true}) {
     DriftGuard rule(ScopedPlan::parse("flash2"), 1, 2, true);
     rule.set_terms({.begin = 100, .harmful = 3547, .bound = {}, .last_step = 0});

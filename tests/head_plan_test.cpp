@@ -10,7 +10,7 @@ namespace {
 
 HeadPlan head(const std::string& plan) { return HeadPlan(parse_plan(plan)); }
 
-TEST(Stabilisers, NoTwoRowsAreTheSame) {
+TEST(Stabilisers, no_two_rows_are_the_same) {
   std::set<std::string_view> names;
   for (size_t a = 0; a < kStabiliserTable.size(); ++a) {
     const StabiliserRules& x = kStabiliserTable[a];
@@ -25,7 +25,7 @@ TEST(Stabilisers, NoTwoRowsAreTheSame) {
   }
 }
 
-TEST(HeadPlan, WithoutAStabiliserThePlanStaysAsItIs) {
+TEST(HeadPlan, without_a_stabiliser_the_plan_stays_as_it_is) {
   for (std::string_view text : kPlanNames) {
     const HeadPlan h = head(std::string(text));
     EXPECT_EQ(h.plan, parse_plan(text));
@@ -35,7 +35,7 @@ TEST(HeadPlan, WithoutAStabiliserThePlanStaysAsItIs) {
   }
 }
 
-TEST(HeadPlan, AWideOutputIsFp32OrWhatThePlanSaysOfIt) {
+TEST(HeadPlan, a_wide_output_is_fp32_or_what_the_plan_says_of_it) {
   EXPECT_EQ(head("flash2,stabiliser=wide_output").plan.at(Site::output_for_delta), Rounding{});
   EXPECT_EQ(head("flash2,stabiliser=wide_output").plan.at(Site::output), Rounding{kBf16});
   EXPECT_EQ(head("flash2,output_for_delta=e8m15,stabiliser=wide_output").plan.at(Site::output_for_delta),
@@ -47,7 +47,7 @@ TEST(HeadPlan, AWideOutputIsFp32OrWhatThePlanSaysOfIt) {
   EXPECT_FALSE(head("bf16_all,stabiliser=zero_sum").shadow);
 }
 
-TEST(HeadPlan, RoundedSumsNeedPowersOfTwoOrTheMaximumFirst) {
+TEST(HeadPlan, rounded_sums_need_powers_of_two_or_the_maximum_first) {
   const HeadPlan plain = head("flash2,dprobs=bf16,stabiliser=consistent"),
                  rounded = head("flash2,shifted=bf16,stabiliser=consistent");
   EXPECT_TRUE(plain.sums_rounded && plain.power_shift() && !plain.max_first);
@@ -62,7 +62,7 @@ TEST(HeadPlan, RoundedSumsNeedPowersOfTwoOrTheMaximumFirst) {
     EXPECT_TRUE(head("flash2,stabiliser=consistent,probs=" + std::string(probs)).max_first) << probs;
 }
 
-TEST(HeadPlan, EachRuleOfTheOthers) {
+TEST(HeadPlan, each_rule_of_the_others) {
   EXPECT_TRUE(head("flash2,stabiliser=zero_sum").probs_delta);
   EXPECT_TRUE(head("flash2,stabiliser=centre_keys").centres_keys);
   EXPECT_TRUE(head("flash2,keys=centred,stabiliser=zero_sum").centres_keys);
@@ -78,7 +78,7 @@ TEST(HeadPlan, EachRuleOfTheOthers) {
   EXPECT_EQ(capped.shift.tie_tolerance, 0.25f);
 }
 
-TEST(HeadPlan, HeadsShareOperandsWhereTheyReadThemAlike) {
+TEST(HeadPlan, heads_share_operands_where_they_read_them_alike) {
   const HeadPlan plain = head("flash2");
   EXPECT_TRUE(read_keys_alike(plain, head("bf16_all,stabiliser=zero_sum")));
   for (const char* other :
@@ -99,13 +99,13 @@ float shift_after(const ShiftParameters& p, std::initializer_list<Tile> tiles, f
   return shift.m;
 }
 
-TEST(RowShift, WithoutAVisibleKeyThereIsNoShift) {
+TEST(RowShift, without_a_visible_key_there_is_no_shift) {
   for (ShiftRule rule : {ShiftRule::row_max, ShiftRule::lagging_max, ShiftRule::paper,
                          ShiftRule::paper_capped, ShiftRule::dither, ShiftRule::power_of_two})
     EXPECT_EQ(shift_after({rule, 2, 8, 1e-3f}, {{RowShift::kNone, 0}}), RowShift::kNone);
 }
 
-TEST(RowShift, EachRuleIsItsFormula) {
+TEST(RowShift, each_rule_is_its_formula) {
   const float log2 = static_cast<float>(kLog2);
   for (ShiftRule rule : {ShiftRule::row_max, ShiftRule::lagging_max})
     EXPECT_EQ(shift_after({rule}, {{1.5f, 1}, {-3, 1}, {RowShift::kNone, 0}}), 1.5f);
@@ -127,7 +127,7 @@ TEST(RowShift, EachRuleIsItsFormula) {
   EXPECT_EQ(shift_after(capped, {{-3, 2}}), 0.0f);
 }
 
-TEST(RowShift, TiesAreCountedAgainstTheTileOrTheRow) {
+TEST(RowShift, ties_are_counted_against_the_tile_or_the_row) {
   RowShift shift;
   shift.add_tile({ShiftRule::paper, 2, 8, 0.5f}, 4, 1, 0.5f);
   EXPECT_EQ(shift.tie_threshold({ShiftRule::paper, 2, 8, 0.5f}, 3), 2.5f);

@@ -55,7 +55,7 @@ class History : public testing::Test {
   std::filesystem::path home_;
 };
 
-TEST_F(History, TheEarlierRunsDateTheFailure) {
+TEST_F(History, the_earlier_runs_date_the_failure) {
   const auto run = add("now", 800, 0, config(1, "flash2"));
   EXPECT_TRUE(ask(run).alike.empty());
   EXPECT_FALSE(ask(run).failure);  // nothing is known
@@ -79,7 +79,7 @@ TEST_F(History, TheEarlierRunsDateTheFailure) {
   EXPECT_NEAR(*later.failure, 4000, 60) << in_words(later);
 }
 
-TEST_F(History, HealthyRunsAndRunsThatAreOutlived) {
+TEST_F(History, healthy_runs_and_runs_that_are_outlived) {
   const auto run = add("now", 800, 0, config(1, "flash2"));
   add("a", 3000, 0, config(2, "flash2"));
   add("b", 4000, 0, config(3, "flash2"));
@@ -100,7 +100,7 @@ TEST_F(History, HealthyRunsAndRunsThatAreOutlived) {
   EXPECT_NE(in_words(ask(run)).find("this one has lasted longer, 800 steps"), std::string::npos);
 }
 
-TEST_F(History, FailureIsJudgedBesideTheTwin) {
+TEST_F(History, failure_is_judged_beside_the_twin) {
   // A loss that stops falling, while that of the twin falls on: by itself it shows nothing.
   const auto write = [&](const std::string& name, const std::string& text, bool stops) {
     const auto folder = add(name, 1, 0, text);
@@ -131,7 +131,7 @@ TEST_F(History, FailureIsJudgedBesideTheTwin) {
   EXPECT_FALSE(ask(run).failure);
 }
 
-TEST_F(History, OnlyRunsOfTheSamePlanAndSettingsCount) {
+TEST_F(History, only_runs_of_the_same_plan_and_settings_count) {
   const auto run = add("now", 800, 0, config(1, "flash2"));
   add("plan", 3000, 2000, config(2, "flash2,stabiliser=zero_sum"));
   std::string faster = config(3, "flash2");
@@ -173,7 +173,7 @@ TEST_F(History, OnlyRunsOfTheSamePlanAndSettingsCount) {
             "schedule.steps is 8000, not 7000");
 }
 
-TEST_F(History, TheCommand) {
+TEST_F(History, the_command) {
   add("now", 800, 0, config(1, "flash2"));
   add("runs/a", 3000, 2000, config(2, "flash2"));
   add("runs/b", 3000, 0, config(3, "bf16_all"));
@@ -183,6 +183,7 @@ TEST_F(History, TheCommand) {
             std::string::npos)
       << found.out;
   EXPECT_NE(found.out.find("next: evenkeel verdict runs/a"), std::string::npos) << found.out;
+  EXPECT_EQ(parse_json(command("now --json --history runs").out)[0]["next"], "evenkeel verdict runs/a");
   const nlohmann::json json = parse_json(command("now --json --history runs/b runs/a").out)[0];
   EXPECT_EQ(json["history"]["alike"].size(), 1u);
   EXPECT_EQ(json["history"]["unlike"].size(), 1u);
@@ -214,7 +215,7 @@ TEST_F(History, TheCommand) {
 }
 
 // Without --history: the runs in the same folder, if one is alike.
-TEST_F(History, TheRunsBesideItAreAsked) {
+TEST_F(History, the_runs_beside_it_are_asked) {
   add("runs/now", 800, 0, config(1, "flash2"));
   add("runs/other", 3000, 2000, config(2, "bf16_all"));
   const Output unlike = command("runs/now");
@@ -238,7 +239,7 @@ TEST_F(History, TheRunsBesideItAreAsked) {
   EXPECT_EQ(command("runs/now --alone --history runs").code, 2);
 }
 
-TEST_F(History, ARunThatIsNamedTwiceCountsOnce) {
+TEST_F(History, a_run_that_is_named_twice_counts_once) {
   add("now", 800, 0, config(1, "flash2"));
   add("runs/a", 3000, 2000, config(2, "flash2"));
   add("runs/b", 3000, 0, config(3, "flash2"));
@@ -250,7 +251,7 @@ TEST_F(History, ARunThatIsNamedTwiceCountsOnce) {
 }
 
 // What is not known to be alike, or not known to be healthy, says nothing.
-TEST_F(History, WhatIsNotRecordedIsNoEvidence) {
+TEST_F(History, what_is_not_recorded_is_no_evidence) {
   const auto run = add("now", 800, 0, config(1, "flash2"));
   add("no_config", 3000, 2000, "");
   add("broken", 3000, 2000, "[model\nbroken");
@@ -270,7 +271,7 @@ TEST_F(History, WhatIsNotRecordedIsNoEvidence) {
   EXPECT_TRUE(ask(run).alike.empty());
 }
 
-TEST_F(History, ATwinHasTheSameSeedAndARemedyInEveryHead) {
+TEST_F(History, a_twin_has_the_same_seed_and_a_remedy_in_every_head) {
   const std::string no_seed =
       "[model]\nlayers = 1\nheads = 1\n[attention]\nplan = \"{}\"\n[run]\ntrainer = \"pytorch\"\n";
   const auto of_monitor = [&](const char* plan) { return fmt::format(fmt::runtime(no_seed), plan); };
@@ -287,7 +288,7 @@ TEST_F(History, ATwinHasTheSameSeedAndARemedyInEveryHead) {
 }
 
 // The run itself is judged beside its twin, too.
-TEST_F(History, TheRunsOwnTwin) {
+TEST_F(History, the_runs_own_twin) {
   std::string stops, falls;
   for (int64_t step = 0; step < 1600; ++step) {
     const double loss = 4.0 - 1e-3 * static_cast<double>(step);

@@ -129,7 +129,7 @@ TEST(HopperForward, groups_have_words_of_their_own) {
 }
 
 // Scores so large that 2^residue would leave FP32.
-TEST(HopperForward, L_of_huge_scores) {
+TEST(HopperForward, l_of_huge_scores) {
   Problem p = make_problem(kHeads64);
   for (const double sign : {1.0, -1.0}) {
     cases::Draw draw(1, 7);

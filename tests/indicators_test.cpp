@@ -106,7 +106,7 @@ class Records : public testing::Test {
   fs::path folder_;
 };
 
-TEST(RunningMean, IsTheMeanUntilItIsFullAndThenFades) {
+TEST(RunningMean, is_the_mean_until_it_is_full_and_then_fades) {
   RunningMean mean(8);
   for (int64_t n = 0; n < 8; ++n) {
     mean.take(n, static_cast<double>(n));
@@ -121,7 +121,7 @@ TEST(RunningMean, IsTheMeanUntilItIsFullAndThenFades) {
   EXPECT_NEAR(mean.value(), other.value(), 1e-12);
 }
 
-TEST_F(Records, ACalmRunStandsWhereItStands) {
+TEST_F(Records, a_calm_run_stands_where_it_stands) {
   const IndicatorRun calm = run("calm", 300);
   EXPECT_TRUE(calm.notes.empty()) << calm.notes[0];
   EXPECT_FALSE(calm.guard);
@@ -152,7 +152,7 @@ TEST_F(Records, ACalmRunStandsWhereItStands) {
 }
 
 // A jump of octaves is halved by the running mean in a known number of steps.
-TEST_F(Records, AJumpIsToldAtItsStepByEveryRuleAndWithItsHead) {
+TEST_F(Records, a_jump_is_told_at_its_step_by_every_rule_and_with_its_head) {
   const IndicatorRun jump = run("jump", 400, [](int64_t step, Json& line) {
     if (step >= 200) line["largest_lse"][1][2] = 12 * std::exp2(10);
   });
@@ -173,7 +173,7 @@ TEST_F(Records, AJumpIsToldAtItsStepByEveryRuleAndWithItsHead) {
 }
 
 // The rules once more, as the header has them, by sorting everything anew at every step.
-TEST_F(Records, AWalkIsJudgedAsByTheSlowDefinition) {
+TEST_F(Records, a_walk_is_judged_as_by_the_slow_definition) {
   constexpr int64_t kSteps = 500;
   std::vector<double> walk(kSteps);
   double at = 5;
@@ -224,7 +224,7 @@ TEST_F(Records, AWalkIsJudgedAsByTheSlowDefinition) {
 }
 
 // One octave for 120 records, then four more: of the last 128 records most know only the higher place.
-TEST_F(Records, DeviationForgetsWhatLiesBehindItsTrail) {
+TEST_F(Records, deviation_forgets_what_lies_behind_its_trail) {
   const IndicatorRun climbing = run("climbing", 600, [](int64_t step, Json& line) {
     line["tied_rows"] = by_head(step < 400 ? 0.02 : step < 520 ? 0.04 : 0.64);
   });
@@ -232,7 +232,7 @@ TEST_F(Records, DeviationForgetsWhatLiesBehindItsTrail) {
   EXPECT_EQ(first(climbing, "tied_rows", Rule::deviation, 7), 525);
 }
 
-TEST_F(Records, WhatIsProbedNowAndThenIsToldAtItsProbe) {
+TEST_F(Records, what_is_probed_now_and_then_is_told_at_its_probe) {
   const IndicatorRun probed = run("probed", 800, [](int64_t step, Json& line) {
     if (step < 610 || !line.contains("probe")) return;
     line["probe"]["norm_q"][0][1] = 13.0;
@@ -246,7 +246,7 @@ TEST_F(Records, WhatIsProbedNowAndThenIsToldAtItsProbe) {
   EXPECT_EQ(first(probed, "norm_k", Rule::growth, 1), -1);
 }
 
-TEST_F(Records, BiasNeedsOneSign) {
+TEST_F(Records, bias_needs_one_sign) {
   const auto planted = [&](const char* name, bool one_sign) {
     return run(name, 400, [=](int64_t step, Json& line) {
       if (step >= 200) line["leak_mean"][0][0] = one_sign || step % 2 == 0 ? -6e-6 : 6e-6;
@@ -258,7 +258,7 @@ TEST_F(Records, BiasNeedsOneSign) {
   EXPECT_EQ(first(noise, "leak_z", Rule::level, 0), -1);
 }
 
-TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
+TEST_F(Records, numbers_that_are_not_finite_speak_what_is_not_known_does_not) {
   const IndicatorRun broken = run("broken", 300, [](int64_t step, Json& line) {
     if (step >= 150) line["largest_lse"][0][0] = kNan;
     if (step == 175) line["probe"]["leak_share"][0][0] = kNan;
@@ -274,7 +274,7 @@ TEST_F(Records, NumbersThatAreNotFiniteSpeakWhatIsNotKnownDoesNot) {
 }
 
 // The run's own heads say how far is far, between two limits that hold for all; an FP32 control has no upper one.
-TEST(Health, TheLimitIsSoManyTimesTheMedianHead) {
+TEST(Health, the_limit_is_so_many_times_the_median_head) {
   EXPECT_EQ(limit_from_run({}).limit, kLowestDriftLimit);
   EXPECT_EQ(limit_from_run({1, 1, 1}).limit, kLowestDriftLimit);
   EXPECT_EQ(limit_from_run({1e9, 30, 1}).limit, 240);
@@ -286,7 +286,7 @@ TEST(Health, TheLimitIsSoManyTimesTheMedianHead) {
   EXPECT_EQ(limit_from_control({10, 20, 171}).limit, 342);  // the control is healthy
   EXPECT_EQ(limit_from_control({200, 200, 200}).limit, 1600);
 }
-TEST(Health, TheLimitIsSaidWithItsSource) {
+TEST(Health, the_limit_is_said_with_its_source) {
   EXPECT_EQ(in_words(limit_from_control({10, 20, 30})),
             "limit 160: 8 times 20, the median head of the FP32 control");
   EXPECT_EQ(in_words(limit_from_control({10, 20, 171})),
@@ -295,7 +295,7 @@ TEST(Health, TheLimitIsSaidWithItsSource) {
   EXPECT_NE(in_words(limit_from_run({1e3, 1e3, 1e3})).find("the highest without"), std::string::npos);
 }
 // The guard acts half way to the limit, and never below the lowest one.
-TEST(Health, TheGuardActsBeforeTheLimit) {
+TEST(Health, the_guard_acts_before_the_limit) {
   EXPECT_EQ(mend_limit(std::vector<double>()), kLowestDriftLimit);
   EXPECT_EQ(mend_limit({1, 1, 1}), kLowestDriftLimit);
   EXPECT_EQ(mend_limit({1, 30, 1e9}), 120);
@@ -305,7 +305,7 @@ TEST(Health, TheGuardActsBeforeTheLimit) {
 }
 
 // Offsets of a healthy model of 13.8 M parameters (median 18, largest 117), and of one whose head 5 has left them behind.
-TEST(Drift, AVerdictNamesAHeadThatHasLeftTheOthersBehind) {
+TEST(Drift, a_verdict_names_a_head_that_has_left_the_others_behind) {
   const auto symptom_of = [](double farthest) {
     RunRecord record;
     record.layers = 2, record.heads = 3;
@@ -326,7 +326,7 @@ TEST(Drift, AVerdictNamesAHeadThatHasLeftTheOthersBehind) {
 }
 
 // One head of six against four times the median, between 67 and 266.
-TEST_F(Records, TheGuardsLimitRisesWithTheOtherHeads) {
+TEST_F(Records, the_guards_limit_rises_with_the_other_heads) {
   const auto spoken_at = [&](const char* name, double others, double farthest) {
     return run(name, 300,
                [=](int64_t step, Json& line) {
@@ -343,7 +343,7 @@ TEST_F(Records, TheGuardsLimitRisesWithTheOtherHeads) {
   EXPECT_FALSE(spoken_at("below_all", 200, 250));
 }
 
-TEST_F(Records, TheGuardsAlarmIsItsOwn) {
+TEST_F(Records, the_guards_alarm_is_its_own) {
   const auto drifting = [&](const char* name, double leak) {
     return run(name, 300, [=](int64_t step, Json& line) {
       line["leak_rms"] = by_head(leak);
@@ -360,7 +360,7 @@ TEST_F(Records, TheGuardsAlarmIsItsOwn) {
   EXPECT_FALSE(tight.guard);
 }
 
-TEST_F(Records, TheLossMovesAgainstAllTwinsFromTheFirstStepOfTheWindow) {
+TEST_F(Records, the_loss_moves_against_all_twins_from_the_first_step_of_the_window) {
   const auto with_loss = [&](const char* name, const std::function<double(int64_t)>& loss,
                              uint64_t seed = 1) {
     return run(
@@ -386,7 +386,7 @@ TEST_F(Records, TheLossMovesAgainstAllTwinsFromTheFirstStepOfTheWindow) {
   EXPECT_TRUE(loss_moved(with_loss("fp32,dv=fp16", [](int64_t n) { return n >= 550 ? 3.0 : 2.0; }), twins));
 }
 
-TEST_F(Records, RungsAreThoseThatNoHealthyRunComesToAndEachIsJudgedByTheOthers) {
+TEST_F(Records, rungs_are_those_that_no_healthy_run_comes_to_and_each_is_judged_by_the_others) {
   const auto grown = [&](const std::string& name, double factor, double loss = 2.0) {
     return run(name, 700, [=](int64_t step, Json& line) {
       if (step >= 300) line["tied_rows"][0][1] = 0.02 * factor;
@@ -438,7 +438,7 @@ TEST_F(Records, RungsAreThoseThatNoHealthyRunComesToAndEachIsJudgedByTheOthers) 
   EXPECT_EQ(score(table, "tied_rows", Rule::growth).healthy, 0);
 }
 
-TEST_F(Records, DamageIsToldAndPassedOver) {
+TEST_F(Records, damage_is_told_and_passed_over) {
   const auto told = [](const IndicatorRun& run, const std::string& words) {
     for (const std::string& note : run.notes)
       if (note.find(words) != std::string::npos) return true;
@@ -504,7 +504,7 @@ TEST_F(Records, DamageIsToldAndPassedOver) {
   EXPECT_THROW(read_indicators(folder_ / "nowhere"), DataError);
 }
 
-TEST_F(Records, TheCommandPrintsTablesAndJson) {
+TEST_F(Records, the_command_prints_tables_and_json) {
   const auto plant = [](int64_t step, Json& line) {
     if (step >= 200) line["largest_lse"][1][2] = 1e4;
     if (step >= 300) line["loss"] = 4.0;

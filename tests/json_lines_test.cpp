@@ -34,7 +34,7 @@ class JsonLines : public ::testing::Test {
   const fs::path file_ = folder_ / "metrics.jsonl";
 };
 
-TEST_F(JsonLines, OneObjectALine) {
+TEST_F(JsonLines, one_object_a_line) {
   {
     JsonLinesWriter writer(file_);
     writer.write({{"step", 1}, {"loss", 0.5}, {"note", "a\nb"}});
@@ -54,7 +54,7 @@ TEST_F(JsonLines, OneObjectALine) {
   EXPECT_EQ(result.fault_count + result.torn_bytes, 0u);
 }
 
-TEST_F(JsonLines, NumbersThatJsonDoesNotHave) {
+TEST_F(JsonLines, numbers_that_json_does_not_have) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   {
     JsonLinesWriter writer(file_);
@@ -69,7 +69,7 @@ TEST_F(JsonLines, NumbersThatJsonDoesNotHave) {
   EXPECT_EQ(json_number("3"), std::nullopt);
 }
 
-TEST_F(JsonLines, NumbersComeBackToTheBit) {
+TEST_F(JsonLines, numbers_come_back_to_the_bit) {
   const double kValues[] = {0.1, 1e-310, -0.0, 1.7976931348623157e308, static_cast<double>(0.1f)};
   {
     JsonLinesWriter writer(file_);
@@ -84,7 +84,7 @@ TEST_F(JsonLines, NumbersComeBackToTheBit) {
   EXPECT_EQ(i, std::size(kValues));
 }
 
-TEST_F(JsonLines, TheWriterRefusesWhatIsNoLine) {
+TEST_F(JsonLines, the_writer_refuses_what_is_no_line) {
   JsonLinesWriter writer(file_);
   EXPECT_THROW(writer.write(3), std::invalid_argument);
   EXPECT_THROW(writer.write(json::array()), std::invalid_argument);
@@ -95,7 +95,7 @@ TEST_F(JsonLines, TheWriterRefusesWhatIsNoLine) {
   EXPECT_THROW(JsonLinesWriter(folder_ / "other", {.lines_a_flush = 0}), std::invalid_argument);
 }
 
-TEST_F(JsonLines, LinesMayBeGathered) {
+TEST_F(JsonLines, lines_may_be_gathered) {
   {
     JsonLinesWriter writer(file_, {.lines_a_flush = 3, .sync = true});
     for (int step = 0; step < 5; ++step) {
@@ -109,7 +109,7 @@ TEST_F(JsonLines, LinesMayBeGathered) {
   EXPECT_EQ(text_of(file_).size(), 48u);
 }
 
-TEST_F(JsonLines, ATornLineIsCutOff) {
+TEST_F(JsonLines, a_torn_line_is_cut_off) {
   const std::string lines = "{\"a\":1}\n{\"a\":2}\n";
   const struct {
     std::string before;
@@ -129,7 +129,7 @@ TEST_F(JsonLines, ATornLineIsCutOff) {
   }
 }
 
-TEST_F(JsonLines, ARunGoesOnFromAnyLine) {
+TEST_F(JsonLines, a_run_goes_on_from_any_line) {
   put(file_, "{\"s\":0}\n{\"s\":1}\n{\"s\":2}\n{\"s");
   uint64_t keep = 0;
   const JsonLinesResult result = read_json_lines(file_, [&](const JsonLine& line) {
@@ -145,12 +145,12 @@ TEST_F(JsonLines, ARunGoesOnFromAnyLine) {
   EXPECT_EQ(text_of(file_), "{\"s\":8}\n");
 }
 
-TEST_F(JsonLines, OneWriterAtATime) {
+TEST_F(JsonLines, one_writer_at_a_time) {
   JsonLinesWriter first(file_);
   EXPECT_THROW(JsonLinesWriter second(file_), DataError);
 }
 
-TEST_F(JsonLines, AFullDiskLosesNoLine) {
+TEST_F(JsonLines, a_full_disk_loses_no_line) {
   JsonLinesWriter writer(file_);
   writer.write({{"s", 0}});
   failing_calls::arm(failing_calls::Fault::error, 0, ENOSPC, /*lasts=*/true);
@@ -162,7 +162,7 @@ TEST_F(JsonLines, AFullDiskLosesNoLine) {
 }
 
 // Killed at each call, half of a write done; the next writer goes on. Only the line in flight is lost.
-TEST_F(JsonLines, KilledAnywhereOnlyTheLineInFlightIsLost) {
+TEST_F(JsonLines, killed_anywhere_only_the_line_in_flight_is_lost) {
   int kills = 0;
   for (int call = 0;; ++call) {
     fs::remove(file_);
@@ -190,14 +190,14 @@ TEST_F(JsonLines, KilledAnywhereOnlyTheLineInFlightIsLost) {
   EXPECT_GE(kills, 6);  // a write and a sync a line
 }
 
-TEST_F(JsonLines, FilesThatCannotBeRead) {
+TEST_F(JsonLines, files_that_cannot_be_read) {
   EXPECT_THROW(read_json_lines(file_, [](const JsonLine&) {}), DataError);
   EXPECT_THROW(read_json_lines(folder_, [](const JsonLine&) {}), DataError);
   put(file_, "");
   EXPECT_EQ(read_json_lines(file_, [](const JsonLine&) { FAIL(); }).lines, 0u);
 }
 
-TEST_F(JsonLines, LinesAcrossPiecesOfTheFile) {
+TEST_F(JsonLines, lines_across_pieces_of_the_file) {
   std::string text;
   for (int i = 0; i < 20; ++i)
     text += json{{"i", i}, {"x", std::string(100'000 + 1000 * i, 'y')}}.dump() + "\n";
@@ -210,7 +210,7 @@ TEST_F(JsonLines, LinesAcrossPiecesOfTheFile) {
   EXPECT_EQ(result.whole_size, text.size());
 }
 
-TEST(JsonLinesFaults, EachIsSaidWithItsLine) {
+TEST(JsonLinesFaults, each_is_said_with_its_line) {
   const std::string deep = std::string(63, '[') + std::string(63, ']');
   const struct {
     std::string line, says;
@@ -250,7 +250,7 @@ TEST(JsonLinesFaults, EachIsSaidWithItsLine) {
   EXPECT_EQ(result.whole_size, all.size());
 }
 
-TEST(JsonLinesFaults, MessagesAreCountedBeyondAHundred) {
+TEST(JsonLinesFaults, messages_are_counted_beyond_a_hundred) {
   std::string text;
   for (int i = 0; i < 1000; ++i) text += "x\n";
   const JsonLinesResult result = parse_json_lines(text + "{}", "f", [](const JsonLine&) { FAIL(); });
@@ -259,7 +259,7 @@ TEST(JsonLinesFaults, MessagesAreCountedBeyondAHundred) {
   EXPECT_EQ(result.torn_bytes, 2u);
 }
 
-TEST(JsonLinesFaults, AnEndlessLineIsNotKept) {
+TEST(JsonLinesFaults, an_endless_line_is_not_kept) {
   const JsonLinesResult result =
       parse_json_lines("{\"a\":\"" + std::string(70'000'000, 'x') + "\"}\n{}\n", "f",
                        [](const JsonLine& line) { EXPECT_EQ(line.number, 2u); });

@@ -39,7 +39,7 @@ std::string text_of(const FormsReport& report) {
   return out;
 }
 
-TEST(Covering, EveryPairIsCovered) {
+TEST(Covering, every_pair_is_covered) {
   for (const std::vector<int>& levels : std::vector<std::vector<int>>{
            {2, 2}, {1, 3}, {5, 4, 3, 2}, {19, 9, 8, 7, 6, 2, 4, 3, 3, 3, 3, 3, 2, 2, 2}}) {
     const auto rows = covering_rows(levels, 3);
@@ -62,7 +62,7 @@ TEST(Covering, EveryPairIsCovered) {
   EXPECT_THROW(covering_rows({3, 0}, 1), std::invalid_argument);
 }
 
-TEST(Forms, GoThroughJsonAndRepeat) {
+TEST(Forms, go_through_json_and_repeat) {
   ConformForm form;
   form.B = 3, form.H = 6, form.Dv = 32, form.packed = form.causal = form.sinks = form.grad_lse = true;
   form.N = 33, form.T = 33, form.type = FormType::fp16, form.offset = -300, form.values = FormValues::rising;
@@ -85,7 +85,7 @@ TEST(Forms, GoThroughJsonAndRepeat) {
 
 // No alarm over ten seeds, each with other forms and other numbers: on the definition, and on our kernels with the remedies
 // that keep the sum. EVENKEEL_SLOW=1: a hundred.
-TEST(Judge, IsQuietOverTenSeeds) {
+TEST(Judge, is_quiet_over_ten_seeds) {
   if (kSanitized) GTEST_SKIP();
   const uint64_t seeds = std::getenv("EVENKEEL_SLOW") ? 100 : 10;
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
@@ -103,7 +103,7 @@ TEST(Judge, IsQuietOverTenSeeds) {
 }
 
 // Centred keys cannot go with softcap, and the CPU's kernels refuse it in words: not offered, not a fault of theirs.
-TEST(Judge, WhatAPlanCannotTakeIsNotJudged) {
+TEST(Judge, what_a_plan_cannot_take_is_not_judged) {
   for (const char* plan : {"pasa_fp16", "sage_int8", "flash2,stabiliser=centre_keys"}) {
     const FormsReport report = judge_forms(cpu_form_kernel(parse_plan(plan)), quick(plan));
     EXPECT_EQ(text_of(report).find("raised"), std::string::npos) << plan << "\n" << text_of(report);
@@ -112,7 +112,7 @@ TEST(Judge, WhatAPlanCannotTakeIsNotJudged) {
 }
 
 // The closing table is of families and forms: a plan whose forms fail does not pass there.
-TEST(Judge, TheSummaryCountsForms) {
+TEST(Judge, the_summary_counts_forms) {
   if (kSanitized) GTEST_SKIP();
   const Output told =
       run_shell(EVENKEEL_PROGRAM " conform --quick --summary --plan fp8_fa3,stabiliser=zero_sum 2>&1");
@@ -122,7 +122,7 @@ TEST(Judge, TheSummaryCountsForms) {
 }
 
 // What one plan does not take is not said of another.
-TEST(Judge, WhatIsNotJudgedIsSaidByPlan) {
+TEST(Judge, what_is_not_judged_is_said_by_plan) {
   const Output told =
       run_shell(EVENKEEL_PROGRAM " conform --quick --summary --rows 64 --plan sage_int8 --plan flash2 2>&1");
   EXPECT_NE(told.out.find("not judged, since the CPU's kernels do not offer it: type: fp16"),
@@ -134,13 +134,13 @@ TEST(Judge, WhatIsNotJudgedIsSaidByPlan) {
   EXPECT_EQ(told.out.find("not judged of flash2"), std::string::npos) << told.out;
 }
 
-TEST(Judge, IsQuietOnATiledKernelWithoutFault) {
+TEST(Judge, is_quiet_on_a_tiled_kernel_without_fault) {
   const FormsReport report = judge_forms(flash::kernel({}), quick("flash2"));
   EXPECT_TRUE(report.passes()) << text_of(report);
   EXPECT_TRUE(report.not_judged.empty());
 }
 
-TEST(Judge, TakesCapturesOfRealRuns) {
+TEST(Judge, takes_captures_of_real_runs) {
   for (const char* name : {"derailing", "ties"}) {
     const Capture capture = read_capture(std::filesystem::path(EVENKEEL_SOURCE_DIR) / "tests/captures" /
                                          (std::string(name) + ".safetensors"));
@@ -154,7 +154,7 @@ TEST(Judge, TakesCapturesOfRealRuns) {
   }
 }
 
-TEST(Judge, NullKernelsFail) {
+TEST(Judge, null_kernels_fail) {
   if (kSanitized) GTEST_SKIP();
   const FormsReport nothing =
       judge_forms([](const ConformForm&, const FormTensors&) { return FormAnswer::done; }, quick("flash2"));
@@ -202,7 +202,7 @@ size_t zero_by_definition(const JudgeOptions& options) {
 }
 
 // Kernels that answer every call and compute nothing.
-TEST(Judge, KernelsThatComputeNothingFail) {
+TEST(Judge, kernels_that_compute_nothing_fail) {
   if (kSanitized) GTEST_SKIP();
   // Its inputs in place of the outputs, as far as they reach.
   const auto copied = [](const ConformForm& form, const FormTensors& t) {
@@ -226,7 +226,7 @@ TEST(Judge, KernelsThatComputeNothingFail) {
 }
 
 // What a kernel does to every output of every form is named first and alone. Its leak says nothing of training.
-TEST(Judge, AKernelThatComputesNothingIsNamedAndHasNoRisk) {
+TEST(Judge, a_kernel_that_computes_nothing_is_named_and_has_no_risk) {
   if (kSanitized) GTEST_SKIP();
   KernelRequest request;
   request.name = "mine";
@@ -248,7 +248,7 @@ TEST(Judge, AKernelThatComputesNothingIsNamedAndHasNoRisk) {
 }
 
 // A kernel that throws is no kernel that fails, and that is said at once in its words.
-TEST(Judge, AKernelThatRaisesIsAnError) {
+TEST(Judge, a_kernel_that_raises_is_an_error) {
   if (kSanitized) GTEST_SKIP();
   KernelRequest request;
   request.name = "mine";
@@ -262,7 +262,7 @@ TEST(Judge, AKernelThatRaisesIsAnError) {
   EXPECT_NE(judgement_badge(found).find("raises"), std::string::npos);
 }
 
-TEST(Judge, AnUnknownFamilyIsNamedBeforeAnythingIsJudged) {
+TEST(Judge, an_unknown_family_is_named_before_anything_is_judged) {
   KernelRequest request;
   request.families = {"sink", "nope"};
   int calls = 0;
@@ -280,7 +280,7 @@ TEST(Judge, AnUnknownFamilyIsNamedBeforeAnythingIsJudged) {
 }
 
 // Right wherever it answers, and throws on one family's shape: that is no pass, and ends nothing.
-TEST(Judge, AKernelThatRaisesOnAFamilyFails) {
+TEST(Judge, a_kernel_that_raises_on_a_family_fails) {
   if (kSanitized) GTEST_SKIP();
   KernelRequest request;
   request.extent = FormExtent::quick, request.rows = 64;
@@ -302,7 +302,7 @@ TEST(Judge, AKernelThatRaisesOnAFamilyFails) {
 }
 
 // A whole kernel with FlashAttention-2's roundings, and the same with an exponent that keeps the rounding of m log2 e.
-TEST(Judge, FamiliesOfFarScoresFindTheFusedExponent) {
+TEST(Judge, families_of_far_scores_find_the_fused_exponent) {
   using flash::Bug;
   std::vector<ConformCase> families;
   for (const ConformCase& c : conform_cases())
@@ -320,7 +320,7 @@ TEST(Judge, FamiliesOfFarScoresFindTheFusedExponent) {
     }
 }
 
-TEST(Judge, FilesThatAreNeitherFormNorCaptureAreRefused) {
+TEST(Judge, files_that_are_neither_form_nor_capture_are_refused) {
   const std::string file = testing::TempDir() + "evenkeel_judge_file_" + std::to_string(getpid());
   KernelRequest request;
   const FormKernel kernel = flash::kernel({});
@@ -349,7 +349,7 @@ ConformResult loss_feedback_of(const char* plan) {
   return plans[0].results.at(0);
 }
 
-TEST(Risk, IsThatOfOurRuns) {
+TEST(Risk, is_that_of_our_runs) {
   const Risk leaks = risk_of(loss_feedback_of("flash2")),
              quiet = risk_of(loss_feedback_of("flash2,stabiliser=zero_sum"));
   if (!kSanitized) {
@@ -367,7 +367,7 @@ TEST(Risk, IsThatOfOurRuns) {
 }
 
 // The packed curves of GPT-2 124M say what the sentence says.
-TEST(Risk, AgreesWithRecordedRuns) {
+TEST(Risk, agrees_with_recorded_runs) {
   if (kSanitized) GTEST_SKIP();
   std::ifstream file(std::filesystem::path(EVENKEEL_SOURCE_DIR) / "docs/curves/size.json");
   const auto curves = nlohmann::json::parse(file);
@@ -394,7 +394,7 @@ TEST(Risk, AgreesWithRecordedRuns) {
   EXPECT_GT(crossed, 0);
 }
 
-TEST(Report, HasEveryFormat) {
+TEST(Report, has_every_format) {
   KernelRequest request;
   request.name = "a <kernel> & more";
   request.extent = FormExtent::quick;
@@ -431,7 +431,7 @@ struct Planted {
 void PrintTo(const Planted& planted, std::ostream* out) { *out << planted.words.front(); }
 class PlantedFault : public testing::TestWithParam<Planted> {};
 
-TEST_P(PlantedFault, IsFoundAndNamed) {
+TEST_P(PlantedFault, is_found_and_named) {
   if (kSanitized && GetParam().bugs.size() < 3) GTEST_SKIP();
   const FormsReport report = judge_forms(flash::kernel(GetParam().bugs), quick("flash2"));
   ASSERT_FALSE(report.failures.empty());
@@ -449,7 +449,7 @@ TEST_P(PlantedFault, IsFoundAndNamed) {
 }
 
 // Each report of public_bugs, its fault planted: its own form fails as it was reported, and only with the fault.
-TEST(PublicBugs, AreFoundUnderTheirConditions) {
+TEST(PublicBugs, are_found_under_their_conditions) {
   using flash::Bug;
   constexpr Bug kPlanted[] = {Bug::empty_half_tile,     Bug::single_row_tail,   Bug::fp16_scores,
                               Bug::delta_of_sequence_0, Bug::unrounded_row_sum, Bug::rounded_probs_in_ds};
@@ -471,7 +471,7 @@ TEST(PublicBugs, AreFoundUnderTheirConditions) {
   }
 }
 
-TEST(PublicBugs, StandInTheReport) {
+TEST(PublicBugs, stand_in_the_report) {
   if (kSanitized) GTEST_SKIP();
   using flash::Bug;
   JudgeOptions options = quick("flash2");

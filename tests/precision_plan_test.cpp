@@ -34,7 +34,7 @@ PrecisionPlan with_sites(PrecisionPlan plan, std::initializer_list<Site> sites, 
   return plan;
 }
 
-TEST(PrecisionPlan, NamesGoBothWays) {
+TEST(PrecisionPlan, names_go_both_ways) {
   const std::set<std::string_view> distinct(kSiteNames.begin(), kSiteNames.end());
   EXPECT_EQ(distinct.size(), static_cast<size_t>(kSiteCount));
   for (int i = 0; i < kSiteCount; ++i) {
@@ -53,7 +53,7 @@ TEST(PrecisionPlan, NamesGoBothWays) {
   EXPECT_EQ(name(Accumulate::tensor_core), "tensor_core");
 }
 
-TEST(PrecisionPlan, NamedPlansAreWhatTheyAreDocumentedToBe) {
+TEST(PrecisionPlan, named_plans_are_what_they_are_documented_to_be) {
   const PrecisionPlan flash2 = with_sites({},
                                           {Site::probs, Site::output, Site::output_for_delta, Site::probs_bwd,
                                            Site::dscores, Site::dq, Site::dk, Site::dv},
@@ -99,7 +99,7 @@ TEST(PrecisionPlan, NamedPlansAreWhatTheyAreDocumentedToBe) {
   for (std::string_view known : kPlanNames) EXPECT_EQ(to_string(parse_plan(known)), known);
 }
 
-TEST(PrecisionPlan, OverridesAreReadFromTheLeft) {
+TEST(PrecisionPlan, overrides_are_read_from_the_left) {
   EXPECT_EQ(parse_plan("bf16_all,row_sum=fp32"),
             with_sites(parse_plan("bf16_all"), {Site::row_sum}, kToFp32));
   EXPECT_EQ(parse_plan("row_sum=bf16"), with_sites({}, {Site::row_sum}, kToBf16));
@@ -123,7 +123,7 @@ TEST(PrecisionPlan, OverridesAreReadFromTheLeft) {
   EXPECT_EQ(all.at(Site::output), kToBf16);
 }
 
-TEST(PrecisionPlan, OutputTakesTheOutputForDeltaAlongUnlessThatIsSetByItself) {
+TEST(PrecisionPlan, output_takes_the_output_for_delta_along_unless_that_is_set_by_itself) {
   EXPECT_EQ(parse_plan("fp32,output=bf16").at(Site::output_for_delta), kToBf16);
   EXPECT_EQ(parse_plan("flash2,output=fp32").at(Site::output_for_delta), kToFp32);
   EXPECT_EQ(parse_plan("output=bf16,output_for_delta=fp32").at(Site::output_for_delta), kToFp32);
@@ -133,7 +133,7 @@ TEST(PrecisionPlan, OutputTakesTheOutputForDeltaAlongUnlessThatIsSetByItself) {
   EXPECT_EQ(parse_plan("output_for_delta=fp32,fp32,output=bf16").at(Site::output_for_delta), kToBf16);
 }
 
-TEST(PrecisionPlan, EverySecondReadingFollowsItsFirst) {
+TEST(PrecisionPlan, every_second_reading_follows_its_first) {
   const PrecisionPlan plan = parse_plan("fp32,q=bf16,k=e4m3,k_bwd=fp16,grad_output=e5m2");
   EXPECT_EQ(plan.at(Site::q_bwd), kToBf16);
   EXPECT_EQ(plan.at(Site::k_bwd), Rounding{kFp16});
@@ -142,7 +142,7 @@ TEST(PrecisionPlan, EverySecondReadingFollowsItsFirst) {
   EXPECT_EQ(to_string(plan), "fp32,q=bf16,k=e4m3,grad_output=e5m2,k_bwd=fp16");
 }
 
-TEST(PrecisionPlan, KeysAndAccumulation) {
+TEST(PrecisionPlan, keys_and_accumulation) {
   EXPECT_EQ(to_string(parse_plan("flash2,keys=centred,stabiliser=zero_sum")),
             "flash2,keys=centred,stabiliser=zero_sum");
   EXPECT_EQ(to_string(parse_plan("sage_int8,keys=given")), "sage_int8,keys=given");
@@ -157,7 +157,7 @@ TEST(PrecisionPlan, KeysAndAccumulation) {
   EXPECT_EQ(parse_plan("accumulate=h200/4,accumulate=fp32_sequential"), PrecisionPlan{});
 }
 
-TEST(PrecisionPlan, ToStringIsShort) {
+TEST(PrecisionPlan, to_string_is_short) {
   EXPECT_EQ(to_string(parse_plan("bf16_all,row_sum=fp32")), "bf16_all,row_sum=fp32");
   EXPECT_EQ(to_string(parse_plan("flash2,stabiliser=zero_sum,keel=1e-3")),
             "flash2,stabiliser=zero_sum,keel=0.001");
@@ -168,7 +168,7 @@ TEST(PrecisionPlan, ToStringIsShort) {
             "flash2");
 }
 
-TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
+TEST(PrecisionPlan, random_plans_come_back_from_their_text) {
   const RandomKey key{7, 0, 0};
   uint64_t next = 0;
   const auto below = [&](uint32_t n) { return static_cast<int>(random_bits(key, next++) % n); };
@@ -214,7 +214,7 @@ TEST(PrecisionPlan, RandomPlansComeBackFromTheirText) {
   EXPECT_GT(longest, 300u);  // the plans were really random
 }
 
-TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
+TEST(PrecisionPlan, every_mistake_is_answered_with_what_is_known) {
   const std::string plans =
       "expected one of fp32, flash2, bf16_all, fp8, fp8_fa3, fp8_trains, fp8_deepseek, mxfp8, nvfp4, "
       "sage_int8, "
@@ -294,7 +294,7 @@ TEST(PrecisionPlan, EveryMistakeIsAnsweredWithWhatIsKnown) {
             "unknown stabiliser 'zero-sum': expected one of " + stabilisers);
 }
 
-TEST(PrecisionPlan, EveryMistakeInAScaleSaysWhatGoes) {
+TEST(PrecisionPlan, every_mistake_in_a_scale_says_what_goes) {
   const struct {
     const char* text;
     std::string message;
@@ -322,7 +322,7 @@ TEST(PrecisionPlan, EveryMistakeInAScaleSaysWhatGoes) {
 
 // --- Scopes --------------------------------------------------------------------------------------
 
-TEST(ScopedPlan, WithoutAScopeHoldsEverywhere) {
+TEST(ScopedPlan, without_a_scope_holds_everywhere) {
   const ScopedPlan plan = ScopedPlan::parse("bf16_all,keel=0.5");
   EXPECT_FALSE(plan.is_scoped());
   EXPECT_EQ(plan.at(0, 0), parse_plan("bf16_all,keel=0.5"));
@@ -331,7 +331,7 @@ TEST(ScopedPlan, WithoutAScopeHoldsEverywhere) {
   EXPECT_EQ(ScopedPlan(parse_plan("flash2")).at(3, 1), parse_plan("flash2"));
 }
 
-TEST(ScopedPlan, ClausesChangeTheirLayersAndHeadsAlone) {
+TEST(ScopedPlan, clauses_change_their_layers_and_heads_alone) {
   const ScopedPlan plan =
       ScopedPlan::parse("bf16_all; layer 1 head 3,7: output_for_delta=fp32; layer 2: stabiliser=zero_sum");
   EXPECT_TRUE(plan.is_scoped());
@@ -344,7 +344,7 @@ TEST(ScopedPlan, ClausesChangeTheirLayersAndHeadsAlone) {
     }
 }
 
-TEST(ScopedPlan, ListsAreNumbersAndRanges) {
+TEST(ScopedPlan, lists_are_numbers_and_ranges) {
   const ScopedPlan plan = ScopedPlan::parse("layer 0, 2-4 ,9 head 5 - 6: keel=1; head 1: keel=2");
   for (int layer = 0; layer < 12; ++layer)
     for (int head = 0; head < 8; ++head) {
@@ -353,7 +353,7 @@ TEST(ScopedPlan, ListsAreNumbersAndRanges) {
     }
 }
 
-TEST(ScopedPlan, LaterClausesWin) {
+TEST(ScopedPlan, later_clauses_win) {
   const ScopedPlan plan =
       ScopedPlan::parse("flash2; layer 1: keel=1, row_sum=bf16; layer 1 head 2: keel=2; seed=9");
   EXPECT_EQ(plan.at(0, 0), parse_plan("flash2,seed=9"));
@@ -364,7 +364,7 @@ TEST(ScopedPlan, LaterClausesWin) {
   EXPECT_EQ(ScopedPlan::parse("flash2; layer 3: output=fp32").at(3, 0), parse_plan("flash2,output=fp32"));
 }
 
-TEST(ScopedPlan, EveryBadScopeIsAnError) {
+TEST(ScopedPlan, every_bad_scope_is_an_error) {
   const std::string shape = "expected 'layer LIST', 'head LIST' or 'layer LIST head LIST'";
   const std::string numbers = "expected numbers from 0 and ranges, as in layer 1 head 0,2-4";
   const struct {

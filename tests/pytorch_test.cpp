@@ -88,7 +88,7 @@ ModelConfig small() {
   return config;
 }
 
-TEST_F(PyTorchTest, LossAndEveryGradient) {
+TEST_F(PyTorchTest, loss_and_every_gradient) {
   // All at once: it is loading PyTorch that takes time. Beside each model's gradients lies a copy in which one value of the
   // last tensor is wrong by a ten-thousandth of the tensor's size: is the judge awake?
   std::vector<fs::path> right, wrong, all;
@@ -158,7 +158,7 @@ TEST_F(PyTorchTest, LossAndEveryGradient) {
 // Rotary positions, RMS norms, SwiGLU, grouped queries, and the names and shapes of transformers: weights and gradients go
 // out as folders, and PyTorch computes on them by transformers' definition. With a bias, without, with qk_norm, with heads
 // wider than the stream.
-TEST_F(PyTorchTest, LossAndEveryGradientOfALlama) {
+TEST_F(PyTorchTest, loss_and_every_gradient_of_a_llama) {
   std::vector<fs::path> all;
   for (int form = 0; form < 4; ++form) {
     ModelConfig config = model_preset("llama-micro");
@@ -212,7 +212,7 @@ TEST_F(PyTorchTest, LossAndEveryGradientOfALlama) {
   }
 }
 
-TEST_F(PyTorchTest, FoldersOfTransformersAndBack) {
+TEST_F(PyTorchTest, folders_of_transformers_and_back) {
   for (const char* type : {"gpt2", "llama", "qwen3"}) {
     const fs::path theirs = folder / type;
     const int code = check_model("make", {theirs});
@@ -238,7 +238,7 @@ TEST_F(PyTorchTest, FoldersOfTransformersAndBack) {
 
 // Optimiser, clipping, warm-up, weight decay, checkpoints and batches besides: from a checkpoint on, PyTorch's steps have
 // our losses and gradient norms.
-TEST_F(PyTorchTest, ARunGoesOnInPyTorch) {
+TEST_F(PyTorchTest, a_run_goes_on_in_pytorch) {
   RunConfig config;
   config.model = small();
   config.data = (folder / "tokens.bin").string();

@@ -275,6 +275,45 @@ TEST_F(ReportTest, what_the_guard_did_stands_at_the_top) {
   EXPECT_TRUE(has(html, "guarded</span> at steps 3, 9; returns to a checkpoint: 1.</p>"));
 }
 
+TEST_F(ReportTest, the_plans_that_the_guard_changed_are_shown) {
+  const auto event = [](int step, const char* kind, const char* heads, const std::string& plan,
+                        const char* more = "") {
+    return fmt::format("{{\"step\":{},\"kind\":\"{}\",\"heads\":{},\"plan\":\"{}\",\"words\":\"w\"{}}}\n",
+                       step, kind, heads, plan, more);
+  };
+  const std::string first = "layer 1 head 0: stabiliser=zero_sum", both = "layer 0: stabiliser=zero_sum",
+                    again = "layer 1 head 0: stabiliser=consistent";
+  // Our trainer's changes stand in config.toml, too.
+  const fs::path run =
+      make("guarded",
+           {{"config.toml",
+             "[attention]\nplan = \"flash2\"\n[[attention.changes]]\nstep = 4\nplan = \"" + first + "\"\n"},
+            {"metrics.jsonl", metrics(30)},
+            {"guard.jsonl", event(3, "remedy", "[[1,0]]", first) + event(5, "warning", "[[0,1]]", both) +
+                                event(9, "remedy", "[[0,0],[0,1]]", both) +
+                                event(20, "roll_back", "[[1,0]]", again, ",\"to\":16")}});
+  const std::string html = page_of({run});
+  const auto row = [](const char* step, const char* heads, const char* from, const char* to) {
+    return fmt::format("<td>{}</td><td>{}</td><td class=\"plan\">{}</td><td class=\"plan\">{}</td></tr>",
+                       step, heads, from, to);
+  };
+  EXPECT_TRUE(has(html, "<section id=\"guard\"")) << html;
+  EXPECT_TRUE(has(html, row("4", "head 0 of layer 1", "flash2", "flash2,stabiliser=zero_sum"))) << html;
+  EXPECT_TRUE(
+      has(html, row("10", "head 0 of layer 0, head 1 of layer 0", "flash2", "flash2,stabiliser=zero_sum")));
+  EXPECT_TRUE(has(
+      html, row("16", "head 0 of layer 1", "flash2,stabiliser=zero_sum", "flash2,stabiliser=consistent")));
+  EXPECT_FALSE(has(html, "<td>6</td>"));  // a warning changes nothing
+  const fs::path unknown =
+      make("unknown", {{"metrics.jsonl", metrics(30)},
+                       {"config.toml", "[attention]\nplan = \"no plan\"\n"},
+                       {"guard.jsonl", event(3, "remedy", "[[1,0],[-1,0],7,[1]]", first)}});
+  EXPECT_TRUE(has(page_of({unknown}), row("4", "head 0 of layer 1", "not known", first.c_str())));
+  const fs::path warned = make(
+      "warned", {{"metrics.jsonl", metrics(30)}, {"guard.jsonl", event(3, "warning", "[[1,0]]", first)}});
+  EXPECT_FALSE(has(page_of({warned}), "<section id=\"guard\""));
+}
+
 TEST_F(ReportTest, what_runs_say_is_text_and_nothing_else) {
   const std::string evil = "</script><script>alert(1)</script>\"'<img src=x>&\x01\xff";
   const auto quoted = [](const std::string& text) {

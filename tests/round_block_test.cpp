@@ -70,7 +70,7 @@ std::vector<float> magnitudes() {
   return list;
 }
 
-TEST(BlockScale, EveryRuleIsMpfrs) {
+TEST(BlockScale, every_rule_is_mpfrs) {
   ScaleOracle oracle;
   int64_t cases = 0;
   for (const char* format : kFormats)
@@ -104,7 +104,7 @@ TEST(BlockScale, EveryRuleIsMpfrs) {
 }
 
 // NVFP4: the largest block has a scale of E4M3's largest number times the outer scale, so the largest value is 6 codes.
-TEST(BlockScale, TwoLevelsUseTheWholeRangeOfBoth) {
+TEST(BlockScale, two_levels_use_the_whole_range_of_both) {
   const Rounding r = parse_rounding("e2m1*block16@e4m3*tensor");
   for (float largest : {1.0f, 3.0f, 1e-6f, 12345.0f}) {
     const float outer = outer_scale(r, largest), scale = block_scale(r, largest, outer);
@@ -144,7 +144,7 @@ const char* const kScales[] = {"block16",
                                "column16@e4m3*column"};
 
 // Both layouts, rows that are no multiple of the blocks, zeros, specials, every mode.
-TEST(RoundBlock, FastVersionIsTheDefinition) {
+TEST(RoundBlock, fast_version_is_the_definition) {
   int64_t cases = 0, changed = 0;
   for (const char* format : kFormats)
     for (const char* scale : kScales)
@@ -183,7 +183,7 @@ TEST(RoundBlock, FastVersionIsTheDefinition) {
 }
 
 // The definition by hand: one row of 32 with a scale by each rule.
-TEST(RoundBlock, ABlockByHand) {
+TEST(RoundBlock, a_block_by_hand) {
   const auto rounded = [](const char* text, std::vector<float> x) {
     round_block(parse_rounding(text), {x.data(), 1, static_cast<int64_t>(x.size()), 0, 1});
     return x;
@@ -215,7 +215,7 @@ TEST(RoundBlock, ABlockByHand) {
 }
 
 // A scale down the column is a scale along the row of the transposed matrix.
-TEST(RoundBlock, ColumnsAreTheRowsOfTheTransposedMatrix) {
+TEST(RoundBlock, columns_are_the_rows_of_the_transposed_matrix) {
   const std::pair<const char*, const char*> pairs[] = {{"column", "row"},
                                                        {"column@e8m0_up", "row@e8m0_up"},
                                                        {"column16", "block16"},
@@ -241,7 +241,7 @@ TEST(RoundBlock, ColumnsAreTheRowsOfTheTransposedMatrix) {
 }
 
 // A part of a column, with the largest of the whole column given, is rounded as the column is.
-TEST(RoundBlock, APartOfAColumnHasTheColumnsScale) {
+TEST(RoundBlock, a_part_of_a_column_has_the_columns_scale) {
   for (const char* text : {"int8*column", "e2m1*column16@e4m3*column", "e4m3*column32@e4m3*head"}) {
     const Rounding r = parse_rounding(text);
     constexpr int64_t kRows = 100, kColumns = 8, kFirst = 64;
@@ -258,7 +258,7 @@ TEST(RoundBlock, APartOfAColumnHasTheColumnsScale) {
 
 // Rounding a second time changes nothing where the scale is a power of two. (A scale of FP32 is found anew, and may be a
 // step off.)
-TEST(RoundBlock, APowerOfTwoIsIdempotent) {
+TEST(RoundBlock, a_power_of_two_is_idempotent) {
   for (const char* format : kFormats)
     for (const char* scale : {"block32@e8m0", "row@e8m0_up"}) {
       const Rounding r = parse_rounding(fmt::format("{}*{}", format, scale));
@@ -270,7 +270,7 @@ TEST(RoundBlock, APowerOfTwoIsIdempotent) {
     }
 }
 
-TEST(RoundBlock, NothingAndZerosStay) {
+TEST(RoundBlock, nothing_and_zeros_stay) {
   for (const char* scale : kScales) {
     const Rounding r = parse_rounding(std::string("int8*") + scale);
     round_block(r, {nullptr, 0, 0, 0, 1});

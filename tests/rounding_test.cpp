@@ -150,7 +150,7 @@ RoundingMode mirrored(RoundingMode mode) {
   return mode;
 }
 
-TEST(Properties, IdempotentSymmetricAndWithinTheErrorBound) {
+TEST(Properties, idempotent_symmetric_and_within_the_error_bound) {
   Mismatches idempotent, symmetric, bounded, representable;
   for (Format f : formats())
     for (RoundingMode mode : kAllModes) {
@@ -179,7 +179,7 @@ TEST(Properties, IdempotentSymmetricAndWithinTheErrorBound) {
   EXPECT_NO_MISMATCH(representable);
 }
 
-TEST(Properties, Monotonic) {
+TEST(Properties, monotonic) {
   Mismatches mismatches;
   for (Format f : formats())
     for (RoundingMode mode : kAllModes) {
@@ -196,7 +196,7 @@ TEST(Properties, Monotonic) {
   EXPECT_NO_MISMATCH(mismatches);
 }
 
-TEST(Properties, NanStaysQuietAndZeroKeepsItsSign) {
+TEST(Properties, nan_stays_quiet_and_zero_keeps_its_sign) {
   for (Format f : formats())
     for (RoundingMode mode : kAllModes)
       for (bool saturate : {false, true}) {
@@ -231,7 +231,7 @@ void compare_with_oracle(const Rounding& base, Mismatches& mismatches) {
   }
 }
 
-TEST(Mpfr, EveryFormatAndDeterministicMode) {
+TEST(Mpfr, every_format_and_deterministic_mode) {
   Mismatches mismatches;
   for (Format f : formats())
     for (RoundingMode mode : kDeterministic) compare_with_oracle({f, mode}, mismatches);
@@ -240,7 +240,7 @@ TEST(Mpfr, EveryFormatAndDeterministicMode) {
 }
 
 // Scales that leave FP32's normal range are among them, and absurd ones: the array version must notice.
-TEST(Mpfr, ScaledRoundings) {
+TEST(Mpfr, scaled_roundings) {
   Mismatches mismatches;
   for (const char* text :
        {"e4m3^8", "e4m3^-8", "e5m2^3", "e5m2^-32", "fp16^32", "fp16^-7", "e7m23^32", "e7m1^32", "bf16^8",
@@ -261,7 +261,7 @@ TEST(Mpfr, ScaledRoundings) {
 
 // The oracle judged in its turn: MPFR's own emulation of IEEE formats, with its exponent range and
 // mpfr_subnormalize, gives the same floats in the four modes it has.
-TEST(Mpfr, OracleAgreesWithMpfrSubnormalize) {
+TEST(Mpfr, oracle_agrees_with_mpfr_subnormalize) {
   const std::pair<RoundingMode, mpfr_rnd_t> modes[] = {{RoundingMode::nearest_even, MPFR_RNDN},
                                                        {RoundingMode::toward_zero, MPFR_RNDZ},
                                                        {RoundingMode::up, MPFR_RNDU},
@@ -300,7 +300,7 @@ TEST(Mpfr, OracleAgreesWithMpfrSubnormalize) {
 
 // Every format there can be (both kinds of topmost exponent), every mode, on every CPU target of this
 // machine.
-TEST(RoundArray, IsRoundToOnEveryCpuTarget) {
+TEST(RoundArray, is_round_to_on_every_cpu_target) {
   std::mt19937_64 generator(3);
   std::vector<float> sample;
   for (size_t i = 0; i < stratified_sample().size(); i += 1 + generator() % 17)
@@ -335,7 +335,7 @@ TEST(RoundArray, IsRoundToOnEveryCpuTarget) {
 }
 
 // Any beginning, length, alignment, in place or not; nothing beyond the ends is written.
-TEST(RoundArray, AnyLengthAndAlignment) {
+TEST(RoundArray, any_length_and_alignment) {
   constexpr float kGuard = 12345.678f;
   std::vector<float> source(400), target(400);
   for (size_t i = 0; i < source.size(); ++i) source[i] = random_unit({5}, i) * 100 - 50;
@@ -390,7 +390,7 @@ void judge_all_floats(const Rounding& r, const RandomKey& key, const Judge& judg
 }
 
 // 42 cases, about 1.5 minutes of one core each.
-TEST(AllFloats, RoundArrayIsRoundToSlow) {
+TEST(AllFloats, round_array_is_round_to_slow) {
   SKIP_UNLESS_SLOW();
   const RandomKey key{42};
   for (const NamedFormat& row : kNamedFormats)
@@ -412,7 +412,7 @@ TEST(AllFloats, RoundArrayIsRoundToSlow) {
 }
 
 // 2 cases, about 6 minutes of one core each.
-TEST(AllFloats, RoundArrayIsMpfrSlow) {
+TEST(AllFloats, round_array_is_mpfr_slow) {
   SKIP_UNLESS_SLOW();
   ASSERT_TRUE(mpfr_buildopt_tls_p()) << "this MPFR is not thread-safe";
   for (Format f : {kBf16, kE4m3}) {
@@ -437,7 +437,7 @@ void compare_codes(const Rounding& r, const std::function<uint32_t(float)>& thei
 }
 #endif
 
-TEST(Cuda, Fp8HostConversions) {
+TEST(Cuda, fp8_host_conversions) {
 #if defined(EVENKEEL_HAVE_CUDA_HEADERS)
   for (bool saturate : {false, true}) {
     const auto limit = saturate ? __NV_SATFINITE : __NV_NOSAT;
@@ -452,7 +452,7 @@ TEST(Cuda, Fp8HostConversions) {
 }
 
 // Theirs has no NaN to give: it makes a NaN the largest number, ours keeps it.
-TEST(Cuda, Fp6AndFp4HostConversions) {
+TEST(Cuda, fp6_and_fp4_host_conversions) {
 #if defined(EVENKEEL_HAVE_CUDA_HEADERS)
   const auto compare = [](Format f, const std::function<uint32_t(float)>& theirs) {
     Mismatches mismatches;
@@ -470,7 +470,7 @@ TEST(Cuda, Fp6AndFp4HostConversions) {
 #endif
 }
 
-TEST(Cuda, Fp16HostConversions) {
+TEST(Cuda, fp16_host_conversions) {
 #if defined(EVENKEEL_HAVE_CUDA_HEADERS)
   const auto code = [](__half h) -> uint32_t { return static_cast<__half_raw>(h).x; };
   compare_codes({kFp16, RoundingMode::nearest_even}, [=](float x) { return code(__float2half_rn(x)); });
@@ -482,7 +482,7 @@ TEST(Cuda, Fp16HostConversions) {
 #endif
 }
 
-TEST(Cuda, Bf16HostConversions) {
+TEST(Cuda, bf16_host_conversions) {
 #if defined(EVENKEEL_HAVE_CUDA_HEADERS)
   const auto code = [](__nv_bfloat16 h) -> uint32_t { return static_cast<__nv_bfloat16_raw>(h).x; };
   compare_codes({kBf16, RoundingMode::nearest_even}, [=](float x) { return code(__float2bfloat16_rn(x)); });
@@ -501,7 +501,7 @@ __attribute__((target("f16c"))) uint32_t hardware_half(float x) {
 }
 #endif
 
-TEST(Hardware, F16cConversions) {
+TEST(Hardware, f16c_conversions) {
 #if defined(__x86_64__)
   // Clang 14 has no question for F16C; whatever has AVX2 has it.
   if (!__builtin_cpu_supports("avx2")) GTEST_SKIP() << "this CPU has no F16C";
@@ -534,7 +534,7 @@ float half_up_bf16(float x) { return from_bits((bits(x) + 0x8000u) & 0xffff0000u
 // The one criterion that sees it is the sign. On sums of two BF16 numbers half of all roundings are ties (the
 // sum of two 8-bit significands has 9 bits), half-up errs by as much as nearest-even, just always the same
 // way.
-TEST(PlantedFault, OnlyTheSignedMeanSeesHalfUp) {
+TEST(PlantedFault, only_the_signed_mean_sees_half_up) {
   struct Judged {
     ErrorStats errors;
     double nmse = 0;
@@ -583,7 +583,7 @@ TEST(PlantedFault, OnlyTheSignedMeanSeesHalfUp) {
 
 // Rounding twice is not rounding once: the first rounding lands on a tie of the second and hides the side it
 // came from. Results of FP64 must not pass through FP32, nor those of FP32 through BF16, on their way to FP8.
-TEST(DoubleRounding, DiffersFromDirectInKnownCases) {
+TEST(DoubleRounding, differs_from_direct_in_known_cases) {
   Oracle oracle;
   const Rounding e4m3{kE4m3}, bf16{kBf16};
   // 1.0625 is the tie between 1 and 1.125; 1 is even.

@@ -78,13 +78,13 @@ void write_golden(const fs::path& path) {
   writer.commit();
 }
 
-TEST_F(SafetensorsFile, WritesTheGoldenBytes) {
+TEST_F(SafetensorsFile, writes_the_golden_bytes) {
   write_golden(file_);
   EXPECT_EQ(text_of(file_), golden());
   EXPECT_EQ((golden().size() - 21) % 8, 0u);
 }
 
-TEST_F(SafetensorsFile, ReadsTheGoldenBytes) {
+TEST_F(SafetensorsFile, reads_the_golden_bytes) {
   std::ofstream(file_, std::ios::binary) << golden();
   Safetensors opened(file_);
   const Safetensors read(std::move(opened));
@@ -116,7 +116,7 @@ TEST_F(SafetensorsFile, ReadsTheGoldenBytes) {
   EXPECT_EQ(fault({"m", element_type("I8"), {3}}), ": expected tensor 'm' (I8 [3]), found U8 [3]");
 }
 
-TEST_F(SafetensorsFile, EveryTypeGoesThereAndBack) {
+TEST_F(SafetensorsFile, every_type_goes_there_and_back) {
   std::vector<TensorHeader> headers;
   for (const ElementType& type : kElementTypes)
     headers.push_back({fmt::format("\xC3\xBC \"{}\"\n", type.name), type, {2, 1, 4}});
@@ -142,14 +142,14 @@ TEST_F(SafetensorsFile, EveryTypeGoesThereAndBack) {
   }
 }
 
-TEST_F(SafetensorsFile, NoTensorsAtAll) {
+TEST_F(SafetensorsFile, no_tensors_at_all) {
   SafetensorsWriter(file_, {}).commit();
   EXPECT_EQ(text_of(file_), file_of("{}      "));
   EXPECT_TRUE(Safetensors(file_).tensors().empty());
   EXPECT_EQ(refusal(file_of("{}")), "accepted");
 }
 
-TEST_F(SafetensorsFile, AnUnfinishedFileIsNone) {
+TEST_F(SafetensorsFile, an_unfinished_file_is_none) {
   std::ofstream(file_, std::ios::binary) << "old";
   {
     SafetensorsWriter writer(file_, {{"a", element_type("F32"), {4}}});
@@ -161,7 +161,7 @@ TEST_F(SafetensorsFile, AnUnfinishedFileIsNone) {
   EXPECT_EQ(text_of(file_), "old");
 }
 
-TEST_F(SafetensorsFile, TheWriterRefusesWhatNoReaderTakes) {
+TEST_F(SafetensorsFile, the_writer_refuses_what_no_reader_takes) {
   const auto refuses = [&](std::vector<TensorHeader> tensors,
                            std::map<std::string, std::string> metadata = {}) {
     EXPECT_THROW(SafetensorsWriter(file_, std::move(tensors), metadata), std::exception);
@@ -182,7 +182,7 @@ TEST_F(SafetensorsFile, TheWriterRefusesWhatNoReaderTakes) {
 }
 
 // Killed or refused at each call: the checkpoint is the old one or the new one.
-TEST_F(SafetensorsFile, KilledAnywhereTheFileIsOldOrNew) {
+TEST_F(SafetensorsFile, killed_anywhere_the_file_is_old_or_new) {
   using failing_calls::Fault;
   for (const Fault fault : {Fault::kill, Fault::error})
     for (int call = 0;; ++call) {
@@ -203,7 +203,7 @@ TEST_F(SafetensorsFile, KilledAnywhereTheFileIsOldOrNew) {
 }
 
 // Never more in memory than a piece: a sparse file far larger than the memory that is allowed.
-TEST_F(SafetensorsFile, ALargeFileTakesNoMemory) {
+TEST_F(SafetensorsFile, a_large_file_takes_no_memory) {
   const TensorHeader large{"large", element_type("U8"), {uint64_t{1} << 20, uint64_t{1} << 16}};  // 64 GiB
   EXPECT_EQ(byte_count(large), uint64_t{1} << 36);
   const std::string header =
@@ -238,7 +238,7 @@ void expect_refusals(const std::vector<FaultCase>& cases) {
   }
 }
 
-TEST(SafetensorsFaults, OfTheFrameAreSaid) {
+TEST(SafetensorsFaults, of_the_frame_are_said) {
   expect_refusals({
       {"", "found 0 bytes"},
       {"1234567", "found 7 bytes"},
@@ -256,7 +256,7 @@ TEST(SafetensorsFaults, OfTheFrameAreSaid) {
   });
 }
 
-TEST(SafetensorsFaults, OfTheJsonAreSaid) {
+TEST(SafetensorsFaults, of_the_json_are_said) {
   expect_refusals({
       {file_of("{"), "header in JSON"},
       {file_of("{}}"), "header in JSON"},
@@ -276,7 +276,7 @@ TEST(SafetensorsFaults, OfTheJsonAreSaid) {
   });
 }
 
-TEST(SafetensorsFaults, OfTheFieldsAreSaid) {
+TEST(SafetensorsFaults, of_the_fields_are_said) {
   expect_refusals({
       {file_of(R"({"a":1})"), "an object for 'a', found 1"},
       {file_of(R"({"a":null})"), "found null"},
@@ -306,7 +306,7 @@ TEST(SafetensorsFaults, OfTheFieldsAreSaid) {
   });
 }
 
-TEST(SafetensorsFaults, OfThePlacesAreSaid) {
+TEST(SafetensorsFaults, of_the_places_are_said) {
   const std::string max = "18446744073709551615";
   expect_refusals({
       {file_of(tensor("\"U8\"", "[2]", "[2,0]"), "xy"), "'a' (U8 [2]) at 2 where the one before ends at 0"},
@@ -326,13 +326,13 @@ TEST(SafetensorsFaults, OfThePlacesAreSaid) {
   });
 }
 
-TEST(SafetensorsFaults, EveryShorterFileIsRefused) {
+TEST(SafetensorsFaults, every_shorter_file_is_refused) {
   const std::string bytes = golden();
   for (size_t size = 0; size < bytes.size(); ++size)
     EXPECT_NE(refusal(bytes.substr(0, size)), "accepted") << size;
 }
 
-TEST(SafetensorsFaults, TensorsOfNoBytesMayLieAnywhereBetween) {
+TEST(SafetensorsFaults, tensors_of_no_bytes_may_lie_anywhere_between) {
   EXPECT_EQ(refusal(file_of(R"({"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},)"
                             R"("c":{"dtype":"U8","shape":[0,7],"data_offsets":[0,0]},)"
                             R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})",

@@ -281,7 +281,7 @@ std::string read(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-TEST(Size, FunctionsAndFilesAreWithinTheLimits) {
+TEST(Size, functions_and_files_are_within_the_limits) {
   const fs::path root = EVENKEEL_SOURCE_DIR;
   const std::vector<fs::path> sources = sources_of(root);
   ASSERT_GT(sources.size(), 100u);
@@ -308,7 +308,7 @@ std::vector<std::string> sizes(const Measured& measured) {
 
 using Sizes = std::vector<std::string>;
 
-TEST(Size, ALongFunctionIsFound) {
+TEST(Size, a_long_function_is_found) {
   for (const auto& [file, most] : std::vector<std::pair<std::string, size_t>>{{"a.cpp", 80}, {"a.cu", 120}}) {
     const auto body = [](size_t lines) { return "int f() {\n" + repeated(lines - 2, "  g();\n") + "}\n"; };
     EXPECT_TRUE(offences_of(file, body(most)).empty());
@@ -321,18 +321,18 @@ TEST(Size, ALongFunctionIsFound) {
   EXPECT_EQ(offences_of("a.js", "function f() {\n" + repeated(79, "  g();\n") + "}\n").size(), 1u);
 }
 
-TEST(Size, ALongFileIsFound) {
+TEST(Size, a_long_file_is_found) {
   EXPECT_TRUE(offences_of("a.h", repeated(700, "int x;\n")).empty());
   EXPECT_EQ(offences_of("a.h", repeated(701, "int x;\n")).size(), 1u);
 }
 
-TEST(Size, BracesThatDoNotMatchAreAFault) {
+TEST(Size, braces_that_do_not_match_are_a_fault) {
   EXPECT_EQ(offences_of("a.cpp", "int f() {\n").size(), 1u);
   EXPECT_EQ(offences_of("a.cpp", "}\n").size(), 1u);
   EXPECT_EQ(offences_of("a.cpp", "namespace a {\n").size(), 1u);
 }
 
-TEST(Size, FunctionsAreFoundWhereverTheyStand) {
+TEST(Size, functions_are_found_wherever_they_stand) {
   EXPECT_EQ(
       sizes(measure_braces("namespace a {\nstruct B {\n  int f() const {\n    return 1;\n  }\n};\n}\n")),
       Sizes{"f:3"});
@@ -349,7 +349,7 @@ TEST(Size, FunctionsAreFoundWhereverTheyStand) {
   EXPECT_EQ(sizes(measure_braces("bool operator==(A a, A b) {\n}\n")), Sizes{"operator==:2"});
 }
 
-TEST(Size, DataAndTextAreNoFunctions) {
+TEST(Size, data_and_text_are_no_functions) {
   EXPECT_EQ(sizes(measure_braces("const int k[] = {\n  1,\n  2};\n")), Sizes{});
   EXPECT_EQ(
       sizes(measure_braces("const T k = make(3, {\n  1,\n  2});\nstruct alignas(16) A {\n  int x{};\n};\n")),
@@ -362,7 +362,7 @@ TEST(Size, DataAndTextAreNoFunctions) {
       Sizes{});
 }
 
-TEST(Size, IndentationEndsAFunction) {
+TEST(Size, indentation_ends_a_function) {
   EXPECT_EQ(
       sizes(measure_python(
           "class A:\n    def f(\n        self,\n    ):\n        x()\n\n    def g(self):\n        y()\n")),

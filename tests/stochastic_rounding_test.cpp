@@ -37,7 +37,7 @@ int64_t times_up(const Rounding& r, float x, int count, uint32_t rest) {
   return up;
 }
 
-TEST(Stochastic, ProbabilityIsExactForDyadicFractions) {
+TEST(Stochastic, probability_is_exact_for_dyadic_fractions) {
   for (uint32_t rest : {0u, 0xffffffffu}) {
     // BF16 drops 16 bits: all 2^16 random numbers that matter, for every 997th and the first and last
     // fractions.
@@ -70,7 +70,7 @@ TEST(Stochastic, ProbabilityIsExactForDyadicFractions) {
 
 // A value goes up where its fraction exceeds the random number, and not where it equals it. Fractions are
 // made for the random numbers of a stream, since the chance to meet an equal one is 2^-32.
-TEST(Stochastic, TheThresholdIsSharp) {
+TEST(Stochastic, the_threshold_is_sharp) {
   const RandomKey key{2024};
   std::vector<float> sources[2], targets[2];  // [0] fraction equal to the random number, [1] the next one up
   for (const char* text : {"bf16", "tf32", "fp16", "e4m3", "e5m2", "e2m1"}) {
@@ -116,7 +116,7 @@ TEST(Stochastic, TheThresholdIsSharp) {
 }
 
 // Formats whose smallest subnormal is so small that FP32's own subnormals are a visible part of it.
-TEST(Stochastic, SubnormalsOfFp32) {
+TEST(Stochastic, subnormals_of_fp32) {
   std::vector<float> source(100000), target(source.size());
   for (size_t i = 0; i < source.size(); ++i) source[i] = from_bits(random_bits({6}, i) & 0x807fffffu);
   const RandomKey key{77};
@@ -132,7 +132,7 @@ TEST(Stochastic, SubnormalsOfFp32) {
   EXPECT_NO_MISMATCH(mismatches);
 }
 
-TEST(Stochastic, MeanIsTheValue) {
+TEST(Stochastic, mean_is_the_value) {
   constexpr int64_t kTimes = 1 << 16;
   std::vector<float> source(kTimes), target(kTimes);
   uint32_t tensor = 0;
@@ -160,7 +160,7 @@ TEST(Stochastic, MeanIsTheValue) {
 
 // The same bits however the work is cut: chunks, alignment, threads, CPU targets; and across the end of the
 // low word of the counter.
-TEST(Stochastic, SameBitsHoweverTheWorkIsCut) {
+TEST(Stochastic, same_bits_however_the_work_is_cut) {
   constexpr size_t kCount = 20000;
   const RandomKey key{0x123456789abcdefull, 7, 8};
   std::vector<float> source(kCount);
@@ -211,7 +211,7 @@ TEST(Stochastic, SameBitsHoweverTheWorkIsCut) {
 // --- random numbers
 
 // kat_vectors of the Random123 distribution, philox4x32 with 10 rounds.
-TEST(Philox, KnownAnswers) {
+TEST(Philox, known_answers) {
   using Words = std::array<uint32_t, 4>;
   EXPECT_EQ(philox({0, 0, 0, 0}, 0, 0), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   constexpr uint32_t ones = 0xffffffff;
@@ -221,7 +221,7 @@ TEST(Philox, KnownAnswers) {
             (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
-TEST(Philox, AgreesWithRandom123) {
+TEST(Philox, agrees_with_random123) {
 #if defined(EVENKEEL_HAVE_RANDOM123)
   std::mt19937_64 generator(17);
   for (int i = 0; i < 100000; ++i) {
@@ -239,7 +239,7 @@ TEST(Philox, AgreesWithRandom123) {
 }
 
 // The layout of a stream is a promise: records and GPU kernels rely on it.
-TEST(Philox, ElementsMapToCountersAndWords) {
+TEST(Philox, elements_map_to_counters_and_words) {
   const RandomKey key{0x0123456789abcdefull, 55, 66};
   for (uint64_t element : {uint64_t{0}, uint64_t{15}, uint64_t{16}, uint64_t{63}, uint64_t{64},
                            uint64_t{1000}, (uint64_t{1} << 34) + 17}) {

@@ -27,7 +27,7 @@ size_t matches(const std::vector<ChipCase>& cases, Instruction instruction, cons
   return count;
 }
 
-TEST(TensorCoreChip, TheModelGivesEveryKeptResult) {
+TEST(TensorCoreChip, the_model_gives_every_kept_result) {
   for (const Format format : kFormats) {
     const std::vector<ChipCase> cases = cases_of(format);
     ASSERT_EQ(cases.size(), 500u) << to_string(format);
@@ -44,7 +44,7 @@ TEST(TensorCoreChip, TheModelGivesEveryKeptResult) {
   }
 }
 
-TEST(TensorCoreChip, EveryWrongModelIsFoundOut) {
+TEST(TensorCoreChip, every_wrong_model_is_found_out) {
   for (const Format format : kFormats) {
     const std::vector<ChipCase> cases = cases_of(format);
     for (const Instruction instruction : {kMmaSync, kWgmma})
@@ -55,7 +55,7 @@ TEST(TensorCoreChip, EveryWrongModelIsFoundOut) {
 }
 
 // The wrong models that matter most are among those above.
-TEST(TensorCoreChip, TheWrongModelsAreTheNeighbours) {
+TEST(TensorCoreChip, the_wrong_models_are_the_neighbours) {
   const auto names = [](Format format, Instruction instruction) {
     std::string text;
     for (const WrongModel& wrong : wrong_models(model_of(format, instruction))) text += wrong.name + "; ";
@@ -72,7 +72,7 @@ TEST(TensorCoreChip, TheWrongModelsAreTheNeighbours) {
 }
 
 // FP8 through mma.sync: 25 bits, where wgmma keeps 13; public sources claim either of both.
-TEST(TensorCoreChip, TheTwoInstructionsDifferOnFp8Alone) {
+TEST(TensorCoreChip, the_two_instructions_differ_on_fp8_alone) {
   for (const Format format : kFormats) {
     size_t differ = 0;
     for (const ChipCase& one : cases_of(format)) differ += one.results[kMmaSync] != one.results[kWgmma];
@@ -83,7 +83,7 @@ TEST(TensorCoreChip, TheTwoInstructionsDifferOnFp8Alone) {
   }
 }
 
-TEST(TensorCoreChip, AllKindsOfOperandsAreThere) {
+TEST(TensorCoreChip, all_kinds_of_operands_are_there) {
   for (const Format format : kFormats) {
     std::map<std::string, int> kinds;
     size_t chains = 0;
@@ -102,7 +102,7 @@ TEST(TensorCoreChip, AllKindsOfOperandsAreThere) {
   }
 }
 
-TEST(TensorCoreChip, FaultyLinesAreNamed) {
+TEST(TensorCoreChip, faulty_lines_are_named) {
   const auto message = [](const char* text) -> std::string {
     std::istringstream file(text);
     try {

@@ -76,7 +76,7 @@ int matches(const Vectors& v, const TensorCoreModel& model) {
   if (!std::filesystem::exists(vectors_folder(folder) / "d.txt")) \
   GTEST_SKIP() << "real results are not here; looked in " << vectors_folder(folder)
 
-TEST(TensorCore, MatchesTheH200OnBf16) {
+TEST(TensorCore, matches_the_h200_on_bf16) {
   SKIP_WITHOUT_VECTORS("bf16");
   const Vectors v = read_vectors("bf16", kBf16, true);
   const TensorCoreModel& model = find_tensor_core_model(kBf16);
@@ -110,7 +110,7 @@ TEST(TensorCore, MatchesTheH200OnBf16) {
             3500);
 }
 
-TEST(TensorCore, MatchesTheH200OnE4m3) {
+TEST(TensorCore, matches_the_h200_on_e4m3) {
   SKIP_WITHOUT_VECTORS("E4M3");
   const Vectors v = read_vectors("E4M3", kE4m3, false);  // made with addend 0
   const TensorCoreModel& model = find_tensor_core_model(kE4m3);
@@ -138,7 +138,7 @@ TEST(TensorCore, MatchesTheH200OnE4m3) {
 }
 
 // The bias that the model has because the chip has it: every block's error points toward zero.
-TEST(TensorCore, RealResultsAreBiasedTowardZero) {
+TEST(TensorCore, real_results_are_biased_toward_zero) {
   SKIP_WITHOUT_VECTORS("bf16");
   const Vectors v = read_vectors("bf16", kBf16, true);
   int toward = 0, away = 0;
@@ -191,7 +191,7 @@ std::string row_name(const TensorCoreModel& model) {
   return std::string(model.chip) + " " + to_string(model.operand);
 }
 
-TEST(TensorCore, EveryRowIsFoundByItsNames) {
+TEST(TensorCore, every_row_is_found_by_its_names) {
   for (const TensorCoreModel& model : kTensorCoreModels)
     EXPECT_EQ(&find_tensor_core_model(model.operand, model.chip), &model) << row_name(model);
   EXPECT_EQ(find_tensor_core_model(kBf16).chip, "h200");
@@ -207,7 +207,7 @@ TEST(TensorCore, EveryRowIsFoundByItsNames) {
 
 // Two implementations of the rule agree on all rows of the table, for lengths that do and do not fill a block, with
 // wide and with narrow exponents. Every part that the trace reports adds up.
-TEST(TensorCore, TheTraceIsTheSameSum) {
+TEST(TensorCore, the_trace_is_the_same_sum) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);
     for (int i = 0; i < 600; ++i) {
@@ -242,7 +242,7 @@ TEST(TensorCore, TheTraceIsTheSameSum) {
   }
 }
 
-TEST(TensorCore, StridesChangeNothing) {
+TEST(TensorCore, strides_change_nothing) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);
     std::vector<float> a(50), b(50), spread(50 * 3), reversed(50);
@@ -256,7 +256,7 @@ TEST(TensorCore, StridesChangeNothing) {
   }
 }
 
-TEST(TensorCore, OrderInsideABlockDoesNotMatter) {
+TEST(TensorCore, order_inside_a_block_does_not_matter) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);
     const auto count = static_cast<size_t>(model.block_terms);
@@ -275,7 +275,7 @@ TEST(TensorCore, OrderInsideABlockDoesNotMatter) {
   }
 }
 
-TEST(TensorCore, LongRowsAreChainsOfBlocks) {
+TEST(TensorCore, long_rows_are_chains_of_blocks) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);
     const size_t block = static_cast<size_t>(model.block_terms * model.passes), count = 5 * block + block / 2;
@@ -296,7 +296,7 @@ TEST(TensorCore, LongRowsAreChainsOfBlocks) {
 // ------------------------------------------------------------------------- what the rule says, by hand
 
 // Partial sums from 0, added outside as FP32 adds; without a promotion the chain itself.
-TEST(TensorCore, PromotionAddsPartialSumsInFp32) {
+TEST(TensorCore, promotion_adds_partial_sums_in_fp32) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     Numbers numbers(model.operand);
     std::vector<float> a(200), b(200);
@@ -322,7 +322,7 @@ TEST(TensorCore, PromotionAddsPartialSumsInFp32) {
   EXPECT_EQ(tensor_core_dot_promoted(e4m3, ones.data(), 1, tail.data(), 1, 8192, 0, 4), 4096 + 512);
 }
 
-TEST(TensorCore, TruncatesTowardZeroAfterTheAlignment) {
+TEST(TensorCore, truncates_toward_zero_after_the_alignment) {
   const TensorCoreModel& bf16 = find_tensor_core_model(kBf16);
   // 2^-26 is one place too low beside 1: cut off, on either side of zero; 2^-25 survives to be truncated at
   // the end.
@@ -346,7 +346,7 @@ TEST(TensorCore, TruncatesTowardZeroAfterTheAlignment) {
   EXPECT_EQ(dot(find_tensor_core_model(kBf16), {1}, {1}, 0x1.8p-24f), 1.0f);
 }
 
-TEST(TensorCore, PairsAreDealtOutToTwoPasses) {
+TEST(TensorCore, pairs_are_dealt_out_to_two_passes) {
   // 1 - 1 + 2^-26: the small term is lost beside a 1 in its block, or where the block's addend is 1. It
   // survives in a second block after both ones met in the first.
   const TensorCoreModel& model = find_tensor_core_model(kE5m2, "h200_mma");
@@ -371,7 +371,7 @@ TEST(TensorCore, PairsAreDealtOutToTwoPasses) {
   EXPECT_EQ(trace.blocks[1].terms[3].index, 7u);
 }
 
-TEST(TensorCore, ZerosTakeNoPartInTheAlignment) {
+TEST(TensorCore, zeros_take_no_part_in_the_alignment) {
   const TensorCoreModel& bf16 = find_tensor_core_model(kBf16);
   EXPECT_EQ(dot(bf16, {0, 0x1p-60f}, {0x1p127f, 0x1p-60f}), 0x1p-120f);
   EXPECT_EQ(dot(bf16, {-0.0f, 0x1p-60f}, {0x1p127f, 0x1p-60f}, -0.0f), 0x1p-120f);
@@ -383,7 +383,7 @@ TEST(TensorCore, ZerosTakeNoPartInTheAlignment) {
   }
 }
 
-TEST(TensorCore, SubnormalOperandsAndResults) {
+TEST(TensorCore, subnormal_operands_and_results) {
   const TensorCoreModel& bf16 = find_tensor_core_model(kBf16);
   EXPECT_EQ(dot(bf16, {0x1p-133f}, {1}), 0x1p-133f);
   EXPECT_EQ(dot(bf16, {0x1p-133f}, {0x1p127f}), 0x1p-6f);
@@ -408,7 +408,7 @@ TEST(TensorCore, SubnormalOperandsAndResults) {
   EXPECT_EQ(dot(bf16, a, b), 0.0f);
 }
 
-TEST(TensorCore, InfinityAndNan) {
+TEST(TensorCore, infinity_and_nan) {
   for (const TensorCoreModel& model : kTensorCoreModels) {
     const auto check = [&](std::vector<float> a, std::vector<float> b, float c, uint32_t expected) {
       EXPECT_EQ(bits(dot(model, a, b, c)), expected) << row_name(model);
@@ -436,7 +436,7 @@ TEST(TensorCore, InfinityAndNan) {
   }
 }
 
-TEST(TensorCore, OverflowIsInfinity) {
+TEST(TensorCore, overflow_is_infinity) {
   const TensorCoreModel& bf16 = find_tensor_core_model(kBf16);
   EXPECT_EQ(dot(bf16, {0x1p127f}, {2}), kInfinity);
   EXPECT_EQ(dot(bf16, {0x1p127f, 0x1p127f}, {1, 1}), kInfinity);
@@ -449,7 +449,7 @@ TEST(TensorCore, OverflowIsInfinity) {
 }
 
 // A row of data is all that a chip takes: one that does not exist, with exact sums in reach.
-TEST(TensorCore, AnyRowOfDataIsAModel) {
+TEST(TensorCore, any_row_of_data_is_a_model) {
   constexpr TensorCoreModel kImaginary{"imaginary", kFp16, 2, 28, 23, -133};
   EXPECT_EQ(dot(kImaginary, {1, 0x1p-14f}, {1, 0x1p-14f}, -1.0f), 0x1p-28f);
   EXPECT_EQ(dot(kImaginary, {1, 0x1p-14f}, {1, 0x1p-15f}, -1.0f), 0.0f);

@@ -53,7 +53,7 @@ class Tensorboard : public ::testing::Test {
 };
 
 // RFC 3720, appendix B.4, and the usual check value.
-TEST(Crc32c, PublishedValues) {
+TEST(Crc32c, published_values) {
   std::string rising, falling;
   for (int i = 0; i < 32; ++i) {
     rising += static_cast<char>(i);
@@ -74,7 +74,7 @@ TEST(Crc32c, PublishedValues) {
   }
 }
 
-TEST(Crc32c, InstructionAndTableAgree) {
+TEST(Crc32c, instruction_and_table_agree) {
   std::string data;
   for (uint32_t i = 0, random = 1; i < 300; ++i, random = random * 1664525 + 1013904223)
     data += static_cast<char>(random >> 24);
@@ -103,7 +103,7 @@ const std::string kScalarEvent = bytes(
     "a/b\xC3\xA9"
     "\x15\x00\x00\xC0\x7F");
 
-TEST(TensorboardBytes, EventsAreAsWorkedOutByHand) {
+TEST(TensorboardBytes, events_are_as_worked_out_by_hand) {
   TensorboardEvent version;
   version.wall_time = 1.5;
   version.file_version = "brain.Event:2";
@@ -122,7 +122,7 @@ TEST(TensorboardBytes, EventsAreAsWorkedOutByHand) {
 
 // "123456789" has the checksum E3069283; turned right by 15 bits that is 2507C60D, and A282EAD8 more is
 // C78AB0E5.
-TEST(TensorboardBytes, RecordsAreAsWorkedOutByHand) {
+TEST(TensorboardBytes, records_are_as_worked_out_by_hand) {
   static_assert(masked_crc(0xE3069283) == 0xC78AB0E5);
   const std::string record = encode_record("123456789");
   ASSERT_EQ(record.size(), 8u + 4 + 9 + 4);
@@ -131,7 +131,7 @@ TEST(TensorboardBytes, RecordsAreAsWorkedOutByHand) {
   EXPECT_EQ(record.substr(21), bytes("\xE5\xB0\x8A\xC7"));
 }
 
-TEST_F(Tensorboard, WritesWhatTheReaderReads) {
+TEST_F(Tensorboard, writes_what_the_reader_reads) {
   fs::path path;
   {
     TensorboardWriter writer(folder_ / "a" / "b");
@@ -168,7 +168,7 @@ TEST_F(Tensorboard, WritesWhatTheReaderReads) {
 }
 
 // Where a number takes a byte more, and lengths with it.
-TEST(TensorboardBytes, NumbersOfEveryLength) {
+TEST(TensorboardBytes, numbers_of_every_length) {
   TensorboardEvent event;
   event.step = 128;  // 0000000 with more to come, 1
   EXPECT_EQ(encode_event(event), bytes("\x09\0\0\0\0\0\0\0\0\x10\x80\x01"));
@@ -189,7 +189,7 @@ TEST(TensorboardBytes, NumbersOfEveryLength) {
   }
 }
 
-TEST_F(Tensorboard, ARestartIsSaidAndFilesDoNotMeet) {
+TEST_F(Tensorboard, a_restart_is_said_and_files_do_not_meet) {
   const TensorboardWriter first(folder_), second(folder_, 500);
   EXPECT_NE(first.path(), second.path());
   const std::vector<TensorboardEvent> events = events_of(text_of(second.path()));
@@ -201,7 +201,7 @@ TEST_F(Tensorboard, ARestartIsSaidAndFilesDoNotMeet) {
   EXPECT_THROW(TensorboardWriter{folder_ / "file"}, DataError);
 }
 
-TEST_F(Tensorboard, AFullDiskLeavesWholeEvents) {
+TEST_F(Tensorboard, a_full_disk_leaves_whole_events) {
   TensorboardWriter writer(folder_);
   const Scalar kScalars[] = {{"loss", 1}};
   writer.write(1, kScalars, 1);
@@ -216,7 +216,7 @@ TEST_F(Tensorboard, AFullDiskLeavesWholeEvents) {
   EXPECT_EQ(torn, 0u);
 }
 
-TEST(TensorboardReader, ATornRecordIsReportedApart) {
+TEST(TensorboardReader, a_torn_record_is_reported_apart) {
   const std::string first = encode_record(kVersionEvent), second = encode_record(kScalarEvent);
   for (size_t size = 0; size < second.size(); ++size) {
     size_t torn = 0;
@@ -227,7 +227,7 @@ TEST(TensorboardReader, ATornRecordIsReportedApart) {
   EXPECT_TRUE(events_of("").empty());
 }
 
-TEST(TensorboardReader, EveryFlippedBitIsFound) {
+TEST(TensorboardReader, every_flipped_bit_is_found) {
   const std::string first = encode_record(kVersionEvent), second = encode_record(kScalarEvent);
   for (size_t i = 0; i < second.size(); ++i)
     for (int bit = 0; bit < 8; ++bit) {
@@ -239,7 +239,7 @@ TEST(TensorboardReader, EveryFlippedBitIsFound) {
     }
 }
 
-TEST(TensorboardReader, MessagesThatAreNone) {
+TEST(TensorboardReader, messages_that_are_none) {
   const std::string first = encode_record(kVersionEvent);
   const struct {
     std::string data, says;
@@ -268,7 +268,7 @@ TEST(TensorboardReader, MessagesThatAreNone) {
   EXPECT_NE(refusal("a text, and no event file at all").find("checksum"), std::string::npos);
 }
 
-TEST(TensorboardReader, WhatItDoesNotKnowIsPassedOver) {
+TEST(TensorboardReader, what_it_does_not_know_is_passed_over) {
   // field 100 in each layout, and a summary of a value without a scalar
   const std::string unknown = bytes(
       "\xA0\x06\x01"

@@ -18,7 +18,7 @@ class Threads : public ::testing::TestWithParam<int> {
   void TearDown() override { set_thread_count(static_cast<int>(std::thread::hardware_concurrency())); }
 };
 
-TEST_P(Threads, EveryItemOnceAndWorkersInRange) {
+TEST_P(Threads, every_item_once_and_workers_in_range) {
   std::vector<std::atomic<int>> seen(1000);
   parallel_for(1000, [&](int64_t item, int worker) {
     EXPECT_GE(worker, 0);
@@ -29,7 +29,7 @@ TEST_P(Threads, EveryItemOnceAndWorkersInRange) {
   parallel_for(0, [](int64_t, int) { FAIL(); });
 }
 
-TEST_P(Threads, AnExceptionComesBackAndThePoolGoesOn) {
+TEST_P(Threads, an_exception_comes_back_and_the_pool_goes_on) {
   EXPECT_THROW(parallel_for(100,
                             [](int64_t item, int) {
                               if (item == 37) throw std::runtime_error("37");
@@ -40,7 +40,7 @@ TEST_P(Threads, AnExceptionComesBackAndThePoolGoesOn) {
   EXPECT_EQ(count, 100);
 }
 
-TEST_P(Threads, NestedCallsRunOnTheirThread) {
+TEST_P(Threads, nested_calls_run_on_their_thread) {
   std::atomic<int> count = 0;
   parallel_for(10, [&](int64_t, int outer) {
     parallel_for(10, [&](int64_t, int inner) {
@@ -51,7 +51,7 @@ TEST_P(Threads, NestedCallsRunOnTheirThread) {
   EXPECT_EQ(count, 100);
 }
 
-TEST_P(Threads, TwoCallersAtOnce) {
+TEST_P(Threads, two_callers_at_once) {
   std::atomic<int> count = 0;
   const auto caller = [&] {
     for (int n = 0; n < 50; ++n) parallel_for(20, [&](int64_t, int) { ++count; });
@@ -63,7 +63,7 @@ TEST_P(Threads, TwoCallersAtOnce) {
 }
 
 // A child of fork() has none of its parent's threads.
-TEST_P(Threads, AChildHasThreadsOfItsOwn) {
+TEST_P(Threads, a_child_has_threads_of_its_own) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizer allows no threads in a child";
 #endif
@@ -82,7 +82,7 @@ TEST_P(Threads, AChildHasThreadsOfItsOwn) {
   EXPECT_EQ(count, 100);
 }
 
-TEST(Background, TasksComeOneAfterTheOtherAndAreDoneInTheEnd) {
+TEST(Background, tasks_come_one_after_the_other_and_are_done_in_the_end) {
   std::vector<int> done;  // unguarded: never two at once
   {
     Background background;
@@ -95,7 +95,7 @@ TEST(Background, TasksComeOneAfterTheOtherAndAreDoneInTheEnd) {
   for (int n = 0; n <= 100; ++n) EXPECT_EQ(done[static_cast<size_t>(n)], n);
 }
 
-TEST(Background, AnExceptionComesBackOnceAndTheNextTaskRuns) {
+TEST(Background, an_exception_comes_back_once_and_the_next_task_runs) {
   Background background;
   int done = 0;
   background.start([] { throw std::runtime_error("first"); });

@@ -64,7 +64,7 @@ class TokenFiles : public testing::Test {
   fs::path folder_;
 };
 
-TEST_F(TokenFiles, NanoGpt) {
+TEST_F(TokenFiles, nanogpt) {
   const TokenSource source = TokenSource::open(write("train.bin", uint16_bytes({5, 0, 65535, 7})));
   EXPECT_EQ(source.kind(), TokenKind::nanogpt);
   EXPECT_EQ(source.size(), 4);
@@ -72,7 +72,7 @@ TEST_F(TokenFiles, NanoGpt) {
   EXPECT_EQ(read_all(source), (std::vector<int32_t>{5, 0, 65535, 7}));
 }
 
-TEST_F(TokenFiles, LlmcShards) {
+TEST_F(TokenFiles, llmc_shards) {
   write("text_train_000001.bin", shard_bytes({4, 5}));
   write("text_train_000000.bin", shard_bytes({1, 2, 3}));
   write("text_val_000000.bin", shard_bytes({90, 91}));
@@ -94,14 +94,14 @@ TEST_F(TokenFiles, LlmcShards) {
   expect_refused((folder_ / "other_*.bin").string(), "no token file");
 }
 
-TEST_F(TokenFiles, ValIsAWordOfTheName) {
+TEST_F(TokenFiles, val_is_a_word_of_the_name) {
   write("interval.bin", uint16_bytes({1}));
   write("val.bin", uint16_bytes({2}));
   EXPECT_EQ(read_all(TokenSource::open(folder_.string())), std::vector<int32_t>{1});
   EXPECT_EQ(read_all(*TokenSource::open_validation(folder_.string())), std::vector<int32_t>{2});
 }
 
-TEST_F(TokenFiles, SaysWhatIsWrong) {
+TEST_F(TokenFiles, says_what_is_wrong) {
   expect_refused((folder_ / "absent.bin").string(), "no such file");
   expect_refused((folder_ / "no" / "*.bin").string(), "cannot read");
   expect_refused(write("empty.bin", ""), "an empty file");
@@ -119,12 +119,12 @@ TEST_F(TokenFiles, SaysWhatIsWrong) {
   expect_refused((folder_ / "mixed").string(), "as in");
 }
 
-TEST_F(TokenFiles, AnotherMagicIsTokens) {
+TEST_F(TokenFiles, another_magic_is_tokens) {
   // Without the magic the header is tokens like any others: headerless files have no way to say so.
   EXPECT_EQ(TokenSource::open(write("x.bin", shard_bytes({1}, 20240521))).kind(), TokenKind::nanogpt);
 }
 
-TEST_F(TokenFiles, MetaGivesTheVocabularyAndGuardsIt) {
+TEST_F(TokenFiles, meta_gives_the_vocabulary_and_guards_it) {
   const std::string path = write("train.bin", uint16_bytes({1, 2, 3}));
   write("meta.json", R"({"vocabulary": 50, "files": {"train.bin": {"tokens": 3}}})");
   EXPECT_EQ(TokenSource::open(path).vocabulary(), 50);
@@ -146,7 +146,7 @@ TEST_F(TokenFiles, MetaGivesTheVocabularyAndGuardsIt) {
   }
 }
 
-TEST_F(TokenFiles, TextIsItsBytes) {
+TEST_F(TokenFiles, text_is_its_bytes) {
   write("text/b.txt", "second\n");
   write("text/a/deep.txt", "first\xFF");
   write("text/c.dat", std::string("\0binary", 7));
@@ -208,7 +208,7 @@ TEST_F(TokenFiles, rows_read_ahead_are_those_read_at_once) {
   expect_rows(second);
 }
 
-TEST_F(TokenFiles, AFileThatIsShortenedOrReplacedIsRefusedInWords) {
+TEST_F(TokenFiles, a_file_that_is_shortened_or_replaced_is_refused_in_words) {
   const std::string path = write("large.txt", std::string(200000, 'x'));
   const TokenSource source = TokenSource::open(path);
   fs::resize_file(path, 1000);
@@ -231,7 +231,7 @@ TEST_F(TokenFiles, AFileThatIsShortenedOrReplacedIsRefusedInWords) {
   EXPECT_THROW(file.read_at(0, 1, &token), DataError);
 }
 
-TEST_F(TokenFiles, MoreFilesThanAProcessMayKeepOpen) {
+TEST_F(TokenFiles, more_files_than_a_process_may_keep_open) {
   std::string expected;
   for (int n = 0; n < 300; ++n) {
     const std::string text(70000, static_cast<char>('a' + n % 26));
@@ -242,7 +242,7 @@ TEST_F(TokenFiles, MoreFilesThanAProcessMayKeepOpen) {
   EXPECT_TRUE(std::string(tokens.begin(), tokens.end()) == expected);
 }
 
-TEST_F(TokenFiles, ADigestIsOfTheTokensAlone) {
+TEST_F(TokenFiles, a_digest_is_of_the_tokens_alone) {
   const std::string text(300000, 'a'), path = write("one/a.txt", text);
   const std::string digest = TokenSource::open(path).digest();
   EXPECT_EQ(digest.size(), 64u);
@@ -259,7 +259,7 @@ TEST_F(TokenFiles, ADigestIsOfTheTokensAlone) {
   EXPECT_EQ(TokenSource::open(path).digest(), digest);
 }
 
-TEST_F(TokenFiles, PathsThatAreNoFiles) {
+TEST_F(TokenFiles, paths_that_are_no_files) {
   const std::string pipe = (folder_ / "pipe").string();
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   expect_refused(pipe, "expected a regular file");  // and does not wait for a writer
@@ -268,7 +268,7 @@ TEST_F(TokenFiles, PathsThatAreNoFiles) {
   expect_refused((folder_ / "nothing").string(), "expected text");
 }
 
-TEST_F(TokenFiles, ReadsOutsideAreRefused) {
+TEST_F(TokenFiles, reads_outside_are_refused) {
   const TokenSource source = TokenSource::open(write("t.bin", uint16_bytes({1, 2, 3})));
   int32_t token = 0;
   EXPECT_THROW(source.read(3, 1, &token), std::invalid_argument);
@@ -278,7 +278,7 @@ TEST_F(TokenFiles, ReadsOutsideAreRefused) {
   EXPECT_NO_THROW(source.read(3, 0, &token));
 }
 
-TEST_F(TokenFiles, ManyThreadsRead) {
+TEST_F(TokenFiles, many_threads_read) {
   std::vector<uint16_t> tokens(100000);
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * 31);
   write("a.bin", uint16_bytes({tokens.begin(), tokens.begin() + 33333}));
@@ -306,7 +306,7 @@ std::vector<int64_t> offsets(uint64_t seed, int64_t step, int64_t rows, int64_t 
   return out;
 }
 
-TEST(BatchOffsets, AreAFunctionOfSeedStepAndRow) {
+TEST(BatchOffsets, are_a_function_of_seed_step_and_row) {
   const auto batch = offsets(1, 1000, 32, 129, 1000000);
   EXPECT_EQ(offsets(1, 1000, 32, 129, 1000000), batch);
   const auto longer = offsets(1, 1000, 64, 129, 1000000);
@@ -317,7 +317,7 @@ TEST(BatchOffsets, AreAFunctionOfSeedStepAndRow) {
   EXPECT_EQ(offsets(1, 0, 3, 129, 1000000), (std::vector<int64_t>{258916, 790888, 434948}));
 }
 
-TEST(BatchOffsets, CoverEveryPlaceAndNoOther) {
+TEST(BatchOffsets, cover_every_place_and_no_other) {
   std::vector<int64_t> seen(5);
   for (int64_t step = 0; step < 1000; ++step)
     for (int64_t offset : offsets(3, step, 10, 6, 10)) {
@@ -329,7 +329,7 @@ TEST(BatchOffsets, CoverEveryPlaceAndNoOther) {
   EXPECT_EQ(offsets(3, 0, 4, 10, 10), std::vector<int64_t>(4, 0));
 }
 
-TEST(BatchOffsets, SpreadOverSourcesBeyond32Bits) {
+TEST(BatchOffsets, spread_over_sources_beyond_32_bits) {
   const int64_t size = int64_t{1} << 45;
   double mean = 0;
   bool odd = false;
@@ -342,7 +342,7 @@ TEST(BatchOffsets, SpreadOverSourcesBeyond32Bits) {
   EXPECT_TRUE(odd);
 }
 
-TEST(BatchOffsets, SaysWhatIsTooSmall) {
+TEST(BatchOffsets, says_what_is_too_small) {
   int64_t out = 0;
   EXPECT_THROW(batch_offsets(1, 0, 1, 11, 10, &out), DataError);
   EXPECT_THROW(batch_offsets(1, -1, 1, 5, 10, &out), std::invalid_argument);

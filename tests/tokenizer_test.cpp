@@ -94,7 +94,7 @@ std::string random_text(uint64_t seed, int64_t pieces) {
 
 // ---------------------------------------------------------------------------------------- splitting
 
-TEST(Pretokenize, SplitsAsThePatternSays) {
+TEST(Pretokenize, splits_as_the_pattern_says) {
   const std::pair<const char*, std::vector<std::string>> kCases[] = {
       {"Hello world", {"Hello", " world"}},
       {"it's we'll they've I'm he'd don't you're",
@@ -128,7 +128,7 @@ TEST(Pretokenize, SplitsAsThePatternSays) {
   for (const auto& [text, words] : kCases) EXPECT_EQ(words_of(text), words) << text;
 }
 
-TEST(Pretokenize, KnowsEveryCharacter) {
+TEST(Pretokenize, knows_every_character) {
   EXPECT_STREQ(kUnicodeVersion, "15.0.0");
   int64_t letters = 0, numbers = 0, spaces = 0, others = 0;
   for (uint32_t point = 0; point <= 0x10FFFF; ++point) {
@@ -153,7 +153,7 @@ TEST(Pretokenize, KnowsEveryCharacter) {
   EXPECT_EQ(kind("\xCC\x81"), CharacterKind::other);          // U+0301, a mark
 }
 
-TEST(Pretokenize, SafeCutsAreCutsOfTheWholeText) {
+TEST(Pretokenize, safe_cuts_are_cuts_of_the_whole_text) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     const std::string text = random_text(seed, 400);
     std::set<size_t> ends;
@@ -173,7 +173,7 @@ TEST(Pretokenize, SafeCutsAreCutsOfTheWholeText) {
   }
 }
 
-TEST(Pretokenize, PiecesAreTheTextWhateverTheStride) {
+TEST(Pretokenize, pieces_are_the_text_whatever_the_stride) {
   for (const std::string& text : {random_text(1, 300), std::string(500, 'x'), std::string(),
                                   std::string(300, ' '), "begin " + std::string(200, 'y') + " end"})
     for (size_t stride : {1, 2, 3, 7, 64, 1000}) {
@@ -285,14 +285,14 @@ class WithThreads {
 
 // ----------------------------------------------------------------------------------------- training
 
-TEST(BpeTrainer, FindsTheMergesOfTheDefinition) {
+TEST(BpeTrainer, finds_the_merges_of_the_definition) {
   const std::string runs = "aaaa aaaaa aaa abababab bababa aaaaaaaaaaaaaaa abcabc bcbc abc bc";
   for (const std::string& text : {synthetic_text(3, 20000), random_text(4, 3000), runs, std::string("once")})
     for (int64_t vocabulary : {257, 300, 420})
       EXPECT_EQ(train(text, vocabulary).merges(), slow_train(text, vocabulary));
 }
 
-TEST(BpeTrainer, BreaksTiesByTheOrderOfPairs) {
+TEST(BpeTrainer, breaks_ties_by_the_order_of_pairs) {
   const Tokenizer tokenizer = train("zy zy ab ab", 260);
   ASSERT_EQ(tokenizer.merges().size(), 3u);
   EXPECT_EQ(tokenizer.merges()[0], (Merge{' ', 'a', 256}));  // " a", "ab" and "zy" occur twice each
@@ -301,7 +301,7 @@ TEST(BpeTrainer, BreaksTiesByTheOrderOfPairs) {
   EXPECT_EQ(tokenizer.bytes_of(258), " ab");
 }
 
-TEST(BpeTrainer, ThreadsChangeNothing) {
+TEST(BpeTrainer, threads_change_nothing) {
   const std::string text = synthetic_text(5, 300000) + random_text(5, 20000);
   std::vector<Merge> alone;
   {
@@ -315,7 +315,7 @@ TEST(BpeTrainer, ThreadsChangeNothing) {
   }
 }
 
-TEST(BpeTrainer, StopsWhereNothingIsLeftToMerge) {
+TEST(BpeTrainer, stops_where_nothing_is_left_to_merge) {
   const Tokenizer tokenizer = train("abab abab", 5000);
   EXPECT_LT(tokenizer.vocabulary(), 265);
   EXPECT_EQ(tokenizer.end_of_text(), tokenizer.vocabulary() - 1);
@@ -323,7 +323,7 @@ TEST(BpeTrainer, StopsWhereNothingIsLeftToMerge) {
   EXPECT_THROW(train("abc", 256), std::invalid_argument);
 }
 
-TEST(BpeTrainer, LongWordsAreBounded) {
+TEST(BpeTrainer, long_words_are_bounded) {
   // One word of 300,000 letters: counted in parts, so no merge walks through all of it.
   std::string text;
   RandomStream random({9, 0, 0});
@@ -348,14 +348,14 @@ class TrainedTokenizer : public testing::Test {
   }
 };
 
-TEST_F(TrainedTokenizer, EncodesAsTheDefinition) {
+TEST_F(TrainedTokenizer, encodes_as_the_definition) {
   for (uint64_t seed = 10; seed < 16; ++seed)
     for (const std::string& text :
          {synthetic_text(1, 3000 + static_cast<int64_t>(seed)), random_text(seed, 1500)})
       ASSERT_EQ(tokenizer().encode(text), slow_encode(tokenizer(), text)) << seed;
 }
 
-TEST_F(TrainedTokenizer, LongWordsAsTheDefinition) {
+TEST_F(TrainedTokenizer, long_words_as_the_definition) {
   // Around the sizes where the cache ends (23 bytes) and the heap begins (48), and well beyond.
   RandomStream random({2, 0, 0});
   for (size_t size : {22, 23, 24, 25, 47, 48, 49, 50, 51, 200, 1500}) {
@@ -368,7 +368,7 @@ TEST_F(TrainedTokenizer, LongWordsAsTheDefinition) {
   }
 }
 
-TEST_F(TrainedTokenizer, TheCacheForgetsNothingWrong) {
+TEST_F(TrainedTokenizer, the_cache_forgets_nothing_wrong) {
   // More different words than the cache has places, met again and again.
   std::string text;
   for (int round = 0; round < 2; ++round)
@@ -379,7 +379,7 @@ TEST_F(TrainedTokenizer, TheCacheForgetsNothingWrong) {
             std::vector<int32_t>(tokens.begin() + static_cast<ptrdiff_t>(tokens.size() / 2), tokens.end()));
 }
 
-TEST_F(TrainedTokenizer, PiecesAndThreadsChangeNothing) {
+TEST_F(TrainedTokenizer, pieces_and_threads_change_nothing) {
   const std::string text = random_text(20, 8000) + synthetic_text(20, 50000) + std::string(5000, 'q');
   Encoder encoder(tokenizer());
   std::vector<int32_t> whole;
@@ -391,7 +391,7 @@ TEST_F(TrainedTokenizer, PiecesAndThreadsChangeNothing) {
   }
 }
 
-TEST_F(TrainedTokenizer, RoundTripOfAnyBytes) {
+TEST_F(TrainedTokenizer, round_trip_of_any_bytes) {
   std::string all;
   for (int a = 0; a < 256; ++a)
     for (int b = 0; b < 256; ++b) all += {static_cast<char>(a), static_cast<char>(b)};
@@ -405,7 +405,7 @@ TEST_F(TrainedTokenizer, RoundTripOfAnyBytes) {
   EXPECT_TRUE(tokenizer().encode("").empty());
 }
 
-TEST_F(TrainedTokenizer, IdsAreBytesThenMergesThenTheEnd) {
+TEST_F(TrainedTokenizer, ids_are_bytes_then_merges_then_the_end) {
   for (int32_t byte = 0; byte < 256; ++byte)
     EXPECT_EQ(tokenizer().bytes_of(byte), std::string(1, static_cast<char>(byte)));
   EXPECT_EQ(tokenizer().merges()[0].result, 256);
@@ -418,7 +418,7 @@ TEST_F(TrainedTokenizer, IdsAreBytesThenMergesThenTheEnd) {
   EXPECT_THROW(tokenizer().decode(std::vector<int32_t>{-1}), std::invalid_argument);
 }
 
-TEST(Tokenizer, AWordAboveOneMebibyteIsCutAndDecodesAllTheSame) {
+TEST(Tokenizer, a_word_above_one_mebibyte_is_cut_and_decodes_all_the_same) {
   const Tokenizer tokenizer = train("aaaaaaaa aaaaaaaa", 260);
   const std::string text((1 << 20) + 5, 'a');
   const std::vector<int32_t> tokens = tokenizer.encode(text);
@@ -426,7 +426,7 @@ TEST(Tokenizer, AWordAboveOneMebibyteIsCutAndDecodesAllTheSame) {
   EXPECT_LT(tokens.size(), text.size() / 4);
 }
 
-TEST(Tokenizer, BytesAlone) {
+TEST(Tokenizer, bytes_alone) {
   const Tokenizer tokenizer = Tokenizer::byte_tokenizer();
   EXPECT_EQ(tokenizer.vocabulary(), 257);
   EXPECT_EQ(tokenizer.encode("a\xFF"), (std::vector<int32_t>{'a', 0xFF}));
@@ -434,7 +434,7 @@ TEST(Tokenizer, BytesAlone) {
 
 // -------------------------------------------------------------------------------------------- files
 
-TEST_F(TrainedTokenizer, JsonWrittenAndReadIsTheSame) {
+TEST_F(TrainedTokenizer, json_written_and_read_is_the_same) {
   const Tokenizer again = Tokenizer::from_json(tokenizer().to_json(), "t.json");
   EXPECT_EQ(again.merges(), tokenizer().merges());
   EXPECT_EQ(again.to_json(), tokenizer().to_json());
@@ -457,7 +457,7 @@ std::vector<std::pair<uint8_t, std::string>> gpt2_bytes() {
   return order;
 }
 
-TEST(TokenizerFiles, VocabBpeHasGpt2sIds) {
+TEST(TokenizerFiles, vocab_bpe_has_gpt2s_ids) {
   // U+0120 is GPT-2's blank.
   const Tokenizer tokenizer =
       Tokenizer::from_merges("#version: 0.2\n\xC4\xA0 t\nh e\n\xC4\xA0t he\n", "vocab.bpe");
@@ -494,7 +494,7 @@ Json small_tokenizer() {
           {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", {"a b", "ab c", "b c", "a bc"}}}}};
 }
 
-TEST(TokenizerFiles, JsonSubset) {
+TEST(TokenizerFiles, json_subset) {
   const Tokenizer tokenizer = Tokenizer::from_json(small_tokenizer().dump(), "t.json");
   EXPECT_EQ(tokenizer.vocabulary(), 260);
   EXPECT_EQ(tokenizer.end_of_text(), 259);
@@ -527,7 +527,7 @@ void expect_refused(const std::string& text, const std::string& message) {
   }
 }
 
-TEST(TokenizerFiles, RefusesWhatWouldGiveOtherTokens) {
+TEST(TokenizerFiles, refuses_what_would_give_other_tokens) {
   const auto with = [](auto&& change) {
     Json root = small_tokenizer();
     change(root);
@@ -572,7 +572,7 @@ TEST(TokenizerFiles, RefusesWhatWouldGiveOtherTokens) {
                  "none for 0x61");
 }
 
-TEST(TokenizerFiles, RefusesBadMerges) {
+TEST(TokenizerFiles, refuses_bad_merges) {
   const std::pair<const char*, const char*> kCases[] = {
       {"a b\n", "line 1: expected #version"},
       {"#version: 0.2\nab\n", "line 2: expected two tokens"},
@@ -589,7 +589,7 @@ TEST(TokenizerFiles, RefusesBadMerges) {
     }
 }
 
-TEST(Tokenizer, RefusesImpossibleParts) {
+TEST(Tokenizer, refuses_impossible_parts) {
   std::vector<std::string> bytes;
   for (int value = 0; value < 256; ++value) bytes.emplace_back(1, static_cast<char>(value));
   bytes.push_back("ab");
@@ -603,7 +603,7 @@ TEST(Tokenizer, RefusesImpossibleParts) {
 
 // ------------------------------------------------------------------------------------------ synthetic
 
-TEST(Synth, SameBytesForTheSameSeed) {
+TEST(Synth, same_bytes_for_the_same_seed) {
   const std::string text = synthetic_text(1, 100000);
   EXPECT_EQ(text.size(), 100000u);
   EXPECT_EQ(synthetic_text(1, 100000), text);
@@ -615,7 +615,7 @@ TEST(Synth, SameBytesForTheSameSeed) {
   EXPECT_EQ(hash, 1235836115108480521u) << text.substr(0, 300);
 }
 
-TEST(Synth, HasStructureToLearn) {
+TEST(Synth, has_structure_to_learn) {
   const std::string text = synthetic_text(1, 200000);
   // Half of what a byte vocabulary of the same letters would need, and no more than that: neither noise nor a loop.
   const Tokenizer tokenizer = train(text, 1024);

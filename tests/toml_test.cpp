@@ -23,7 +23,7 @@ std::string refusal(std::string_view text) {
 // The value of the only key.
 TomlValue value_of(const std::string& text) { return parsed("x = " + text).entries().at(0)->value; }
 
-TEST(Toml, ARunConfiguration) {
+TEST(Toml, a_run_configuration) {
   const TomlTable config = parsed(R"(# a run
 name = "micro"   # a comment
 steps = 1_600
@@ -66,7 +66,7 @@ inline = { a = 1, b.c = [{}, { d = false }] }
   EXPECT_EQ(config.entries().back()->key, "at");
 }
 
-TEST(Toml, Numbers) {
+TEST(Toml, numbers) {
   const std::pair<const char*, int64_t> kIntegers[] = {{"0", 0},
                                                        {"+99", 99},
                                                        {"-17", -17},
@@ -145,7 +145,7 @@ TEST(Toml, Numbers) {
         << bad << refusal(std::string("x = ") + bad);
 }
 
-TEST(Toml, Strings) {
+TEST(Toml, strings) {
   const std::pair<const char*, std::string> kStrings[] = {
       {R"("")", ""},
       {R"("a\tb\n\"\\\b\f\r")", "a\tb\n\"\\\b\f\r"},
@@ -165,7 +165,7 @@ TEST(Toml, Strings) {
   for (const auto& [text, value] : kStrings) EXPECT_EQ(value_of(text).string(), value) << text;
 }
 
-TEST(Toml, KeysOfEveryKind) {
+TEST(Toml, keys_of_every_kind) {
   const TomlTable table =
       parsed("1.2 = 3\n\"a b\".'c' . d=1\n\"\" = 2\n-_- = 4\n'x\"y' = 5\n[ a . \"b.c\" ]\n");
   EXPECT_EQ(table.find("1")->table().find("2")->integer(), 3);
@@ -176,7 +176,7 @@ TEST(Toml, KeysOfEveryKind) {
   EXPECT_TRUE(table.find("a")->table().find("b.c")->table().empty());
 }
 
-TEST(Toml, LayoutDoesNotMatter) {
+TEST(Toml, layout_does_not_matter) {
   for (const char* text : {"", "\n", "# only a comment", "\xEF\xBB\xBF# marked", "\t \r\n\n"})
     EXPECT_TRUE(parsed(text).empty()) << text;
   const TomlTable plain = parsed("a = 1\n[b]\nc = [1, 2]\n");
@@ -185,7 +185,7 @@ TEST(Toml, LayoutDoesNotMatter) {
     EXPECT_EQ(same(parsed(text), plain), std::string(text).find("[d]") == std::string::npos) << text;
 }
 
-TEST(Toml, FaultsSayWhereWhatAndInstead) {
+TEST(Toml, faults_say_where_what_and_instead) {
   const std::pair<std::string, std::string> kCases[] = {
       {"a", "1:2: expected '=' and a value, found the end of the file"},
       {"a\n", "1:2: expected '=' and a value, found the end of the line"},
@@ -265,14 +265,14 @@ TEST(Toml, FaultsSayWhereWhatAndInstead) {
   for (const auto& [text, says] : kCases) EXPECT_EQ(refusal(text), "c.toml:" + says) << text;
 }
 
-TEST(Toml, WhatMayStillBeAdded) {
+TEST(Toml, what_may_still_be_added) {
   for (const char* text : {"[a.b]\n[a]", "[a]\nb.c = 1\n[a.b.d]", "[[a]]\n[a.b]\n[[a]]\n[a.b]",
                            "[[a]]\n[[a.b]]\n[[a.b]]\n[a.b.c]", "a.b = 1\na.c = 2", "a = { b.c = 1, b.d = 2 }",
                            "[x.y.z]\n[x]\n[x.w]", "[a]\n[b]\n[a.c]"})
     EXPECT_EQ(refusal(text).find("accepted"), 0u) << text << ": " << refusal(text);
 }
 
-TEST(Toml, ValuesOfTheWrongKindAreNamed) {
+TEST(Toml, values_of_the_wrong_kind_are_named) {
   const TomlTable table = parsed("\n  a = 'x'\nb = 1.5\nc = [1]\nd = {}\ne = true\nf = 3");
   const auto fault = [](auto&& get) {
     try {
@@ -294,7 +294,7 @@ TEST(Toml, ValuesOfTheWrongKindAreNamed) {
   EXPECT_EQ(fault([] { TomlValue(3).string(); }), "expected a string, found the integer 3");
 }
 
-TEST(Toml, KeysNobodyAskedForAreFound) {
+TEST(Toml, keys_nobody_asked_for_are_found) {
   const TomlTable table = parsed(
       "steps = 1\nstpes = 2\n[model]\nlayers = 3\nhesds.x = 4\n[other]\na = 1\nb = 2\n[[at]]\nstep = "
       "1\n[[at]]\nstep = "
@@ -309,7 +309,7 @@ TEST(Toml, KeysNobodyAskedForAreFound) {
   EXPECT_EQ(unused_keys(copy), unused_keys(table));
 }
 
-TEST(Toml, NestingHasALimit) {
+TEST(Toml, nesting_has_a_limit) {
   const auto repeated = [](std::string_view part, size_t count) {
     std::string text;
     for (size_t i = 0; i < count; ++i) text += part;
@@ -329,7 +329,7 @@ TEST(Toml, NestingHasALimit) {
             std::string::npos);
 }
 
-TEST(Toml, TimeGrowsAsTheTextDoes) {
+TEST(Toml, time_grows_as_the_text_does) {
   std::string line = "a = { ", lines, headers, array = "x = [";
   for (int i = 0; i < 50'000; ++i) {
     line += fmt::format("{}k{} = {}", i ? ", " : "", i, i);
@@ -343,7 +343,7 @@ TEST(Toml, TimeGrowsAsTheTextDoes) {
   EXPECT_EQ(parsed(array + "]").find("x")->array().size(), 50'000u);
 }
 
-TEST(Toml, WritesWhatItReadsBack) {
+TEST(Toml, writes_what_it_reads_back) {
   TomlTable model;
   model.add("layers", 3);
   model.add("dropout", 0.0);
@@ -382,7 +382,7 @@ step = 3000
   EXPECT_THROW(to_toml(table), std::invalid_argument);
 }
 
-TEST(Toml, SameMeansSame) {
+TEST(Toml, same_means_same) {
   const TomlTable one = parsed("a = 1\nb = [1, 2.0]\nc.d = nan");
   EXPECT_TRUE(same(one, parsed("c = { d = -nan }\nb = [1, 2.0]\na = 1")));
   for (const char* other :

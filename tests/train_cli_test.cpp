@@ -209,6 +209,10 @@ TEST_F(TrainCliTest, a_branch_goes_on_from_the_checkpoint_with_other_settings) {
   EXPECT_EQ(config("other").plan_at(3), "fp32");
   EXPECT_EQ(config("other").plan_at(4), "fp32; row_sum=e5m2");
   EXPECT_NE(weights("other", 6), weights("run", 6));
+  // Another seed: the batches before the branch are the run's, those behind it follow from the new seed.
+  ASSERT_EQ(run("train --branch run@3 --seed 2 --out reseeded --threads 1").code, 0);
+  EXPECT_NE(weights("reseeded", 6), weights("run", 6));
+  EXPECT_EQ(run("train --resume reseeded").code, 0) << run("train --resume reseeded").out;
   // The same change in a run of its own, from the beginning.
   ASSERT_EQ(train("--steps 6 --checkpoint-every 3 --at '4 row_sum=e5m2' --out straight").code, 0);
   EXPECT_EQ(weights("straight", 3), weights("run", 3));

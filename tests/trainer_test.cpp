@@ -132,6 +132,24 @@ TEST_F(TrainerTest, a_replay_writes_through_nobody_elses_links) {
   before ? setenv("TMPDIR", kept.c_str(), 1) : unsetenv("TMPDIR");
 }
 
+TEST_F(TrainerTest, a_checkpoint_is_not_written_through_a_link) {
+  const auto trainer = Trainer::start(folder / "run", tiny());
+  trainer->step();
+  fs::create_directories(folder / "elsewhere");
+  fs::create_directory_symlink(folder / "elsewhere", folder / "run" / "checkpoints" / "step-00000001");
+  try {
+    trainer->save();
+    ADD_FAILURE() << "it was";
+  } catch (const DataError& error) {
+    const std::string words = error.what();
+    EXPECT_NE(words.find("step-00000001: expected a folder or nothing, found a symbolic link: a run is not "
+                         "written through links"),
+              std::string::npos)
+        << words;
+  }
+  EXPECT_TRUE(fs::is_empty(folder / "elsewhere"));
+}
+
 class TrainerOfFamily : public OfFamily<TrainerTest> {
  protected:
   RunConfig tiny() const {

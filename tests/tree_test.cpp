@@ -4,13 +4,17 @@
 // A line of the block is names, then a phrase. Depth is indentation; a folder's name ends in '/'; several
 // names on a line are siblings (gpt2.h gpt2.cpp, or gpt2.{h,cpp}). A folder with nothing below it in the
 // block stands for what it holds, source files excepted: those have a line each.
+//
+// And how tests are named: a suite in PascalCase, a test as a sentence in snake_case.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <cctype>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <optional>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <string>
@@ -205,6 +209,65 @@ TEST_F(PlantedTree, without_a_block) {
   std::ofstream(root_ / "ARCHITECTURE.md") << "## The tree\n\n## More\n```\nsrc/\n```\n";
   EXPECT_EQ(differences(root_),
             std::vector<std::string>{"ARCHITECTURE.md has no fenced block after the heading '## The tree'"});
+}
+
+// --- Names of tests
+
+// "Suite.name" of every test in the text of a source file.
+std::vector<std::string> tests_in(const std::string& text) {
+  static const std::regex kTest(R"((?:^|\n)TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\))");
+  std::vector<std::string> found;
+  for (std::sregex_iterator at(text.begin(), text.end(), kTest), end; at != end; ++at)
+    found.push_back((*at)[1].str() + "." + (*at)[2].str());
+  return found;
+}
+
+bool is_well_named(const std::string& test) {
+  static const std::regex kStyle(R"([A-Z][A-Za-z0-9]*\.(DISABLED_)?[a-z][a-z0-9]*(_[a-z0-9]+)*)");
+  return std::regex_match(test, kStyle);
+}
+
+std::string text_of(const fs::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::set<std::string> all_tests() {
+  std::set<std::string> found;
+  for (const fs::directory_entry& entry :
+       fs::recursive_directory_iterator(fs::path(EVENKEEL_SOURCE_DIR) / "tests"))
+    if (entry.path().extension() == ".cpp" || entry.path().extension() == ".h")
+      for (const std::string& test : tests_in(text_of(entry.path()))) found.insert(test);
+  return found;
+}
+
+TEST(TestNames, are_sentences_in_snake_case) {
+  const std::set<std::string> tests = all_tests();
+  EXPECT_GT(tests.size(), 1000u);
+  for (const std::string& test : tests)
+    EXPECT_TRUE(is_well_named(test)) << test << ": expected PascalCase.a_sentence_in_snake_case";
+}
+
+TEST(TestNames, of_another_style_are_found) {
+  EXPECT_EQ(tests_in("TEST(A, b) {\n}\nTEST_F(Of,\n       two_lines) {\n// TEST(No, test)\n  \"TEST(No, "
+                     "test)\"\nTEST_P(A,C) {"),
+            (std::vector<std::string>{"A.b", "Of.two_lines", "A.C"}));
+  for (const char* good : {"Cli.help", "Fp8.e4m3_and_bf16", "ModelCuda.DISABLED_bench"})
+    EXPECT_TRUE(is_well_named(good)) << good;
+  for (const char* bad : {"Cli.Help", "Cli.aNaN", "Cli.L_of_scores", "Cli.DISABLED_Bench", "cli.help",
+                          "Cli.help_", "Cli.a__b", "My_Suite.a"})
+    EXPECT_FALSE(is_well_named(bad)) << bad;
+}
+
+// The tests that run under compute-sanitizer are chosen by name: one that is not there would be left out in silence.
+TEST(TestNames, of_the_small_tests_are_there) {
+  const std::set<std::string> tests = all_tests();
+  const std::string text = text_of(fs::path(EVENKEEL_SOURCE_DIR) / "tests" / "gpu" / "gpu_main.cpp");
+  static const std::regex kName(R"([":]([A-Z]\w*\.\w+))");
+  size_t named = 0;
+  for (std::sregex_iterator at(text.begin(), text.end(), kName), end; at != end; ++at, ++named)
+    EXPECT_TRUE(tests.contains((*at)[1].str())) << (*at)[1].str();
+  EXPECT_GT(named, 0u);
 }
 
 }  // namespace

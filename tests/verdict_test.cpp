@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "base/json_text.h"
 #include "base/whole_file.h"
@@ -172,6 +173,33 @@ TEST_F(VerdictTest, the_remedy_of_the_page_is_that_of_the_next_command) {
   }
 }
 
+TEST_F(VerdictTest, a_run_that_ends_in_its_warm_up_is_not_healthy) {
+  RunConfig config = tiny();
+  config.schedule.warmup = 20;
+  write("config.toml", to_toml(to_toml_table(config)));
+  const auto write_steps = [&](int steps) {
+    std::string text;
+    for (int step = 0; step < steps; ++step)
+      text += fmt::format("{{\"step\": {}, \"loss\": 2.5, \"offset\": [[20, 18]]}}\n", step);
+    write("metrics.jsonl", text);
+    fs::remove(run_ / "verdict.json");
+  };
+  write_steps(20);
+  const std::string short_page = page(std::vector<fs::path>{run_});
+  EXPECT_TRUE(has(short_page, ">not established<"));
+  EXPECT_TRUE(has(short_page,
+                  "the run is too short: its records end at step 19, and its warm-up of 20 steps does not"));
+  EXPECT_FALSE(has(short_page, ">healthy<") || has(short_page, "Healthy,") || has(short_page, "nan"));
+  EXPECT_TRUE(has(told("forecast").out, "too few records behind step 20")) << told("forecast").out;
+  const Output found = told("verdict");
+  EXPECT_EQ(found.code, 1) << found.out;
+  EXPECT_TRUE(has(found.out, "verdict: not_established") && has(found.out, "the run is too short"))
+      << found.out;
+  write_steps(21);
+  EXPECT_EQ(told("verdict").code, 0) << told("verdict").out;
+  EXPECT_TRUE(has(page(std::vector<fs::path>{run_}), ">healthy<"));
+}
+
 TEST_F(VerdictTest, a_healthy_one_ends_with_a_command_that_runs) {
   const auto write_steps = [&](int steps, const char* offset) {
     std::string text;
@@ -199,12 +227,22 @@ TEST_F(VerdictTest, a_healthy_one_ends_with_a_command_that_runs) {
   EXPECT_TRUE(has(expected.out, "next: evenkeel report " + run_.string())) << expected.out;
   write_steps(5, ", \"offset\": [[20, 18]]");
   EXPECT_TRUE(has(told("forecast").out, "next: evenkeel watch " + run_.string())) << told("forecast").out;
+  const Output json = run_shell(fmt::format("{} forecast --json {}", EVENKEEL_PROGRAM, run_.string()));
+  EXPECT_TRUE(has(json.out, "\"next\": \"evenkeel watch " + run_.string() + "\"")) << json.out;
 }
 
 // --- One definition of health
 
 TEST_F(VerdictTest, what_drift_is_comes_from_the_numbers_that_define_it) {
-  EXPECT_TRUE(has(drift_in_words(), fmt::format("beyond {:.0f} times its healthy level", kDriftTimes)));
+  // The same words wherever it is defined; pages have marks around their numbers.
+  const std::string words =
+      fmt::format("stays above {:.0f} times its healthy level and doubles", kDriftTimes);
+  EXPECT_TRUE(has(drift_in_words(), words)) << drift_in_words();
+  for (const char* file :
+       {"README.md", "docs/study.md", "docs/my_run_blew_up.md", "scripts/study_curves.py"}) {
+    const std::string text = read_whole_file(fs::path(EVENKEEL_SOURCE_DIR) / file, 1 << 20);
+    EXPECT_TRUE(has(std::regex_replace(text, std::regex("<!--[^>]*-->"), ""), words)) << file;
+  }
   write("metrics.jsonl", "{\"step\": 0, \"loss\": 2.5, \"offset\": [[20, 18]]}\n");
   EXPECT_TRUE(has(page(std::vector<fs::path>{run_}), drift_in_words()));
 }

@@ -56,7 +56,7 @@ class WholeFile : public ::testing::Test {
   const fs::path file_ = folder_ / "file";
 };
 
-TEST_F(WholeFile, WritesReadsAndReplaces) {
+TEST_F(WholeFile, writes_reads_and_replaces) {
   for (const std::string& text : {std::string("first"), std::string(), std::string("a\0b", 3)}) {
     write_whole_file(file_, text);
     EXPECT_EQ(read_whole_file(file_, 100), text);
@@ -65,7 +65,7 @@ TEST_F(WholeFile, WritesReadsAndReplaces) {
   }
 }
 
-TEST_F(WholeFile, BytesMayComeAnywhere) {
+TEST_F(WholeFile, bytes_may_come_anywhere) {
   WholeFileWriter writer(file_);
   writer.write_at(6, bytes_of("world"));
   writer.append("hel");
@@ -77,7 +77,7 @@ TEST_F(WholeFile, BytesMayComeAnywhere) {
   EXPECT_THROW(writer.commit(), std::invalid_argument);
 }
 
-TEST_F(WholeFile, AbandonedWritersLeaveNothing) {
+TEST_F(WholeFile, abandoned_writers_leave_nothing) {
   put(file_, "old");
   {
     WholeFileWriter writer(file_);
@@ -89,14 +89,14 @@ TEST_F(WholeFile, AbandonedWritersLeaveNothing) {
   EXPECT_EQ(names_in(folder_), Names{"file"});
 }
 
-TEST_F(WholeFile, KeepsTheModeOfTheOldFile) {
+TEST_F(WholeFile, keeps_the_mode_of_the_old_file) {
   put(file_, "old");
   fs::permissions(file_, fs::perms(0640));
   write_whole_file(file_, "new");
   EXPECT_EQ(fs::status(file_).permissions(), fs::perms(0640));
 }
 
-TEST_F(WholeFile, ReadingHasALimit) {
+TEST_F(WholeFile, reading_has_a_limit) {
   put(file_, "12345");
   EXPECT_EQ(read_whole_file(file_, 5), "12345");
   EXPECT_SAYS(refusal([&] { read_whole_file(file_, 4); }), "expected at most 4 bytes");
@@ -109,7 +109,7 @@ TEST_F(WholeFile, ReadingHasALimit) {
   EXPECT_SAYS(refusal([&] { read_whole_file(folder_ / "none", 5); }), "No such file");
 }
 
-TEST_F(WholeFile, OnlyRegularFilesAreMapped) {
+TEST_F(WholeFile, only_regular_files_are_mapped) {
   ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
   EXPECT_SAYS(refusal([&] { MappedFile{folder_ / "pipe"}; }), "found a pipe");
   EXPECT_SAYS(refusal([&] { MappedFile{folder_}; }), "found a folder");
@@ -120,7 +120,7 @@ TEST_F(WholeFile, OnlyRegularFilesAreMapped) {
   EXPECT_TRUE(first.bytes().empty());  // NOLINT: what a move leaves is promised
 }
 
-TEST_F(WholeFile, NothingButAFileIsReplacedByAFile) {
+TEST_F(WholeFile, nothing_but_a_file_is_replaced_by_a_file) {
   fs::create_directory(folder_ / "folder");
   ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
   EXPECT_SAYS(refusal([&] { WholeFileWriter{folder_ / "folder"}; }), "found a folder");
@@ -139,7 +139,7 @@ TEST_F(WholeFile, NothingButAFileIsReplacedByAFile) {
   EXPECT_EQ(names_in(folder_), (Names{"file", "folder", "pipe"}));
 }
 
-TEST_F(WholeFile, LinksAreFollowedAndStay) {
+TEST_F(WholeFile, links_are_followed_and_stay) {
   fs::create_directory(folder_ / "elsewhere");
   const fs::path target = folder_ / "elsewhere" / "target";
   fs::create_symlink("elsewhere/target", folder_ / "link");
@@ -156,7 +156,7 @@ TEST_F(WholeFile, LinksAreFollowedAndStay) {
 }
 
 // In a folder that may be somebody else's work a link leads nowhere.
-TEST_F(WholeFile, LinksInRecordsAreReplacedOrRefused) {
+TEST_F(WholeFile, links_in_records_are_replaced_or_refused) {
   const fs::path precious = folder_ / "precious", link = folder_ / "link";
   put(precious, "precious");
   for (const fs::path& target : {precious, folder_ / "nowhere", folder_}) {
@@ -173,7 +173,7 @@ TEST_F(WholeFile, LinksInRecordsAreReplacedOrRefused) {
   EXPECT_EQ(names_in(folder_), Names{"precious"});
 }
 
-TEST_F(WholeFile, AReadOnlyFolderIsNamed) {
+TEST_F(WholeFile, a_read_only_folder_is_named) {
   fs::permissions(folder_, fs::perms(0500));
   const int result = run_apart([&] {
     if (::geteuid() == 0 && ::setuid(65534) != 0) return;  // root may write anywhere
@@ -188,7 +188,7 @@ TEST_F(WholeFile, AReadOnlyFolderIsNamed) {
   EXPECT_TRUE(names_in(folder_).empty());
 }
 
-TEST_F(WholeFile, AFullDiskLeavesTheOldFile) {
+TEST_F(WholeFile, a_full_disk_leaves_the_old_file) {
   put(file_, "old");
   put(folder_ / "log", "line\n");
   // A file may be no longer than this; to go beyond is the same to the writer as a disk that is full.
@@ -212,7 +212,7 @@ TEST_F(WholeFile, AFullDiskLeavesTheOldFile) {
   EXPECT_EQ(names_in(folder_), (Names{"file", "log"}));
 }
 
-TEST_F(WholeFile, ATinyFileSystem) {
+TEST_F(WholeFile, a_tiny_file_system) {
   if (::mount("none", folder_.c_str(), "tmpfs", 0, "size=64k") != 0)
     GTEST_SKIP() << "mounting is not allowed here";
   struct Unmount {
@@ -239,7 +239,7 @@ TEST_F(WholeFile, ATinyFileSystem) {
 
 // Killed at each call in turn, half of a write done: the file is the old one or the new one. What is left over is found
 // and removed, and writing works again.
-TEST_F(WholeFile, KilledAnywhereTheFileIsOldOrNew) {
+TEST_F(WholeFile, killed_anywhere_the_file_is_old_or_new) {
   const std::string before(3000, 'o'), after(5000, 'n');
   bool saw_old = false, saw_new = false;
   int calls = 0;
@@ -267,7 +267,7 @@ TEST_F(WholeFile, KilledAnywhereTheFileIsOldOrNew) {
 }
 
 // The same with calls that fail. Then there is nothing left over in the first place.
-TEST_F(WholeFile, FailingAnywhereTheFileIsOldOrNew) {
+TEST_F(WholeFile, failing_anywhere_the_file_is_old_or_new) {
   for (const bool lasting : {false, true})
     for (int call = 0;; ++call) {
       put(file_, "old");
@@ -311,7 +311,7 @@ std::string folder_text(const fs::path& path) {
   return whole && text_of(path / "inner" / "optimizer") == text ? text : "?";
 }
 
-TEST_F(WholeFile, AFolderIsWrittenAndReplaced) {
+TEST_F(WholeFile, a_folder_is_written_and_replaced) {
   const fs::path path = folder_ / "step-1";
   for (const bool no_exchange : {false, true})
     for (const char* text : {"one", "two", "three"}) {
@@ -327,7 +327,7 @@ TEST_F(WholeFile, AFolderIsWrittenAndReplaced) {
 
 // A machine that dies keeps what was synced in this order, and nothing else is certain: the bytes before the
 // name, the name before anyone knows of it.
-TEST_F(WholeFile, BytesAreOnTheDiskBeforeTheirName) {
+TEST_F(WholeFile, bytes_are_on_the_disk_before_their_name) {
   using Calls = std::vector<std::string>;
   const fs::path path = folder_ / "step-1";
   const auto calls = [] {  // but for those that remove: libraries differ in them
@@ -357,7 +357,7 @@ TEST_F(WholeFile, BytesAreOnTheDiskBeforeTheirName) {
   EXPECT_EQ(calls(), (Calls{"pwrite", "fsync"}));
 }
 
-TEST_F(WholeFile, KilledAnywhereTheFolderIsOldOrNew) {
+TEST_F(WholeFile, killed_anywhere_the_folder_is_old_or_new) {
   const fs::path path = folder_ / "step-1";
   for (const bool no_exchange : {false, true})
     for (const std::string before : {"", "old"}) {
@@ -386,7 +386,7 @@ TEST_F(WholeFile, KilledAnywhereTheFolderIsOldOrNew) {
     }
 }
 
-TEST_F(WholeFile, FailingAnywhereTheFolderIsOldOrNew) {
+TEST_F(WholeFile, failing_anywhere_the_folder_is_old_or_new) {
   const fs::path path = folder_ / "step-1";
   for (const bool no_exchange : {false, true})
     for (const std::string before : {"", "old"})
@@ -411,7 +411,7 @@ TEST_F(WholeFile, FailingAnywhereTheFolderIsOldOrNew) {
       }
 }
 
-TEST_F(WholeFile, KilledAnywhereARemovedFolderIsWholeOrGone) {
+TEST_F(WholeFile, killed_anywhere_a_removed_folder_is_whole_or_gone) {
   const fs::path path = folder_ / "step-1";
   int calls = 0;
   for (bool finished = false; !finished; ++calls) {
@@ -430,7 +430,7 @@ TEST_F(WholeFile, KilledAnywhereARemovedFolderIsWholeOrGone) {
   EXPECT_GE(calls, 3);
 }
 
-TEST_F(WholeFile, AScratchFolderIsPrivateAndGoes) {
+TEST_F(WholeFile, a_scratch_folder_is_private_and_goes) {
   fs::path path;
   {
     const ScratchFolder scratch("evenkeel-test"), other("evenkeel-test");
@@ -444,7 +444,7 @@ TEST_F(WholeFile, AScratchFolderIsPrivateAndGoes) {
   EXPECT_TRUE(fs::exists(folder_));
 }
 
-TEST_F(WholeFile, LeftoversOfTheLivingStay) {
+TEST_F(WholeFile, leftovers_of_the_living_stay) {
   put(folder_ / ".file.1-0.partial", "of a killed writer");
   fs::create_directories(folder_ / ".step-3.77-2.partial" / "inner");
   fs::create_directories(folder_ / ".step-4.77-2.old");  // step-4 itself is missing: it comes back
@@ -468,7 +468,7 @@ TEST_F(WholeFile, LeftoversOfTheLivingStay) {
 }
 
 // Four writers of one path and one who tidies up, all at once: a reader only ever sees one whole file.
-TEST_F(WholeFile, WritersOfOnePathDoNotMeet) {
+TEST_F(WholeFile, writers_of_one_path_do_not_meet) {
   put(file_, std::string(10'000, 'a'));
   std::vector<std::thread> writers;
   for (const char letter : {'a', 'b', 'c', 'd'})
@@ -484,7 +484,7 @@ TEST_F(WholeFile, WritersOfOnePathDoNotMeet) {
   EXPECT_EQ(names_in(folder_), Names{"file"});
 }
 
-TEST_F(WholeFile, AnAppendFileHasOneWriter) {
+TEST_F(WholeFile, an_append_file_has_one_writer) {
   AppendFile first(file_);
   first.append("one\n");
   EXPECT_SAYS(refusal([&] { AppendFile{file_}; }), "found another at work");
@@ -497,7 +497,7 @@ TEST_F(WholeFile, AnAppendFileHasOneWriter) {
   EXPECT_EQ(text_of(file_), "only\n");
 }
 
-TEST_F(WholeFile, AnAppendIsWholeOrNotAtAll) {
+TEST_F(WholeFile, an_append_is_whole_or_not_at_all) {
   AppendFile file(file_);
   file.append("one\n");
   // The write fails after half of it; then the shortening fails as well.

@@ -74,4 +74,28 @@ expect "a damaged program" 0 "does not start" ./evenkeel info
 builds $((before + 2)) "a damaged program"
 expect "after the repair" 0 "evenkeel 0.0 info" ./evenkeel info
 builds $((before + 2)) "after the repair"
+
+# The estimate of the first build goes by bytes of source, however many files they are in, and by cores.
+printf '#!/bin/sh\necho 2\n' >"$work/bin/nproc"
+chmod +x "$work/bin/nproc"
+# estimate NAME MINUTES [WORD...]: what a first build is said to take; the words: before the command.
+estimate() {
+  name=$1 minutes=$2
+  shift 2
+  rm -rf build
+  expect "estimate, $name" 0 "about $minutes minutes;" "$@" ./evenkeel info
+}
+rm -rf src
+mkdir -p src/attention/cuda
+head -c 1600000 /dev/zero >src/attention/one.cpp
+estimate "one file" 2
+(cd src/attention && split -b 16000 --additional-suffix=.cpp one.cpp part_ && rm one.cpp)
+estimate "a hundred files" 2
+head -c 800000 /dev/zero >src/attention/cuda/kernels.cuh
+[ -e /usr/bin/nvcc ] || estimate "no nvcc" 2 env PATH="$work/bin:/usr/bin:/bin" CUDA_HOME="$work"
+printf '#!/bin/sh\n' >"$work/bin/nvcc"
+chmod +x "$work/bin/nvcc"
+estimate "nvcc" 6
+printf '#!/bin/sh\necho 6\n' >"$work/bin/nproc"
+estimate "six cores" 2
 exit $status

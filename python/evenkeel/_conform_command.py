@@ -1,12 +1,57 @@
 """python -m evenkeel conform MODULE:FUNCTION: judges an attention function of anyone's module."""
 import argparse
+import ctypes
+import mmap
+import os
+import resource
+import signal
 import sys
+import traceback
 
 from ._named import function_named
 
+_PROGRAM = "python -m evenkeel conform"
+_PR_SET_PDEATHSIG = 1
+
+
+def _in_child_process(judge):
+    """The exit code of judge(), which calls code of others in a child process. Whatever that does to its process, this one is
+    left to say so: an end without a verdict, by os._exit(0) too, is an error; after a signal this process ends by the same."""
+    verdict = mmap.mmap(-1, 1)  # 1 + the exit code, 0: none; both processes see it
+    sys.stdout.flush()  # or both would print it
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches both; one trace is enough
+        code = None
+        try:
+            code = judge()
+        except SystemExit as ended:  # 2 is argparse's, with words; anything else is the module's own
+            code = 2 if ended.code == 2 else None
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        verdict[0] = 0 if code is None else 1 + code
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if verdict[0]:
+        return verdict[0] - 1
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        print(f"{_PROGRAM}: ended by signal {number} ({signal.strsignal(number)}) in code of the function's module", file=sys.stderr)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ours would show nothing
+        os.kill(os.getpid(), number)
+        return 128 + number  # a signal that ends nobody
+    print(f"{_PROGRAM}: ERROR: expected a verdict, found a call that ended the process (exit code {os.WEXITSTATUS(status)}): mend "
+          "the function first; it was not judged", file=sys.stderr)
+    return 1
+
 
 def main(arguments):
-    parser = argparse.ArgumentParser(prog="python -m evenkeel conform", description=__doc__)
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__)
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="of q, k, v and is_causal (evenkeel.conform says more)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -23,6 +68,10 @@ def main(arguments):
     parser.add_argument("--junit", metavar="FILE", help="for a test runner")
     parser.add_argument("--badge", metavar="FILE", help="an SVG")
     options = parser.parse_args(arguments)
+    return _in_child_process(lambda: _judged(parser, options))
+
+
+def _judged(parser, options):
     import faulthandler
 
     import torch

@@ -43,17 +43,18 @@ def _renamed(fields, inside):
     return fields
 
 
-def open_record(path, mode):
-    """A file of a run's folder, to be written. Not through a link: the folder may be somebody else's work, and the link may lead anywhere."""
-    def opener(name, flags):
-        try:
-            return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise OSError(errno.ELOOP, "expected a regular file or nothing, found a symbolic link, and records are not written through "
-                          "links: put the file itself there", str(name)) from None
+def refuse_link(path, expected):
+    """OSError where there is a symbolic link; expected: what may stand there. A run is not written through links: its folder may be
+    somebody else's work, and a link may lead anywhere."""
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, f"expected {expected} or nothing, found a symbolic link: a run is not written through links; only "
+                      "its whole folder may be one", str(path))
 
+
+def open_record(path, mode):
+    """A file of a run's folder, to be written."""
+    refuse_link(path, "a regular file")
+    opener = lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 

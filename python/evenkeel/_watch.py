@@ -2,7 +2,6 @@
 import collections
 import contextlib
 import ctypes
-import errno
 import itertools
 import json
 import math
@@ -511,9 +510,7 @@ class Monitor:
         with _records.open_record(self.folder / "guard.jsonl", "a") as file:
             file.write(json.dumps(event) + "\n")
         folder = self.folder / "captures"
-        if folder.is_symlink():
-            raise OSError(errno.ELOOP, "expected a folder or nothing, found a symbolic link, and captures are not written through links",
-                          str(folder))
+        _records.refuse_link(folder, "a folder")
         folder.mkdir(exist_ok=True)
         for layer in sorted({layer for layer, _ in event["heads"]} & set(range(len(calls)))):
             with _records.open_record(folder / f"step-{event['step']}-layer-{layer}.safetensors", "wb") as file:

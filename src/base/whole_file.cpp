@@ -392,14 +392,19 @@ ScratchFolder::ScratchFolder(std::string_view prefix) {
 
 ScratchFolder::~ScratchFolder() { remove_quietly(path_); }  // links are removed, not what they point to
 
+void refuse_link(const fs::path& path, std::string_view expected) {
+  std::error_code error;
+  require_data(
+      !fs::is_symlink(fs::symlink_status(path, error)),
+      "{}: expected {} or nothing, found a symbolic link: a run is not written through links; only its "
+      "whole folder may be one",
+      path.string(), expected);
+}
+
 AppendFile::AppendFile(const fs::path& path) : path_(path) {
   check_path(path);
-  // Not through a link: the folder may be somebody else's work, and the link may lead anywhere.
+  refuse_link(path, "a regular file");
   file_ = FileDescriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW, 0666));
-  require_data(file_.valid() || errno != ELOOP,
-               "{}: expected a regular file or nothing, found a symbolic link, and records are not written "
-               "through links: put the file itself there",
-               path.string());
   if (!file_.valid()) fail("{}: cannot open it for writing", path.string());
   struct stat status;
   if (::fstat(file_.get(), &status) != 0) fail("{}: cannot look at it", path.string());

@@ -138,6 +138,10 @@ class ScratchFolder {
   std::filesystem::path path_;
 };
 
+// DataError where `path` is a symbolic link; expected: what may stand there ("a folder"). A run is not written through links:
+// its folder may be somebody else's work, and a link may lead anywhere.
+void refuse_link(const std::filesystem::path& path, std::string_view expected);
+
 // A file that only grows, by whole records. One writer at a time; a second one is refused, and so is a symbolic link.
 class AppendFile {
  public:

@@ -71,7 +71,28 @@ class RunsBeside {
   std::vector<RunRecords> runs_;
 };
 
-Json to_json(const std::string& folder, const RunForecast& found, const std::vector<std::string>& notes) {
+// Nothing is wrong so far: the page of a run that is over, the live view of one that may go on. Without offsets nobody knows,
+// and verdict has the command that records them.
+std::string command_of_health(const std::string& folder, const RunRecords& run, const RunForecast& found) {
+  if (found.of_heads.empty() && run.config) return "evenkeel verdict " + shell_word(folder);
+  const bool is_over = found.terms.last_step > 0 && run.step_count() >= found.terms.last_step;
+  return is_over ? fmt::format("evenkeel report {} -o report.html", shell_word(folder))
+                 : fmt::format("evenkeel watch {}", shell_word(folder));
+}
+
+// What to type next; empty where nothing would find out more.
+std::string next_command(const std::string& folder, const RunRecords& run, const RunForecast& found,
+                         const HistoryForecast* history) {
+  if (found.fails() && run.config) return "evenkeel verdict " + shell_word(folder);  // which needs settings
+  if (history && history->failure)
+    for (const EarlierRun& one : history->alike)
+      if (one.failed && static_cast<double>(*one.failed) == *history->failure)
+        return "evenkeel verdict " + shell_word(one.folder.string());
+  return found.fails() ? "" : command_of_health(folder, run, found);
+}
+
+Json to_json(const std::string& folder, const RunRecords& run, const RunForecast& found,
+             const HistoryForecast* history) {
   Json heads = Json::array();
   for (size_t h = 0; h < found.of_heads.size(); ++h) {
     const HeadForecast& head = found.of_heads[h];
@@ -94,6 +115,7 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
               {"lasts", failure->lasts},
               {"excess", number(failure->excess)},
               {"words", failure->words}};
+  const std::string next = next_command(folder, run, found, history);
   return {{"schema", 1},
           {"run", folder},
           {"steps", found.steps},
@@ -107,16 +129,9 @@ Json to_json(const std::string& folder, const RunForecast& found, const std::vec
           {"leaks", found.leaks()},
           {"at_risk", at_risk},
           {"heads", heads},
-          {"notes", notes}};
-}
-
-// Nothing is wrong so far: the page of a run that is over, the live view of one that may go on. Without offsets nobody knows,
-// and verdict has the command that records them.
-std::string command_of_health(const std::string& folder, const RunRecords& run, const RunForecast& found) {
-  if (found.of_heads.empty() && run.config) return "evenkeel verdict " + shell_word(folder);
-  const bool is_over = found.terms.last_step > 0 && run.step_count() >= found.terms.last_step;
-  return is_over ? fmt::format("evenkeel report {} -o report.html", shell_word(folder))
-                 : fmt::format("evenkeel watch {}", shell_word(folder));
+          {"notes", run.notes},
+          {"history", history ? to_json(*history) : Json(nullptr)},
+          {"next", next.empty() ? Json(nullptr) : Json(next)}};
 }
 
 void print(const std::string& folder, const RunRecords& run, const RunForecast& found,
@@ -133,13 +148,8 @@ void print(const std::string& folder, const RunRecords& run, const RunForecast& 
       if (all || history->alike.empty()) fmt::print("    not compared with {}\n", unlike);
   }
   for (const std::string& note : run.notes) fmt::print("  {}\n", note);
-  if (found.fails() && run.config)  // verdict needs it
-    fmt::print("  next: evenkeel verdict {}\n", shell_word(folder));
-  else if (history && history->failure)
-    for (const EarlierRun& one : history->alike)
-      if (one.failed && static_cast<double>(*one.failed) == *history->failure)
-        return fmt::print("  next: evenkeel verdict {}\n", shell_word(one.folder.string()));
-  if (!found.fails()) fmt::print("  next: {}\n", command_of_health(folder, run, found));
+  if (const std::string next = next_command(folder, run, found, history); !next.empty())
+    fmt::print("  next: {}\n", next);
 }
 
 }  // namespace
@@ -182,12 +192,11 @@ int run_forecast(int argc, char** argv) {
                  "{}: expected recorded offsets (train --facts-every N, or the package's Monitor), found {}",
                  word, run.has_steps() ? "none in its metrics.jsonl" : "no recorded step");
     fails = fails || found.fails() || (of_others && of_others->failure);
-    if (json) {
-      answer.push_back(to_json(word, found, run.notes));
-      answer.back()["history"] = of_others ? to_json(*of_others) : Json(nullptr);
-    } else {
-      print(word, run, found, of_others ? &*of_others : nullptr, named, all);
-    }
+    const HistoryForecast* const asked = of_others ? &*of_others : nullptr;
+    if (json)
+      answer.push_back(to_json(word, run, found, asked));
+    else
+      print(word, run, found, asked, named, all);
   }
   if (json) fmt::print("{}\n", answer.dump(2));
   return fails ? 1 : 0;

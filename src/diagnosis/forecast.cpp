@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <optional>
 
@@ -53,13 +52,6 @@ bool grows_steadily(const std::vector<double>& x, const std::vector<double>& y, 
          fit_trend(second_x, second_y).slope >= kSteady * slope;
 }
 
-std::optional<int64_t> whole_number(const std::string& text) {
-  int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) return {};
-  return value;
-}
-
 int bits_of(const RunRecords& run) {
   const bool bf16 = run.setting("model", "precision") != "fp32";  // without settings: as most are trained
   const std::string plan = run.setting("attention", "plan");
@@ -72,10 +64,10 @@ int bits_of(const RunRecords& run) {
 
 double head_size(const RunRecords& run) {
   // A model may have its own; 0: the width over the heads.
-  if (const auto own = whole_number(run.setting("model", "head_size")); own && *own > 0)
+  if (const auto own = run.whole_setting("model", "head_size"); own && *own > 0)
     return static_cast<double>(*own);
-  const std::optional<int64_t> width = whole_number(run.setting("model", "width")),
-                               heads = whole_number(run.setting("model", "heads"));
+  const std::optional<int64_t> width = run.whole_setting("model", "width"),
+                               heads = run.whole_setting("model", "heads");
   if (!width || !heads || *width == 0 || *heads == 0) return kUsualHeadSize;
   return static_cast<double>(*width) / static_cast<double>(*heads);
 }
@@ -114,9 +106,9 @@ int query_key_bits(const PrecisionPlan& plan, bool bf16_linear) {
 
 ForecastTerms forecast_terms(const RunRecords& run) {
   ForecastTerms terms;
-  terms.begin = whole_number(run.setting("schedule", "warmup")).value_or(0);
+  terms.begin = run.warmup();
   terms.settled = kForecastSettled * terms.begin;
-  terms.last_step = whole_number(run.setting("schedule", "steps")).value_or(0);
+  terms.last_step = run.whole_setting("schedule", "steps").value_or(0);
   for (const RunEvent& event : run.events)
     if (event.kind == RunEvent::Kind::plan_change || event.kind == RunEvent::Kind::guard_remedy)
       terms.begin = std::max(terms.begin, event.step);

@@ -56,8 +56,11 @@ std::string whole_text(double offset) {
 }
 
 std::string drift_in_words() {
-  return fmt::format("The offset of a head grows beyond {:.0f} times its healthy level, and keeps growing.",
-                     kDriftTimes);
+  return fmt::format(
+      "The offset of a head stays above {:.0f} times its healthy level and doubles. A diagnosis does not "
+      "wait "
+      "for the doubling.",
+      kDriftTimes);
 }
 
 double mend_limit(const std::vector<double>& of_heads) {

@@ -2,8 +2,8 @@
 //
 // Softmax does not see the mean of a row's scores, so nothing pulls it back. How large it is in a healthy run depends on
 // text, size and learning rate, so no fixed number separates healthy from drifting heads. A head *drifts* where its offset
-// is beyond kDriftTimes times the healthy level and keeps growing. The healthy level is the median offset over heads (a
-// drift begins in one or two of them):
+// stays above kDriftTimes times its healthy level and doubles. A diagnosis does not wait for the doubling: whatever is above
+// at the end of the record drifts. The healthy level is the median offset over heads (a drift begins in one or two of them):
 //   of the FP32 control of the same stretch, where there is one (isolate always replays one);
 //   of the run's own heads otherwise.
 #pragma once
@@ -39,7 +39,7 @@ std::string offset_text(double offset);
 
 // The same in whole numbers, as those that are compared with a limit are written ("85", "10257", "1e+308").
 std::string whole_text(double offset);
-// What drift is, in a sentence for a reader: "The offset of a head grows beyond 8 times its healthy level, and ..."
+// What drift is, in a sentence for a reader: "The offset of a head stays above 8 times its healthy level and ..."
 std::string drift_in_words();
 
 // Where the guard acts: half way to the limit, so that it acts before a head has drifted; never below

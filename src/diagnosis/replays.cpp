@@ -240,12 +240,13 @@ Health Replays::run_here(const TrialSetup& setup, const Window& window) {
                "{}: expected a run of evenkeel's own trainer, found one of {}, which alone can replay it: "
                "{}",
                run_.string(), config_.trainer, isolate_command(run_, config_.trainer));
-  Replay replay(run_, window.begin, options_.backend, [&](RunConfig& config) {
+  const auto change = [&](RunConfig& config) {
     add_clauses(config, setup.clauses, window.begin);
     config.schedule.peak *= setup.lr_factor;
     config.schedule.floor *= setup.lr_factor;
     config.facts_every = 0;
-  });
+  };
+  Replay replay(run_, window.begin, options_.backend, change, window.end);
   Trainer& trainer = replay.trainer();
   replay.run_to(window.begin);
   HealthFigures figures(window, config_.model.layers * config_.model.heads);

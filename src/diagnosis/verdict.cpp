@@ -52,13 +52,13 @@ double log_of(double x) { return std::log(std::max(x, 1e-300)); }
 
 }  // namespace
 
-RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
-                     std::span<const RunEvent> events) {
+RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding, std::span<const RunEvent> events,
+                     int64_t warmup) {
   RunRecord record;
+  record.warmup = warmup;
   record.finding = std::move(finding);
   for (const RunEvent& event : events)
-    if (event.kind == RunEvent::Kind::guard_remedy || event.kind == RunEvent::Kind::guard_roll_back)
-      record.mended.push_back(fmt::format("step {}: {}", event.step, event.words));
+    if (event.is_guards_act()) record.mended.push_back(fmt::format("step {}: {}", event.step, event.words));
   record.loss = metrics.by_step(metrics.loss);
   record.gradient_norm = metrics.by_step(metrics.gradient_norm);
   record.layers = metrics.layers, record.heads = metrics.heads;
@@ -89,10 +89,11 @@ RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
 }
 
 RunRecord read_run_record(const fs::path& run) {
-  RunRecords guarded;
-  if (const auto text = read_record(run, RecordFile::guard)) read_guard(*text, guarded);
-  RunRecord record = run_record(read_some_metrics(run), read_finding(run), guarded.events);
-  record.notes.insert(record.notes.end(), guarded.notes.begin(), guarded.notes.end());
+  RunRecords other;
+  if (const auto text = read_record(run, RecordFile::guard)) read_guard(*text, other);
+  if (const auto text = read_record(run, RecordFile::config)) read_config(*text, other);
+  RunRecord record = run_record(read_some_metrics(run), read_finding(run), other.events, other.warmup());
+  record.notes.insert(record.notes.end(), other.notes.begin(), other.notes.end());
   return record;
 }
 
@@ -212,6 +213,16 @@ void find_nothing(const RunRecord& record, Symptom& symptom) {
   const size_t steps = recorded.empty() ? 0 : recorded.back() - recorded.front() + 1;
   const std::string level = level_offsets(record);
   symptom.has_losses = steps > 0, symptom.has_offsets = !level.empty();
+  const int64_t last = std::max(recorded.empty() ? -1 : static_cast<int64_t>(recorded.back()),
+                                record.fact_steps.empty() ? -1 : record.fact_steps.back());
+  symptom.is_too_short = last < record.warmup;
+  if (symptom.is_too_short && (symptom.has_losses || symptom.has_offsets)) {
+    symptom.words =
+        fmt::format("the run is too short: its records end at step {}, and its warm-up of {} steps does not",
+                    last, record.warmup);
+    symptom.certainty = "not sure: behind the warm-up it is known what is healthy";
+    return;
+  }
   symptom.words = fmt::format("{}{}", level.empty() ? "" : fmt::format("no head drifts ({}), ", level),
                               steps == 0 ? "too few losses are recorded to see a rise"
                                          : fmt::format("no rise of the loss and no jumps in {} step{}", steps,
@@ -638,8 +649,10 @@ Verdict judge_rest(const Evidence& e, const std::filesystem::path& run, const Ru
 }  // namespace
 
 std::string sentence_of_none(const Symptom& none) {
-  return none.is_healthy() ? fmt::format("Healthy, by its records: {}.", none.words)
-                           : "Not established: no loss and no offset that could be judged is recorded.";
+  if (none.is_healthy()) return fmt::format("Healthy, by its records: {}.", none.words);
+  return none.has_losses || none.has_offsets
+             ? fmt::format("Not established: {}.", none.words)
+             : "Not established: no loss and no offset that could be judged is recorded.";
 }
 
 Verdict judge(const Evidence& e, const std::filesystem::path& run, const RunConfig& config) {

@@ -33,9 +33,10 @@ struct RunRecord {
   std::vector<std::string> mended;          // "step 300: ...": what a guard changed
   std::vector<std::string> notes;           // what of the records could not be read, a sentence each
   bool damaged = false;  // some could not, and not only the last line of a run that is being written
+  int64_t warmup = 0;    // steps: the healthy level of a run is known behind them
 };
 RunRecord run_record(const Metrics& metrics, std::optional<Finding> finding,
-                     std::span<const RunEvent> events = {});
+                     std::span<const RunEvent> events = {}, int64_t warmup = 0);
 // Of a folder. DataError where no record can be read.
 RunRecord read_run_record(const std::filesystem::path& run);
 
@@ -61,8 +62,9 @@ struct Symptom {
   std::string certainty;           // none: how much that says
   // none: what could be judged. Without any of it there is no health either, for want of records.
   bool has_losses = true, has_offsets = true;
+  bool is_too_short = false;  // none: the records end before the warm-up does
 
-  bool is_healthy() const { return kind == Kind::none && (has_losses || has_offsets); }
+  bool is_healthy() const { return kind == Kind::none && (has_losses || has_offsets) && !is_too_short; }
 };
 Symptom find_symptom(const RunRecord& record);
 // "Healthy, by its records: ...", or that nothing could be judged, of a symptom of kind none.

@@ -43,6 +43,20 @@ RunEvent::Kind event_kind(const std::string& guard_kind) {
                                                            : RunEvent::Kind::guard_warning;
 }
 
+// [[layer, head], ...]: those that a run can have.
+std::vector<RunHead> heads_of(const RecordObject& event) {
+  std::vector<RunHead> heads;
+  const Json* const list = event.find("heads");
+  if (!list || !list->is_array()) return heads;
+  for (const Json& pair : *list) {
+    if (!pair.is_array() || pair.size() != 2 || heads.size() >= static_cast<size_t>(kMostHeads)) continue;
+    const auto layer = record_step(pair[0]), head = record_step(pair[1]);
+    if (layer && head && *layer < kMostHeads && *head < kMostHeads)
+      heads.push_back({static_cast<int>(*layer), static_cast<int>(*head)});
+  }
+  return heads;
+}
+
 // The text of one of the run's files, or a note.
 std::optional<std::string> text_of(RecordFile file, RunRecords& run, const char* without) {
   try {
@@ -76,10 +90,8 @@ void find_captures(const fs::path& folder, RunRecords& run) {
 // [model] layers and heads, where both are there.
 HeadShape shape_of(const RunRecords& run) {
   const auto number = [&](const char* key) {
-    const std::string text = run.setting("model", key);
-    int64_t n = 0;
-    std::from_chars(text.data(), text.data() + text.size(), n);
-    return n > 0 && n <= kMostHeads ? n : 0;
+    const int64_t n = run.whole_setting("model", key).value_or(0);
+    return n <= kMostHeads ? n : 0;
   };
   const HeadShape shape{number("layers"), number("heads")};
   return shape.layers > 0 && shape.heads > 0 ? shape : HeadShape{};
@@ -99,7 +111,8 @@ void read_changes(RunRecords& run) {
     const int64_t* const number = step ? step->get_if<int64_t>() : nullptr;
     const std::string* const words = plan ? plan->get_if<std::string>() : nullptr;
     if (number && *number >= 0 && *number <= kLargestStep)
-      run.events.push_back({RunEvent::Kind::plan_change, *number, words ? *words : ""});
+      run.events.push_back(
+          {RunEvent::Kind::plan_change, *number, words ? *words : "", words ? *words : "", *number});
   }
 }
 
@@ -134,7 +147,8 @@ void read_guard(std::string_view text, RunRecords& run) {
       parse_json_lines(text, std::string(name(RecordFile::guard)), [&](const JsonLine& line) {
         const RecordObject event(line.object, RecordFile::guard);
         if (const std::optional<int64_t> step = event.step())
-          run.events.push_back({event_kind(event.text("kind")), *step, event.text("words")});
+          run.events.push_back({event_kind(event.text("kind")), *step, event.text("words"),
+                                event.text("plan"), event.step("to").value_or(*step + 1), heads_of(event)});
       });
   add_notes(notes_of(result, RecordFile::guard), run);
 }
@@ -227,6 +241,14 @@ std::string RunRecords::setting(std::string_view table_name, std::string_view ke
   if (const auto* x = value->get_if<double>()) return fmt::format("{}", *x);
   if (const auto* b = value->get_if<bool>()) return *b ? "true" : "false";
   return "";
+}
+
+std::optional<int64_t> RunRecords::whole_setting(std::string_view table, std::string_view key) const {
+  const std::string text = setting(table, key);
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 0) return {};
+  return value;
 }
 
 RecordObject RunRecords::verdict_record() const {

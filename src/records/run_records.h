@@ -25,11 +25,20 @@ void write_config_text(const std::filesystem::path& folder, const std::string& t
 
 // --- all of a folder
 
+struct RunHead {
+  int layer, head;
+};
 struct RunEvent {
   enum class Kind { checkpoint, plan_change, guard_warning, guard_remedy, guard_roll_back, finding };
   Kind kind = Kind::checkpoint;
   int64_t step = 0;
   std::string words;
+  // Of a change of the plan, by the guard too: the clauses, and the step from which they hold. Of the guard: its heads.
+  std::string clauses = {};
+  int64_t holds_from = 0;
+  std::vector<RunHead> heads = {};
+
+  bool is_guards_act() const { return kind == Kind::guard_remedy || kind == Kind::guard_roll_back; }
 };
 inline constexpr std::string_view kEventNames[] = {"checkpoint",    "plan change",      "guard: warning",
                                                    "guard: remedy", "guard: roll-back", "finding"};
@@ -55,6 +64,11 @@ struct RunRecords {
   int64_t step_count() const { return has_steps() ? metrics.steps.back() + 1 : 0; }
   // A value of config.toml as text, "attention.plan"; empty where there is none.
   std::string setting(std::string_view table, std::string_view key) const;
+  // The same as a whole number of 0 or more; nothing where it is none.
+  std::optional<int64_t> whole_setting(std::string_view table, std::string_view key) const;
+  int64_t warmup() const {
+    return whole_setting("schedule", "warmup").value_or(0);
+  }  // steps; 0: none is known
   // verdict.json by its fields; an empty one where there is none.
   RecordObject verdict_record() const;
 };

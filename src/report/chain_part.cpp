@@ -76,7 +76,9 @@ std::array<ChainLink, 7> links_of_symptom(const RunRecords& run, const Symptom& 
   switch (symptom.kind) {
     case Symptom::Kind::none:
       links[0] = {"symptom", "none",
-                  symptom.is_healthy() ? "records look healthy" : "nothing is recorded that could be judged"};
+                  symptom.is_healthy()   ? "records look healthy"
+                  : symptom.is_too_short ? "the run is too short to judge"
+                                         : "nothing is recorded that could be judged"};
       break;
     case Symptom::Kind::offset:
       links[0] = {"symptom", "offset " + figure(last_offset(run)), since(symptom.since)};

@@ -72,7 +72,7 @@ PageData page_data(std::vector<RunRecords> runs) {
   data.runs = std::move(runs);
   name_apart(data.runs);
   for (const RunRecords& run : data.runs)
-    data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding, run.events)));
+    data.symptoms.push_back(find_symptom(run_record(run.metrics, run.finding, run.events, run.warmup())));
   for (size_t n = data.runs.size(); n-- > 0;)
     if (ails(data.runs[n], data.symptoms[n])) data.subject = n;
   // One that is known to ail before one of which nothing is known.
@@ -253,12 +253,13 @@ std::string bits_of(const Json& e) {
 
 std::string body_of(const PageData& data) {
   const std::string sections =
-      offset_panel(data) + loss_part(data) + chain_part(data) + run_panels(data) + capture_panels(data) +
-      remedies_part(data) + lead_part(data) + repeat_part(data) +
+      offset_panel(data) + loss_part(data) + chain_part(data) + guard_part(data) + run_panels(data) +
+      capture_panels(data) + remedies_part(data) + lead_part(data) + repeat_part(data) +
       section("words", "Words", "Every term of this page in one sentence.", glossary());
   static constexpr std::pair<const char*, const char*> kContents[] = {{"offset", "Offset"},
                                                                       {"loss", "Loss"},
                                                                       {"chain", "Chain"},
+                                                                      {"guard", "Guard"},
                                                                       {"norms", "Norms"},
                                                                       {"heads", "W_Q"},
                                                                       {"ties", "Ties"},

@@ -44,6 +44,7 @@ std::string verdict_part(const PageData& data);
 std::string offset_panel(const PageData& data);  // the main signal
 std::string loss_part(const PageData& data);
 std::string chain_part(const PageData& data);
+std::string guard_part(const PageData& data);      // empty where no guard acted
 std::string run_panels(const PageData& data);      // spectral norms to the leak
 std::string capture_panels(const PageData& data);  // (PK)^T X to the guilty addition
 std::string remedies_part(const PageData& data);
@@ -62,6 +63,8 @@ nlohmann::json worst_addition(const PageData& data);
 std::string bits_of(const nlohmann::json& explanation);
 // Does the run's own verdict, or without one its symptom, say that it ails, or that its health is not known?
 bool ails(const RunRecords& run, const Symptom& symptom);
+// What the guard did, a paragraph for every run in which it acted.
+std::string guard_words(const PageData& data);
 // The same in one or two words, as a badge.
 std::string badge(const RunRecords& run, const Symptom& symptom);
 // The largest over heads at the last record, by the records' name; of the offset, or else of the log-sum-exp. NaN: none.

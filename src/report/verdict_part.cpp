@@ -104,30 +104,6 @@ std::string tiles(const PageData& data) {
   return text + "</dl>\n";
 }
 
-// What the guard did, a paragraph for every run in which it acted.
-std::string guard_words(const PageData& data) {
-  constexpr size_t kMostSteps = 6;
-  std::string text;
-  for (size_t n = 0; n < data.runs.size(); ++n) {
-    std::string steps;
-    size_t acted = 0, roll_backs = 0;
-    for (const RunEvent& event : data.runs[n].events) {
-      const bool is_roll_back = event.kind == RunEvent::Kind::guard_roll_back;
-      if (!is_roll_back && event.kind != RunEvent::Kind::guard_remedy) continue;
-      roll_backs += is_roll_back ? 1 : 0;
-      if (acted++ < kMostSteps) steps += fmt::format("{}{}", steps.empty() ? "" : ", ", event.step);
-    }
-    if (acted == 0) continue;
-    text += fmt::format(
-        "<p class=\"more guarded\">The {} switched zero_sum on in drifting heads of <span "
-        "class=\"{}\">{}</span> at {} {}{}{}.</p>\n",
-        term("guard"), colour_of(data, n), escape(data.runs[n].label), acted == 1 ? "step" : "steps", steps,
-        acted > kMostSteps ? ", ..." : "",
-        roll_backs == 0 ? "" : fmt::format("; returns to a checkpoint: {}", roll_backs));
-  }
-  return text;
-}
-
 // What could not be read belongs where it cannot be overlooked.
 std::string notes_of(const PageData& data) {
   std::string notes;

@@ -1,10 +1,12 @@
 #include "training/batch_record.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <string_view>
 
 #include "base/error.h"
+#include "training/token_file.h"
 
 namespace evenkeel {
 namespace {
@@ -65,6 +67,27 @@ std::vector<int64_t> BatchRecord::offsets(int64_t step) const {
                  "{}: step {}: expected offsets from 0 to {}, found {}", file_, step,
                  shape_.source_size - shape_.tokens, offset);
   return offsets;
+}
+
+void check_drawn(const BatchRecord& record, uint64_t seed, int64_t begin, int64_t end) {
+  const BatchShape& shape = record.shape();
+  std::vector<int64_t> drawn(static_cast<size_t>(shape.sequences));
+  for (int64_t n = begin; n < end; ++n) {
+    batch_offsets(seed, n, shape.sequences, shape.tokens, shape.source_size, drawn.data());
+    const std::vector<int64_t> recorded = record.offsets(n);
+    const auto [expected, found] = std::mismatch(drawn.begin(), drawn.end(), recorded.begin());
+    if (expected != drawn.end())
+      throw DataError(fmt::format(
+          "{}: step {}: expected a sequence from token {}, as data.seed = {} of its config.toml "
+          "draws it, found one from {}: one of the two files was damaged or changed after the step; "
+          "put it back as it was, or make a new run of a checkpoint (evenkeel train --branch RUN@STEP)",
+          record.file(), n, *expected, seed, *found));
+  }
+}
+
+void copy_batches(const std::filesystem::path& from, const std::filesystem::path& to, int64_t steps) {
+  std::filesystem::copy_file(from, to);
+  BatchRecorder(to, BatchRecord(to).shape(), steps);  // which cuts off what lies behind
 }
 
 BatchRecorder::BatchRecorder(const std::filesystem::path& path, const BatchShape& shape, int64_t next_step)

@@ -26,6 +26,7 @@ class BatchRecord {
   explicit BatchRecord(const std::filesystem::path& path);
   // The same for bytes that outlive this; `file` is for messages.
   BatchRecord(std::string_view bytes, std::string file);
+  const std::string& file() const { return file_; }
   const BatchShape& shape() const { return shape_; }
   int64_t steps() const { return steps_; }
   std::vector<int64_t> offsets(int64_t step) const;  // DataError where the record has no such step
@@ -37,6 +38,12 @@ class BatchRecord {
   BatchShape shape_{};
   int64_t steps_ = 0;
 };
+
+// DataError where the batches of steps [begin, end) are not those that the seed draws: the record is damaged, or of another
+// seed. Before a branch's first step, a record has the batches of the run that it came from.
+void check_drawn(const BatchRecord& record, uint64_t seed, int64_t begin, int64_t end);
+// The first `steps` steps of a record, as a file of their own.
+void copy_batches(const std::filesystem::path& from, const std::filesystem::path& to, int64_t steps);
 
 // Writes, step after step, from `next_step` on; what lies behind it in an older file is cut off.
 class BatchRecorder {

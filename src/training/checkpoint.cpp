@@ -144,11 +144,7 @@ std::vector<Checkpoint> find_checkpoints(const fs::path& folder) {
 void save_checkpoint(const fs::path& folder, int64_t step, const ParameterTable& table,
                      const TrainingState& state) {
   const fs::path to = folder_of(folder, step);
-  std::error_code error;
-  require_data(
-      !fs::is_symlink(fs::symlink_status(to, error)),
-      "{}: expected a folder or nothing, found a symbolic link: checkpoints are not written through links",
-      to.string());
+  refuse_link(to, "a folder");
   WholeFolderWriter writer(to);
   const std::string step_text = fmt::format("{}", step);
   write_buffers(writer.folder() / "model.safetensors", table, {{"", state.parameters}},

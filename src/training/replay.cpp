@@ -18,31 +18,14 @@ std::optional<Checkpoint> checkpoint_before(const fs::path& run, int64_t step) {
   return newest;
 }
 
-// Batches follow from the seed (or from a file that the run was given), so a replay draws them as the run did. A record of
-// others is damaged, or of other settings. That the data is still the same is another matter. begin: where the replay starts;
-// before, a branch has the batches of the run that it came from.
-void check_batches(const fs::path& run, const RunConfig& config, int64_t begin, int64_t step) {
-  const BatchRecord record(run / "batches.bin");
-  require_data(step < record.steps(), "{}: expected a step below {}, which is how far the run came, got {}",
-               run.string(), record.steps(), step);
-  if (!config.batches.empty()) return;
+// A replay draws its batches as the run did. That the data is still the same is another matter.
+void check_batches(const BatchRecord& record, const RunConfig& config, int64_t begin, int64_t end) {
+  if (!config.batches.empty()) return;  // which came from a file that the run was given
   const int64_t tokens = TokenSource::open(config.data).size();
   require_data(tokens == record.shape().source_size,
                "{}: expected the {} tokens that the run recorded, found {}", config.data,
                record.shape().source_size, tokens);
-  const BatchShape& shape = record.shape();
-  std::vector<int64_t> drawn(static_cast<size_t>(shape.sequences));
-  for (int64_t n = begin; n < record.steps(); ++n) {
-    batch_offsets(config.seed, n, shape.sequences, shape.tokens, shape.source_size, drawn.data());
-    const std::vector<int64_t> recorded = record.offsets(n);
-    const auto [expected, found] = std::mismatch(drawn.begin(), drawn.end(), recorded.begin());
-    if (expected != drawn.end())
-      throw DataError(
-          fmt::format("{}: step {}: expected a sequence from token {}, as data.seed = {} of its config.toml "
-                      "draws it, found "
-                      "one from {}: one of the two files was damaged or changed after the step",
-                      (run / "batches.bin").string(), n, *expected, config.seed, *found));
-  }
+  check_drawn(record, config.seed, begin, end);
 }
 
 }  // namespace
@@ -61,8 +44,8 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
                step, steps.empty() ? "none" : "those of " + steps);
   try {
     fs::create_directories(folder / "checkpoints");
-    // What they hold of later steps is cut off when the branch is resumed.
-    fs::copy_file(run / "batches.bin", folder / "batches.bin");
+    copy_batches(run / "batches.bin", folder / "batches.bin", step);  // its own may be of another seed
+    // What it holds of later steps is cut off when the branch is resumed.
     fs::copy_file(record_path(run, RecordFile::metrics), record_path(folder, RecordFile::metrics));
     fs::copy(from->folder, folder / "checkpoints" / from->folder.filename(), fs::copy_options::recursive);
     // Last: a folder without it is no run.
@@ -74,11 +57,15 @@ void branch_run(const fs::path& run, int64_t step, const fs::path& folder, const
 }
 
 Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend,
-               const std::function<void(RunConfig&)>& change)
+               const std::function<void(RunConfig&)>& change, std::optional<int64_t> end)
     : scratch_("evenkeel-replay") {
   RunConfig config = config_of_own_run(run);
   const std::optional<Checkpoint> newest = checkpoint_before(run, step);
-  check_batches(run, config, newest ? newest->step : 0, step);
+  const int64_t begin = newest ? newest->step : 0;
+  const BatchRecord record(run / "batches.bin");
+  require_data(step < record.steps(), "{}: expected a step below {}, which is how far the run came, got {}",
+               run.string(), record.steps(), step);
+  check_batches(record, config, begin, std::min(end.value_or(record.steps()), record.steps()));
   config.checkpoint_every = config.keep_every = config.validate_every = config.probe_every = 0;
   config.guard = GuardMode::off;
   config.divergence = 0;  // a replay goes where the run went
@@ -86,8 +73,7 @@ Replay::Replay(const fs::path& run, int64_t step, std::optional<Backend> backend
   const fs::path& folder = scratch_.path();
   try {
     fs::create_directories(folder / "checkpoints");
-    fs::copy_file(run / "batches.bin",
-                  folder / "batches.bin");  // its steps before the checkpoint are needed
+    copy_batches(run / "batches.bin", folder / "batches.bin", begin);
     if (newest)
       fs::create_directory_symlink(fs::absolute(newest->folder),
                                    folder / "checkpoints" / newest->folder.filename());

@@ -22,9 +22,10 @@ class Replay {
  public:
   // Stands before a step at or before `step`: where the newest checkpoint that is early enough ends, or at the
   // beginning. `change` may alter the run's configuration (its plan, say). DataError where the folder is no run, where
-  // the run never came to that step, or where its data no longer gives the batches that it recorded.
+  // the run never came to that step, or where its data no longer gives the batches that it recorded for the steps before
+  // `end` (by default: for all of them).
   Replay(const std::filesystem::path& run, int64_t step, std::optional<Backend> backend = {},
-         const std::function<void(RunConfig&)>& change = {});
+         const std::function<void(RunConfig&)>& change = {}, std::optional<int64_t> end = {});
   Replay(const Replay&) = delete;
   Replay& operator=(const Replay&) = delete;
 

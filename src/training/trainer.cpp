@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/whole_file.h"
 #include "model/model_folder.h"
 #include "training/device_ranks.h"
 #include "training/head_facts.h"
@@ -25,12 +26,7 @@ constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
 const fs::path& made_folder(const fs::path& folder) {
   std::error_code error;
-  // Old checkpoints are removed from it, and the folder may be somebody else's work.
-  require_data(
-      !fs::is_symlink(fs::symlink_status(folder / "checkpoints", error)),
-      "{}: expected a folder or nothing, found a symbolic link, and checkpoints are not written through "
-      "links: move the run's whole folder, and link that",
-      (folder / "checkpoints").string());
+  refuse_link(folder / "checkpoints", "a folder");  // old checkpoints are removed from it, too
   fs::create_directories(folder / "checkpoints", error);
   require_data(!error, "{}: cannot be made: {}", folder.string(), error.message());
   return folder;
@@ -194,6 +190,7 @@ Trainer::Trainer(const fs::path& folder, const RunConfig& config, std::string ba
   if (saved_step_ < 0 && !config_.weights.empty()) load_model_folder(config_.weights, *model_);
   follow_plan();
   if (!ranks_->first()) return;
+  if (saved_step_ >= 0 && !given_batches_) check_batches(shape);
   // Holds the lock of the folder: a second trainer is refused here, before anything is touched.
   metrics_ = std::make_unique<MetricsWriter>(folder_, kept_metrics_);
   if (fresh) write_config_of_run(folder_, config_);
@@ -286,6 +283,14 @@ void Trainer::go_on() {
   }
   optimizer_->write_state(state.first, state.second, static_cast<int64_t>(told[1]));
   model_->write_parameters(state.parameters);
+}
+
+// A run goes on with the batches of its seed: where those that it recorded are others, it would be two runs in one. From its
+// oldest checkpoint on, since before it a branch has another run's.
+void Trainer::check_batches(const BatchShape& shape) const {
+  const BatchRecord record(folder_ / "batches.bin");
+  if (record.shape() == shape)  // else BatchRecorder says what is another
+    check_drawn(record, config_.seed, find_checkpoints(folder_ / "checkpoints").front().step, record.steps());
 }
 
 void Trainer::follow_plan() {

@@ -123,6 +123,7 @@ class Trainer {
   void check_tokens(bool fresh, const TokenSource& tokens, const std::string& path, const char* setting,
                     std::string& digest);
   void go_on();
+  void check_batches(const BatchShape& shape) const;
   TrainingState collect_state();
   void compute_gradients(const std::vector<int64_t>& offsets, const StepContext& context, StepReport& report);
   void add_parts(const std::vector<int64_t>& offsets, const StepContext& context, int64_t first,

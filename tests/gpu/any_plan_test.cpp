@@ -101,7 +101,7 @@ void expect_same_bits(const Exact& exact, const ExactCase& c) {
 // What every exact plan begins with.
 constexpr const char* kExactBase = "fp32,probs=e4m3,probs_bwd=e4m3,dscores=e4m3";
 
-TEST_F(AnyPlan, SameBitsAsTheCpuWithEachSiteRoundedInTurn) {
+TEST_F(AnyPlan, same_bits_as_the_cpu_with_each_site_rounded_in_turn) {
   const Exact plain = exact_problem(8.5f, false, 48, 128, 2, /*one_tile=*/true),
               power = exact_problem(8.0f, false, 48, 128, 2, /*one_tile=*/true);
   const std::string base = kExactBase;
@@ -122,7 +122,7 @@ TEST_F(AnyPlan, SameBitsAsTheCpuWithEachSiteRoundedInTurn) {
 }
 
 // Each rounding must show: the CPU's outputs change with every site that the test above rounds.
-TEST_F(AnyPlan, EverySiteShowsInTheExactProblem) {
+TEST_F(AnyPlan, every_site_shows_in_the_exact_problem) {
   const Exact exact = exact_problem(8.5f);
   AttentionProblem config = exact.config;
   config.plans = {parse_plan(kExactBase)};
@@ -136,7 +136,7 @@ TEST_F(AnyPlan, EverySiteShowsInTheExactProblem) {
 }
 
 // Scales by powers of two keep the problem exact. (Other scales: any_plan_prepare_test, without a GPU.)
-TEST_F(AnyPlan, SameBitsWithSharedScalesAndFormatsBelowEightBits) {
+TEST_F(AnyPlan, same_bits_with_shared_scales_and_formats_below_eight_bits) {
   const Exact exact = exact_problem(8.5f, false, 70, 128, 2, /*one_tile=*/true);
   for (const char* site : {"q", "k", "v", "grad_output", "q_bwd", "k_bwd", "v_bwd"})
     for (const char* rounding : {"e4m3*tile@e8m0_up", "e4m3*block32@e8m0", "int8*row@e8m0_up",
@@ -147,7 +147,7 @@ TEST_F(AnyPlan, SameBitsWithSharedScalesAndFormatsBelowEightBits) {
     }
 }
 
-TEST_F(AnyPlan, SameBitsWithStabilisersMasksAndOneTile) {
+TEST_F(AnyPlan, same_bits_with_stabilisers_masks_and_one_tile) {
   // Not zero_sum (its delta is a sum of two rounded products, which the CPU fuses) and not centre_keys (its
   // keys are not one-hot): they are in the bounded tests.
   const std::string base = kExactBase;
@@ -234,7 +234,7 @@ AttentionProblem at_tile(const cases::Problem& p, const std::string& plan) {
   return config;
 }
 
-TEST_F(AnyPlan, EveryCaseWithinTheAccumulationBound) {
+TEST_F(AnyPlan, every_case_within_the_accumulation_bound) {
   for (const Case& c : cases::kCases) {
     // Rows of equal scores or of a few bits: what is left of a sum that cancels has no size to compare with.
     const bool plain = c.fill == cases::Fill::normal || c.fill == cases::Fill::fp32_normal;
@@ -264,7 +264,7 @@ const Case kSizes[] = {
     {{5, 2, 1, 50, 70, 64}, {.causal = true, .ragged = true}, "ragged"},
 };
 
-TEST_F(AnyPlan, EveryStabiliserAndHeadSizeWithinTheBound) {
+TEST_F(AnyPlan, every_stabiliser_and_head_size_within_the_bound) {
   for (const Case& c : kSizes)
     for (std::string_view stabiliser : kStabiliserNames)
       for (const char* plan :
@@ -284,7 +284,7 @@ TEST_F(AnyPlan, EveryStabiliserAndHeadSizeWithinTheBound) {
 
 // --- The GPU against itself
 
-TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
+TEST_F(AnyPlan, heads_with_their_own_plans_as_if_alone) {
   cases::Problem p = make_problem({{2, 6, 2, 100, 140, 64}, {.causal = true}, "mixed"}, 5);
   make_bf16(p);
   const std::vector<std::string> texts = {"flash2",
@@ -313,7 +313,7 @@ TEST_F(AnyPlan, HeadsWithTheirOwnPlansAsIfAlone) {
 }
 
 // Misaligned tensors that nothing is prepared of run on the slowest kernels: the same bits as the quick ones.
-TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
+TEST_F(AnyPlan, same_bits_twice_without_facts_misaligned_and_with_the_step_in_memory) {
   for (const char* plan :
        {"bf16_all", "flash2,stabiliser=zero_sum", "fp32,row_sum=e5m2/stochastic", "fp8",
         "flash2,probs=e4m3^8/saturate,probs_bwd=e4m3^8/saturate,dscores=e5m2^22/saturate,stabiliser=zero_sum",
@@ -349,7 +349,7 @@ TEST_F(AnyPlan, SameBitsTwiceWithoutFactsMisalignedAndWithTheStepInMemory) {
   }
 }
 
-TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
+TEST_F(AnyPlan, packed_sequences_as_padded_ones) {
   cases::Problem p = make_problem({{5, 2, 1, 90, 150, 64}, {.causal = true, .ragged = true}, "ragged"}, 4);
   make_bf16(p);
   for (const char* plan : {"bf16_all", "fp32,k=e5m2/stochastic", "flash2,stabiliser=consistent"}) {
@@ -424,7 +424,7 @@ TEST_F(AnyPlan, PackedSequencesAsPaddedOnes) {
   }
 }
 
-TEST_F(AnyPlan, FactsAsTheCpuHasThem) {
+TEST_F(AnyPlan, facts_as_the_cpu_has_them) {
   for (const char* plan :
        {"bf16_all", "flash2", "fp32", "flash2,stabiliser=consistent", "flash2,keel=1e-2"}) {
     SCOPED_TRACE(plan);
@@ -452,7 +452,7 @@ TEST_F(AnyPlan, FactsAsTheCpuHasThem) {
   }
 }
 
-TEST_F(AnyPlan, NanAndInfinityComeThroughAndNothingHangs) {
+TEST_F(AnyPlan, nan_and_infinity_come_through_and_nothing_hangs) {
   for (const char* plan :
        {"bf16_all", "fp32", "flash2,stabiliser=consistent", "flash2,stabiliser=paper_capped"}) {
     SCOPED_TRACE(plan);
@@ -470,7 +470,7 @@ TEST_F(AnyPlan, NanAndInfinityComeThroughAndNothingHangs) {
   }
 }
 
-TEST_F(AnyPlan, CapturedInAGraph) {
+TEST_F(AnyPlan, captured_in_a_graph) {
   cases::Problem p = make_problem({{1, 2, 2, 70, 70, 64}, {.causal = true}, "graph"}, 8);
   make_bf16(p);
   const AttentionProblem config = at_tile(p, "bf16_all");

@@ -1,6 +1,6 @@
-// The loss on the GPU, row by row, against its definition in FP64. Tests named *Small* are also run under
+// The loss on the GPU, row by row, against its definition in FP64. Tests named small_* are also run under
 // compute-sanitizer. The bench runs only when asked for:
-//   cross_entropy_test --gtest_also_run_disabled_tests --gtest_filter='*Bench*'
+//   cross_entropy_test --gtest_also_run_disabled_tests --gtest_filter='*bench*'
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -121,7 +121,7 @@ void expect_losses(const LossRows& rows, TensorType type) {
   EXPECT_EQ(std::memcmp(alone.gradients.data(), rows.logits.data(), rows.logits.size() * sizeof(float)), 0);
 }
 
-TEST(CrossEntropy, SmallRowsAreTheDefinition) {
+TEST(CrossEntropy, small_rows_are_the_definition) {
   for (TensorType type : {TensorType::bf16, TensorType::fp32})
     for (const auto& [N, V] :
          {std::pair<int64_t, int64_t>{1, 1}, {5, 2}, {3, 7}, {2, 8}, {9, 101}, {3, 8192}, {3, 8193}}) {
@@ -131,7 +131,7 @@ TEST(CrossEntropy, SmallRowsAreTheDefinition) {
 }
 
 // So many rows that a block walks over several; rows of GPT-2's vocabulary, as long as registers allow, and longer.
-TEST(CrossEntropy, LongRowsAreTheDefinition) {
+TEST(CrossEntropy, long_rows_are_the_definition) {
   for (const auto& [N, V] : {std::pair<int64_t, int64_t>{6000, 1000},
                              {300, 28672},
                              {400, 50257},
@@ -146,7 +146,7 @@ TEST(CrossEntropy, LongRowsAreTheDefinition) {
   }
 }
 
-TEST(CrossEntropy, SmallNaNStaysInItsRow) {
+TEST(CrossEntropy, small_nan_stays_in_its_row) {
   for (int64_t V : {int64_t{101}, int64_t{50257}}) {
     LossRows rows(3, V);
     const LossResult before = loss_of(rows, TensorType::bf16, true, 0.25f);
@@ -199,7 +199,7 @@ void print_loss(int64_t N, int64_t V, int64_t stride) {
       2 * static_cast<double>(bytes) / seconds[kRuns / 2] * 1e-12);
 }
 
-TEST(CrossEntropy, DISABLED_Bench) {
+TEST(CrossEntropy, DISABLED_bench) {
   print_loss(32 * 512, 8192, 8192);
   print_loss(64 * 1024, 50257, 50304);
 }

@@ -1,5 +1,5 @@
 // Matrix products on the GPU against sums in FP64 on the host: every transposition, type, end and base, odd sizes,
-// batches; the same bits twice; choices that are kept. Tests named *Small* are also run under compute-sanitizer.
+// batches; the same bits twice; choices that are kept. Tests named small_* are also run under compute-sanitizer.
 #include "model/device_product.h"
 #include "gpu/device_memory.h"
 
@@ -158,7 +158,7 @@ void check(const Case& c) {
 
 using enum TensorType;
 
-TEST(DeviceProduct, SmallShapesEveryTransposition) {
+TEST(DeviceProduct, small_shapes_every_transposition) {
   for (const TensorType type : {bf16, fp32})
     for (const bool a : {false, true})
       for (const bool b : {false, true}) {
@@ -167,7 +167,7 @@ TEST(DeviceProduct, SmallShapesEveryTransposition) {
       }
 }
 
-TEST(DeviceProduct, SmallBaseBiasAndScale) {
+TEST(DeviceProduct, small_base_bias_and_scale) {
   for (const TensorType type : {bf16, fp32}) {
     check({.rows = 40, .columns = 24, .depth = 32, .type = type, .base = Case::in_place});
     check({.rows = 40, .columns = 24, .depth = 32, .type = type, .base = Case::beside});
@@ -192,7 +192,7 @@ TEST(DeviceProduct, SmallBaseBiasAndScale) {
 }
 
 // A base that is not read: the same algorithm, and so the same order, as where it is added.
-TEST(DeviceProduct, SmallBaseThatIsNotRead) {
+TEST(DeviceProduct, small_base_that_is_not_read) {
   check({.rows = 24,
          .columns = 40,
          .depth = 72,
@@ -201,7 +201,7 @@ TEST(DeviceProduct, SmallBaseThatIsNotRead) {
          .base_scale = 0});
 }
 
-TEST(DeviceProduct, SmallGelu) {
+TEST(DeviceProduct, small_gelu) {
   check({.rows = 40, .columns = 64, .depth = 32, .c_type = bf16, .end = ProductEnd::gelu});
   check({.rows = 40, .columns = 64, .depth = 32, .c_type = bf16, .bias = true, .end = ProductEnd::gelu});
   check({.rows = 40,
@@ -212,7 +212,7 @@ TEST(DeviceProduct, SmallGelu) {
          .end = ProductEnd::gelu_slope});
 }
 
-TEST(DeviceProduct, SmallBatches) {
+TEST(DeviceProduct, small_batches) {
   check({.rows = 24, .columns = 24, .depth = 40, .c_type = bf16, .b_transposed = true, .batch = 3});
   check({.rows = 24,
          .columns = 40,
@@ -225,7 +225,7 @@ TEST(DeviceProduct, SmallBatches) {
 }
 
 // Deep sums are split over multiprocessors; odd sizes; the shapes of weight gradients.
-TEST(DeviceProduct, DeepAndOdd) {
+TEST(DeviceProduct, deep_and_odd) {
   check({.rows = 64, .columns = 96, .depth = 20000, .a_transposed = true, .base = Case::in_place});
   check({.rows = 101, .columns = 64, .depth = 4099, .a_transposed = true, .base = Case::in_place});
   for (const TensorType type : {bf16, fp32}) {
@@ -236,7 +236,7 @@ TEST(DeviceProduct, DeepAndOdd) {
   }
 }
 
-TEST(DeviceProduct, ChoicesAreKept) {
+TEST(DeviceProduct, choices_are_kept) {
   check({.rows = 256, .columns = 256, .depth = 512});
   std::ifstream file(kCache / "evenkeel" / "products.txt");
   ASSERT_TRUE(file.good());
@@ -246,7 +246,7 @@ TEST(DeviceProduct, ChoicesAreKept) {
   EXPECT_EQ(ours, 1) << "of " << lines;
 }
 
-TEST(DeviceProduct, SmallBadRequestsAreRefused) {
+TEST(DeviceProduct, small_bad_requests_are_refused) {
   const DeviceStream stream;
   DeviceProducts products(stream.get());
   const DeviceMemory memory(4096);

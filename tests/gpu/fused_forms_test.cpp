@@ -482,7 +482,7 @@ TEST(ScoreFacts, as_fp64_has_them) {
 }
 
 // What the memory checker runs: each kernel once, with ends of rows, keys and features.
-TEST_P(FusedForms, SmallForms) {
+TEST_P(FusedForms, small_forms) {
   const Case forms[] = {{{1, 2, 1, 70, 90, 40}, {.causal = true, .scale = 0.25f}, "small_40"},
                         {{1, 1, 1, 70, 40, 104}, {.window_left = 20, .scale = 0.125f}, "small_104"},
                         {{5, 2, 1, 40, 50, 64}, {.ragged = true, .hide = cases::Hide::rows}, "small_ragged"}};

@@ -1,7 +1,7 @@
 // GPT-2 on the GPU against the CPU's, which is the definition: loss, every tensor's gradient (its distance and the
 // sign of it), facts, logits. Also the same bits twice, recorded or not, plans that change, sums over calls, NaN. Tests
-// named *Small* are also run under compute-sanitizer. The bench at the end runs only when asked for:
-//   gpt2_cuda_test --gtest_also_run_disabled_tests --gtest_filter='*Bench*'
+// named small_* are also run under compute-sanitizer. The bench at the end runs only when asked for:
+//   gpt2_cuda_test --gtest_also_run_disabled_tests --gtest_filter='*bench*'
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ const int kNoCache = setenv("XDG_CACHE_HOME", "/dev/null", 1);
 
 class AsTheCpu : public testing::TestWithParam<Case> {};
 
-TEST_P(AsTheCpu, LossAndEveryGradient) {
+TEST_P(AsTheCpu, loss_and_every_gradient) {
   const Case& c = GetParam();
   Pair pair(c.config, c.plan);
   const Tokens tokens(c.config, c.B, c.T);
@@ -102,7 +102,7 @@ void compare_facts(const Case& c, int64_t fact_sequences = 0) {
   EXPECT_TRUE(std::isnan(pair.cuda->facts()[0].largest_score));
 }
 
-TEST(ModelCuda, FactsAsTheCpuHasThem) {
+TEST(ModelCuda, facts_as_the_cpu_has_them) {
   compare_facts({"fp32", config_of(kFp32, 2, 32), "fp32", 2, 70});
   compare_facts({"fp32, odd head", config_of(kFp32, 2, 20), "fp32", 1, 131});
   compare_facts({"bf16", config_of(kBf16, 2, 64), "bf16_all", 2, 150});
@@ -124,7 +124,7 @@ TEST(ModelCuda, FactsAsTheCpuHasThem) {
 
 // Where the Hopper kernels train, a pass of their own finds the facts; with a soft cap, which that one does not take, the
 // any-plan kernels compute them aside. Either has what these find where they train.
-TEST(ModelCuda, FactsToldAsideAreThoseOfTheAnyPlanKernels) {
+TEST(ModelCuda, facts_told_aside_are_those_of_the_any_plan_kernels) {
   for (const bool softcap : {false, true}) {
     const ModelConfig plain = changed(config_of(kBf16, 2, 64), [](auto& c) { c.layers = 1; });
     const ModelConfig config = softcap ? changed(plain, [](auto& c) { c.softcap = 30; }) : plain;
@@ -161,7 +161,7 @@ TEST(ModelCuda, FactsToldAsideAreThoseOfTheAnyPlanKernels) {
 }
 
 // Of some sequences of all layers, then of one layer; behind a recorded call, too.
-TEST(ModelCuda, SmallCapturesAsTheCpuHasThem) {
+TEST(ModelCuda, small_captures_as_the_cpu_has_them) {
   const ModelConfig plain = config_of(kFp32, 2, 32);
   for (const ModelConfig& config :
        {plain, changed(plain, [](auto& c) { c.qk_norm = true; }), like_llama(plain)}) {
@@ -195,7 +195,7 @@ TEST(ModelCuda, SmallCapturesAsTheCpuHasThem) {
   }
 }
 
-TEST(ModelCuda, ClipsQueriesAndKeysAsTheCpuDoes) {
+TEST(ModelCuda, clips_queries_and_keys_as_the_cpu_does) {
   ModelConfig config = changed(config_of(kFp32, 2, 32), [](auto& c) { c.bias = true; });
   config.qk_clip = 1e-4f;
   Pair pair(config, "fp32");
@@ -219,7 +219,7 @@ TEST(ModelCuda, ClipsQueriesAndKeysAsTheCpuDoes) {
 
 // --- The same bits
 
-TEST(ModelCuda, SmallSameBitsTwiceRecordedOrNot) {
+TEST(ModelCuda, small_same_bits_twice_recorded_or_not) {
   for (const auto& [precision, plan] : {std::pair{kFp32, "fp32"}, {kBf16, "flash2"}, {kBf16, "bf16_all"}}) {
     const ModelConfig config = config_of(precision, 2, 64);
     const Tokens tokens(config, 3, 37);
@@ -241,7 +241,7 @@ TEST(ModelCuda, SmallSameBitsTwiceRecordedOrNot) {
 }
 
 // Facts of some or of all sequences: returned by the pass, found behind it, computed aside, or another way in each layer.
-TEST(ModelCuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
+TEST(ModelCuda, small_facts_and_captures_change_no_bit_of_a_step) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 3, 37);
   for (const char* plan :
@@ -275,7 +275,7 @@ TEST(ModelCuda, SmallFactsAndCapturesChangeNoBitOfAStep) {
   }
 }
 
-TEST(ModelCuda, SmallOtherSizesInBetweenChangeNothing) {
+TEST(ModelCuda, small_other_sizes_in_between_change_nothing) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const auto model = make_model_cuda(config, 5);
   model->set_plan(ScopedPlan::parse("flash2"));
@@ -293,7 +293,7 @@ TEST(ModelCuda, SmallOtherSizesInBetweenChangeNothing) {
   }
 }
 
-TEST(ModelCuda, CallsAddUp) {
+TEST(ModelCuda, calls_add_up) {
   const ModelConfig config = config_of(kFp32, 2, 32);
   const auto model = make_model_cuda(config, 5);
   const Tokens a(config, 2, 33), b(config, 2, 33, 8);
@@ -312,7 +312,7 @@ TEST(ModelCuda, CallsAddUp) {
   }
 }
 
-TEST(ModelCuda, APlanHoldsFromTheNextCallOn) {
+TEST(ModelCuda, a_plan_holds_from_the_next_call_on) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 2, 70);
   const char* plans[] = {"flash2", "bf16_all", "flash2; layer 1 head 0: row_sum=e5m2", "flash2,keel=1e-2"};
@@ -336,7 +336,7 @@ TEST(ModelCuda, APlanHoldsFromTheNextCallOn) {
     }
 }
 
-TEST(ModelCuda, ARecordedCallTakesItsStepAndParametersAnew) {
+TEST(ModelCuda, a_recorded_call_takes_its_step_and_parameters_anew) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const Tokens tokens(config, 2, 70);
   const auto model = make_model_cuda(config, 5);
@@ -362,7 +362,7 @@ TEST(ModelCuda, ARecordedCallTakesItsStepAndParametersAnew) {
 
 // --- What must not crash
 
-TEST(ModelCuda, SmallNaNIsAResult) {
+TEST(ModelCuda, small_nan_is_a_result) {
   for (const LinearPrecision precision : {kFp32, kBf16}) {
     const ModelConfig config = config_of(precision, 2, 64);
     const Tokens tokens(config, 2, 37);
@@ -391,7 +391,7 @@ TEST(ModelCuda, SmallNaNIsAResult) {
   }
 }
 
-TEST(ModelCuda, SmallWritesWhatItWouldAddToZeros) {
+TEST(ModelCuda, small_writes_what_it_would_add_to_zeros) {
   for (const bool tied : {true, false})
     for (const LinearPrecision precision : {kFp32, kBf16}) {
       ModelConfig config = config_of(precision, 2, 64);
@@ -413,7 +413,7 @@ TEST(ModelCuda, SmallWritesWhatItWouldAddToZeros) {
     }
 }
 
-TEST(ModelCuda, SmallBadRequestsAreRefused) {
+TEST(ModelCuda, small_bad_requests_are_refused) {
   const ModelConfig config = config_of(kBf16, 2, 64);
   const auto model = make_model_cuda(config, 5);
   const std::vector<int32_t> tokens(10, 3), bad(10, 101);
@@ -429,7 +429,7 @@ TEST(ModelCuda, SmallBadRequestsAreRefused) {
   EXPECT_NE(model->stream(), nullptr);
 }
 
-TEST(ModelCuda, GradientsGoUpAndDown) {
+TEST(ModelCuda, gradients_go_up_and_down) {
   const auto model = make_model_cuda(config_of(kBf16, 2, 64), 5);
   Floats values(at(model->table().size()));
   for (size_t n = 0; n < values.size(); ++n) values[n] = static_cast<float>(n);
@@ -521,7 +521,7 @@ void print_gelu(int64_t N, int64_t C) {
       time(ProductEnd::plain, TensorType::fp32, true), time(ProductEnd::gelu_slope, TensorType::bf16, true));
 }
 
-TEST(ModelCuda, DISABLED_Bench) {
+TEST(ModelCuda, DISABLED_bench) {
   unsetenv("XDG_CACHE_HOME");
   print_gelu(64 * 1024, 768);
   print_bench("gpt2", "flash2", 64, 1024, 20);

@@ -1,7 +1,7 @@
 // The Hopper kernels (with EVENKEEL_KERNELS=ampere: those of the Ampere class, on any GPU that takes them) against the
 // definition in FP64, through the public interface alone. Errors are at most 1.2 times
 // those of FlashAttention-2's arithmetic (the CPU's plan flash2). Every layout, every length, nothing written beside
-// the outputs, the same bits twice. Tests named *Small* are also run under compute-sanitizer.
+// the outputs, the same bits twice. Tests named small_* are also run under compute-sanitizer.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -95,7 +95,7 @@ State state_of(const Optimizer& optimizer, const ParameterTable& table) {
   return state;
 }
 
-TEST(OptimizerCudaSmall, AdamWHasTheBitsOfTheCpu) {
+TEST(OptimizerCudaSmall, adamw_has_the_bits_of_the_cpu) {
   for (const ModelConfig& model : odd_configs())
     for (float decay : {0.0f, 0.1f}) {
       OptimizerConfig config;
@@ -123,7 +123,7 @@ TEST(OptimizerCudaSmall, AdamWHasTheBitsOfTheCpu) {
 
 // The factor is rounded to a float from norms that agree to 1e-13: one unit in its last place apart at most. That is
 // 2^-23 of a gradient, and twice as much of its square; AdamW's step feels it as 2^-22 at most.
-TEST(OptimizerCudaSmall, ClipsAsTheCpuDoes) {
+TEST(OptimizerCudaSmall, clips_as_the_cpu_does) {
   for (const ModelConfig& model : odd_configs())
     for (float clip : {1e-3f, 1e6f}) {
       OptimizerConfig config;
@@ -155,7 +155,7 @@ TEST(OptimizerCudaSmall, ClipsAsTheCpuDoes) {
     }
 }
 
-TEST(OptimizerCudaSmall, MuonFollowsTheCpu) {
+TEST(OptimizerCudaSmall, muon_follows_the_cpu) {
   for (const ModelConfig& model : odd_configs()) {
     OptimizerConfig config;
     config.kind = OptimizerKind::muon;
@@ -189,7 +189,7 @@ TEST(OptimizerCudaSmall, MuonFollowsTheCpu) {
   }
 }
 
-TEST(OptimizerCudaSmall, LeavesEverythingWhereTheNormIsNotFinite) {
+TEST(OptimizerCudaSmall, leaves_everything_where_the_norm_is_not_finite) {
   for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon})
     for (float bad : {INFINITY, -INFINITY, NAN})
       for (bool last : {false, true}) {
@@ -216,7 +216,7 @@ TEST(OptimizerCudaSmall, LeavesEverythingWhereTheNormIsNotFinite) {
 }
 
 // Squares of floats near their largest are finite in FP64.
-TEST(OptimizerCudaSmall, HugeGradientsHaveANorm) {
+TEST(OptimizerCudaSmall, huge_gradients_have_a_norm) {
   BuffersOnDevice model(odd_configs()[0]);
   std::vector<float> g(at(model.table().size()));
   g[5] = 3e38f, g[6] = -3e38f;
@@ -226,7 +226,7 @@ TEST(OptimizerCudaSmall, HugeGradientsHaveANorm) {
   EXPECT_NEAR(norms.gradient, std::sqrt(2.0) * 3e38f, 1e25);
 }
 
-TEST(OptimizerCudaSmall, GoesOnFromItsStateWithTheSameBits) {
+TEST(OptimizerCudaSmall, goes_on_from_its_state_with_the_same_bits) {
   for (OptimizerKind kind : {OptimizerKind::adamw, OptimizerKind::muon}) {
     OptimizerConfig config;
     config.kind = kind;
@@ -272,7 +272,7 @@ std::vector<float> slice_alone(std::vector<float> values, const Slice& slice) {
   return values;
 }
 
-TEST(OptimizerCudaSmall, NoNumberOfRanksChangesABitOfShardedStates) {
+TEST(OptimizerCudaSmall, no_number_of_ranks_changes_a_bit_of_sharded_states) {
   constexpr uint32_t kSteps = 3;
   for (const ModelConfig& config : sharded_configs())
     for (float clip : {0.0f, 1e-3f}) {
@@ -335,7 +335,7 @@ TEST(OptimizerCudaSmall, NoNumberOfRanksChangesABitOfShardedStates) {
 }
 
 // In whichever slice it is, all ranks see it, and none moves.
-TEST(OptimizerCudaSmall, OneRanksInfinityStopsAll) {
+TEST(OptimizerCudaSmall, one_ranks_infinity_stops_all) {
   const ModelConfig config = odd_configs()[1];
   for (int bad_rank : {0, 3}) {
     const auto thrown = run_ranks(4, [&](const std::shared_ptr<Ranks>& ranks) {
@@ -364,7 +364,7 @@ struct NoLink final : Link {
   void abort(const std::string&, int) noexcept override {}
 };
 
-TEST(OptimizerCuda, HoldsTheStatesOfItsSliceAlone) {
+TEST(OptimizerCuda, holds_the_states_of_its_slice_alone) {
   ModelConfig config = model_preset("micro");
   config.layers = 5, config.heads = 8, config.width = 1024;  // 63 M parameters
   const ParameterTable table(config);
@@ -390,7 +390,7 @@ TEST(OptimizerCuda, HoldsTheStatesOfItsSliceAlone) {
   }
 }
 
-TEST(OptimizerCudaSmall, MuonIsNotSharded) {
+TEST(OptimizerCudaSmall, muon_is_not_sharded) {
   Ranks alone;
   const BuffersOnDevice model(odd_configs()[0]);
   OptimizerConfig config;
@@ -404,7 +404,7 @@ TEST(OptimizerCudaSmall, MuonIsNotSharded) {
   }
 }
 
-TEST(OptimizerCudaSmall, GapsBetweenTensorsStayZero) {
+TEST(OptimizerCudaSmall, gaps_between_tensors_stay_zero) {
   BuffersOnDevice model(odd_configs()[1]);
   OptimizerConfig config;
   config.weight_decay = 0.1f;

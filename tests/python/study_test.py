@@ -66,6 +66,12 @@ class Definitions(unittest.TestCase):
         study, run = self.pair([10, 10, 10, 90, 100, 110, 120, 130], self.HEALTHY)
         self.assertIsNone(study.drift(run))  # did not double
 
+    def test_a_run_that_ends_in_its_warm_up_is_not_judged(self):
+        study = self.study(run=curve([10.0], [3.0]), remedy=curve([10.0], [3.01], plan="flash2,stabiliser=wide_output"))
+        for judged in (study.drift, study.failure):
+            with self.assertRaisesRegex(ValueError, "remedy: expected offsets from step .* found none: too short to judge"):
+                judged(study["run"])
+
     def test_failure_is_drift_and_5_percent(self):
         losses = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5 * 1.04, 2.4 * 1.06, 7.0]
         study, run = self.pair(self.DRIFTING, losses)

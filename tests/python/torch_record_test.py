@@ -1,16 +1,18 @@
 """The record that a Monitor writes: one of a run that has failed, one in a folder that has an earlier one, a guard's without layers."""
 import contextlib
 import ctypes
-import io
 import json
 import math
 import os
+import signal
 import subprocess
+import sys
+import tempfile
 import unittest
 import unittest.mock
 import warnings
 
-from torch_cases import TorchCase, evenkeel, exact, lines_of, lower, main, torch
+from torch_cases import ROOT, TorchCase, evenkeel, exact, lines_of, lower, main, torch
 
 from evenkeel import _library, _program, _records, _watch  # noqa: E402
 from train_nano import Gpt  # noqa: E402
@@ -259,14 +261,40 @@ class Record(TorchCase):
         for arguments, name, words in ((isolate, "MODULE:FUNCTION", "no module 'MODULE'"), (isolate, "of_mine:nothing", "no 'nothing' in 'of_mine'"),
                                        (isolate, "of_mine:number", "returns int"), (isolate, "of_mine:training", "expected training.model"),
                                        (conform, "MODULE:FUNCTION", "no module 'MODULE'"), (conform, "of_mine:nothing", "no 'nothing' in 'of_mine'")):
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+            with tempfile.TemporaryFile("w+") as said, contextlib.redirect_stderr(said):  # a child process writes to it, too
                 try:
                     code = command(arguments(name))
                 except SystemExit as ended:
                     code = ended.code
+                said.seek(0)
+                text = said.read()
             self.assertEqual(code, 2, name)
-            self.assertIn(words, said.getvalue())
-            self.assertIn("expected", said.getvalue())
+            self.assertIn(words, text)
+            self.assertIn("expected", text)
+
+    def test_the_judged_function_cannot_end_its_judge(self):
+        folder = self.folder()
+        (folder / "of_mine.py").write_text("""import os, signal
+def exits(q, k, v, is_causal): os._exit(0)
+def is_ended(q, k, v, is_causal): signal.raise_signal(signal.SIGTERM)
+def wrong(q, k, v, is_causal): return q.clone()
+""")
+        (folder / "exits_at_once.py").write_text("import os\nos._exit(0)\n")
+        (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+        # A process of its own: a fork of this one would have no more than one of PyTorch's threads, and wait for the others.
+        script = """import sys
+from evenkeel._conform_command import main
+for name in sys.argv[1:]:
+    print(name, main([name, "--rows", "64", "--quick"]), flush=True)
+"""
+        names = ["of_mine:exits", "exits_at_once:f", "leaves:f", "of_mine:wrong", "of_mine:is_ended"]
+        ended = subprocess.run([sys.executable, "-c", script, *names], cwd=folder, capture_output=True, text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT / "python")})
+        self.assertEqual(ended.returncode, -signal.SIGTERM, ended.stderr)
+        codes = [line for line in ended.stdout.splitlines() if line.split()[0] in names]
+        self.assertEqual(codes, [f"{name} 1" for name in names[:-1]], ended.stdout + ended.stderr)
+        self.assertEqual(ended.stderr.count("ERROR: expected a verdict, found a call that ended the process (exit code 0)"), 3)
+        self.assertIn("ended by signal 15", ended.stderr)
 
     def test_an_older_library_is_named(self):
         class Older:
