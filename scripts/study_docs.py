@@ -263,7 +263,7 @@ class Figures(Harm, Micro, Dates, Ledgers):
 
     def value(self, words):
         """A figure: `QUANTITY RUN...`, `least|most QUANTITY RUN...`, `runs|drifted|failed|seeds RUN...`, `epochs SIZE STEPS`, `above LIMIT RUN...`, `over HEALTHY RUN...`, `level SIZE...`, `kept_gap`,
-        `forecast`, `harm`, `leak`, `exponent`, `is_it_us`, `ledger` and what their functions say."""
+        `forecast`, `harm`, `leak`, `exponent`, `is_it_us`, `ledger`, `keys` and what their functions say."""
         first, *rest = words.split()
         if first == "epochs":
             return f"{int(rest[1]) * SIZES[rest[0]].tokens / SIZES[rest[0]].text:.1f}"
@@ -284,6 +284,8 @@ class Figures(Harm, Micro, Dates, Ledgers):
             return self.is_it_us_value(*rest)
         if first == "ledger":
             return self.ledger_value(*rest)
+        if first == "keys":
+            return self.keys_value(*rest)
         if first == "kept_gap":  # most steps between two records that are kept
             return number(max(b - a for run in self.study.runs.values() for a, b in zip(run.fact_steps, run.fact_steps[1:])))
         if first == "level":  # the largest offset of any run of these sizes that was judged and has not drifted

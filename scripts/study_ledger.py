@@ -13,6 +13,9 @@ LEDGERS = (
     ("O, seen by delta alone", ("delta_alone",)),
 )  # fmt: skip
 FIRST = 100  # steps: the warm-up
+# Whose shares are the healthy ones, by part: runs of the same text and size that have them recorded. A run with a twin of its own that has them is judged beside that.
+KEY_CONTROLS = {"hostile_micro": "hostile_micro-plain_zero_sum-1", "llama_settings": "llama_settings-plain_zero_sum-1", "other_text": "other_text-fp32-1"}
+KEYS_FROM = 200  # steps: in the warm-up every share is high
 CLEAR = 2  # standard errors
 MISSING = "docs/ledger.json is not there: python/offset_ledger.py makes its parts.\n"
 
@@ -22,7 +25,40 @@ def name_of(key):
 
 
 class Ledgers:
-    """A part of Figures: `self.ledger` is docs/ledger.json."""
+    """A part of Figures: `self.study` is the Study, `self.ledger` is docs/ledger.json."""
+
+    def key_control(self, run):
+        twin = self.study.twin(run)
+        return twin if twin and "key_share" in twin.packed else self.study.runs.get(KEY_CONTROLS.get(run.name.partition("-")[0]))
+
+    def beyond_since(self, run, field, layer):
+        """The step from which on a layer's `field` stays beyond all that its control has from KEYS_FROM on; None: it does not."""
+        rows = lambda one: [(step, row[layer - 1]) for step, row in zip(one.fact_steps, one.packed[field]) if step >= KEYS_FROM]
+        limit, since = max(value for _, value in rows(self.key_control(run))), None
+        for step, value in reversed(rows(run)):
+            if not value > limit:
+                break
+            since = step
+        return since
+
+    def keyed_runs(self):
+        """Drifting runs whose shares are recorded, with a control: (run, step of drift, layer)."""
+        found = [run for run in self.study.runs.values() if "key_share" in run.packed and self.study.drift(run) and not run.is_continued and self.key_control(run)]
+        return [(run, *self.study.drift(run)) for run in sorted(found, key=lambda run: run.name)]
+
+    def keys_table(self):
+        """What moves first: what the keys share, or the offset? In the layer that drifts."""
+        rows = []
+        for run, step, layer in self.keyed_runs():
+            share, offset = (self.beyond_since(run, field, layer) for field in ("key_share", "offset"))
+            rows.append([run.name, str(layer), self.number(share), self.number(offset), self.number(step), self.number(self.study.failure(run)), f"{max(row[layer - 1] for row in run.packed['key_share']):.2f}"])
+        return self.table(["run", "layer", "share beyond its control's since step", "offset likewise", "drift from", "failure at", "largest share"], rows) if rows else "docs/curves holds no run with shares of keys.\n"
+
+    def keys_value(self, what):
+        """`runs`: that drift and have shares; `first`: of them, those whose share leaves its control's range before the offset does; `lead`: by how many steps then, median; `late`: the others."""
+        pairs = [[self.beyond_since(run, field, layer) for field in ("key_share", "offset")] for run, _, layer in self.keyed_runs()]
+        leads = [offset - share for share, offset in pairs if share is not None and offset is not None and share < offset]
+        return {"runs": str(len(pairs)), "first": f"{len(leads)} of {len(pairs)}", "lead": self.number(median(leads)) if leads else self.NONE, "late": str(len(pairs) - len(leads))}[what]
 
     def ledger_windows(self, key, head=None):
         """(window, head) of a run behind the warm-up; of one head, or of all."""
@@ -58,7 +94,7 @@ class Ledgers:
         return self.table(["error in", "seed, layer", "steps", "windows that push up and down clearly", "push in standard errors, median (all)", "largest offset", "share of that head's keys, first to last window"], rows) if rows else MISSING
 
     def ledger_value(self, what, *rest):
-        """Over the runs of a NAME: `pushes up|down|all NAME`, windows and heads beyond CLEAR standard errors; `most|least push NAME`, in standard errors.
+        """Over the runs of a NAME: `pushes up|down|all NAME`, windows and heads beyond CLEAR standard errors; `most|least push NAME`, in standard errors; `positive NAME`, heads whose c is positive at the end.
         Of the head of a run with the largest offset: `rest_over_leak|moved|leak|rest KEY BEGIN END`, `share|offset KEY STEP` at the end of a window.
         `closes QUANTILE`: by how much the parts miss what was moved, as a share of their sizes, over the windows of all runs."""
         if what in ("pushes", "most", "least"):
@@ -66,6 +102,9 @@ class Ledgers:
             if what != "pushes":
                 return f"{(max if what == 'most' else min)(z):.1f}"
             return str({"up": sum(x > CLEAR for x in z), "down": sum(x < -CLEAR for x in z), "all": len(z)}[rest[0]])
+        if what == "positive":
+            last = [head["c"] for key in self.ledger if name_of(key) == rest[0] for head in self.ledger[key]["windows"][-1]["heads"]]
+            return f"{sum(c > 0 for c in last)} of {len(last)}"
         if what == "closes":
             missed = [abs(one["moved"] - one["leak"] - one["rest"]) / (abs(one["leak"]) + abs(one["rest"])) for key in self.ledger for _, one in self.ledger_windows(key)]
             return f"{100 * sorted(missed)[int(float(rest[0]) * (len(missed) - 1))]:.1f} %"

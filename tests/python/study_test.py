@@ -21,6 +21,7 @@ import page_marks
 import study_designs
 import study_docs
 import study_forecast
+import study_ledger
 from study_curves import Study, rank_correlation
 
 
@@ -236,6 +237,64 @@ class IsItUs(unittest.TestCase):
             self.assertAlmostEqual(found["last"], 2.6)
         self.assertEqual(module.rows_of(Path("/nowhere"), 0), [])
         self.assertEqual(set(module.arms("flash2", "fp32")), {"ours", "ours_fp32", "ours_all_fp32", "pytorch"})
+
+
+class LedgerScript(unittest.TestCase):
+    def test_what_is_finished_stays_and_the_rest_is_made(self):
+        """With stand-ins for the program and for Python: a finished ledger, one that was cut off, one that fails."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            ledger = lambda steps: json.dumps({"windows": [{"steps": [0, steps]}]})
+            (folder / "both-1.json").write_text(ledger(1000))
+            (folder / "both-2.json").write_text(ledger(300))
+            program, python = folder / "program", folder / "python"
+            program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/trained\nfor out; do :; done\nmkdir -p "$out/checkpoints/step-00000001"\n')
+            python.write_text(f'#!/bin/sh\nfor out; do :; done\ncase "$out" in *row_sum*) exit 1;; esac\necho "$@" >> {folder}/asked\ncat > "$out" <<END\n{ledger(1000)}\nEND\n')
+            for file in (program, python):
+                file.chmod(0o755)
+            done = subprocess.run([sys.executable, ROOT / "scripts/ledger", "--evenkeel", program, "--python", python, "--folder", folder, "--text", "T", "--out", folder / "all.json",
+                                   "--only", "both-1,both-2,row_sum-1"], capture_output=True, text=True)  # fmt: skip
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn("row_sum-1: failed", done.stdout)
+            self.assertEqual(list(json.loads((folder / "all.json").read_text())), ["both-1", "both-2"])
+            asked = (folder / "asked").read_text()
+            self.assertNotIn("both-1.json", asked)
+            self.assertIn("first-2@1 --plan fp32,output=e8m2/stochastic --layer 2 --steps 1000", asked)
+            self.assertEqual((folder / "trained").read_text().count("--seed"), 2)
+        done = subprocess.run([sys.executable, ROOT / "scripts/ledger", "--folder", "x", "--text", "T", "--only", "nonsense"], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 2)
+
+
+class LedgerFigures(unittest.TestCase):
+    """The definitions of study_ledger.py, on planted courses."""
+
+    class Run:
+        def __init__(self, shares, offsets):
+            self.fact_steps = [100 * n for n in range(len(shares))]
+            self.packed = {"key_share": [[x] for x in shares], "offset": [[x] for x in offsets]}
+
+    def test_beyond_its_control_since(self):
+        control = self.Run([0.9, 0.8, 0.2, 0.3, 0.2, 0.1], [9, 9, 5, 6, 7, 8])  # what is before step 200 does not count
+        figures = study_ledger.Ledgers()
+        figures.key_control = lambda run: control
+        run = self.Run([0.9, 0.4, 0.4, 0.3, 0.31, 0.5], [1, 1, 1, 9, 8, 9])
+        self.assertEqual(figures.beyond_since(run, "key_share", 1), 400)  # at 300 it is the control's largest, not beyond
+        self.assertEqual(figures.beyond_since(run, "offset", 1), 500)
+        self.assertIsNone(figures.beyond_since(control, "offset", 1))
+        self.assertIsNone(figures.beyond_since(self.Run([0.5] * 5 + [math.nan], [1] * 6), "key_share", 1))
+
+    def test_sums_over_windows(self):
+        figures = study_ledger.Ledgers()
+        head = lambda leak, rest, z, offset: {"leak": leak, "rest": rest, "moved": leak + rest, "push_z": z, "offset": offset, "c": leak, "key_share": 0.5}
+        figures.ledger = {"a-1": {"windows": [{"steps": [0, 100], "heads": [head(9, 9, 9, 1), head(9, 9, 9, 2)]}, {"steps": [100, 200], "heads": [head(4, -3, 3, 7), head(1, 0, -3, 2)]},
+                                              {"steps": [200, 300], "heads": [head(6, -2, 1, 8), head(-1, 0, 0, 9)]}]}}  # fmt: skip
+        figures.number = str
+        self.assertEqual(figures.ledger_head("a-1"), 1)
+        self.assertEqual([figures.ledger_value("pushes", what, "a") for what in ("up", "down", "all")], ["1", "1", "4"])  # the warm-up does not count
+        self.assertEqual(figures.ledger_value("positive", "a"), "1 of 2")
+        self.assertEqual(figures.ledger_value("closes", "1"), "0.0 %")
+        self.assertEqual(figures.ledger_value("offset", "a-1", "200"), "2")
+        self.assertRaises(ValueError, figures.ledger_value, "share", "a-1", "250")
 
 
 class Designs(unittest.TestCase):
