@@ -51,8 +51,8 @@ class Ledgers:
         rows = []
         for run, step, layer in self.keyed_runs():
             share, offset = (self.beyond_since(run, field, layer) for field in ("key_share", "offset"))
-            rows.append([run.name, str(layer), self.number(share), self.number(offset), self.number(step), self.number(self.study.failure(run)), f"{max(row[layer - 1] for row in run.packed['key_share']):.2f}"])
-        return self.table(["run", "layer", "share beyond its control's since step", "offset likewise", "drift from", "failure at", "largest share"], rows) if rows else "docs/curves holds no run with shares of keys.\n"
+            rows.append([run.name, str(layer), *(f"{KEYS_FROM} or before" if at == KEYS_FROM else self.number(at) for at in (share, offset)), self.key_control(run).name, self.number(step), self.number(self.study.failure(run)), f"{max(row[layer - 1] for at, row in zip(run.fact_steps, run.packed['key_share']) if at >= KEYS_FROM):.2f}"])
+        return self.table(["run", "layer", "share beyond its control's since step", "offset likewise", "control", "drift from", "failure at", "largest share from then on"], rows) if rows else "docs/curves holds no run with shares of keys.\n"
 
     def keys_value(self, what):
         """`runs`: that drift and have shares; `first`: of them, those whose share leaves its control's range before the offset does; `lead`: by how many steps then, median; `late`: the others."""
@@ -78,7 +78,7 @@ class Ledgers:
         head, signed = self.ledger_head(key), lambda x: f"{x:+.2g}" if abs(x) < 100 else f"{x:+,.0f}"
         rows = [[f"{self.number(window['steps'][0])} to {self.number(window['steps'][1])}", self.number(one["offset"]), signed(one["moved"]), signed(one["leak"]), signed(one["rest"]), f"{one['push_z']:.1f}", f"{one['key_share']:.2f}"]
                 for window, one in self.ledger_windows(key, head)]  # fmt: skip
-        return self.table(["steps", "offset at the end", "mean score moved by", "of it by the leak", "by the rest", "push, in standard errors", "share of the keys that they share"], rows)
+        return self.table(["steps", "offset at the end", "mean score moved by", "of it by the leak", "by the rest", "z", "share of the keys"], rows)
 
     def ledger_table(self):
         """A line a run: is there a direction, and does anything pull back?"""
@@ -91,7 +91,7 @@ class Ledgers:
                 shares = [one["key_share"] for _, one in own]
                 counts = f"{sum(x > CLEAR for x in z)} and {sum(x < -CLEAR for x in z)} of {len(z)}"
                 rows.append([words, f"{run['seed']}, {run['layer']}", self.number(run["windows"][-1]["steps"][1]), counts, f"{median(z):.1f} ({min(z):.1f} to {max(z):.1f})", self.number(max(one["offset"] for _, one in found)), f"{shares[0]:.2f} to {shares[-1]:.2f}"])
-        return self.table(["error in", "seed, layer", "steps", "windows that push up and down clearly", "push in standard errors, median (all)", "largest offset", "share of that head's keys, first to last window"], rows) if rows else MISSING
+        return self.table(["error in", "seed, layer", "steps", "windows of a head with z above 2, below -2", "z, median (all)", "largest offset at a window's end", "share of that head's keys, at step 200 and at the end"], rows) if rows else MISSING
 
     def ledger_value(self, what, *rest):
         """Over the runs of a NAME: `pushes up|down|all NAME`, windows and heads beyond CLEAR standard errors; `most|least push NAME`, in standard errors; `positive NAME`, heads whose c is positive at the end.
