@@ -22,7 +22,7 @@ except ImportError as error:
     sys.exit(77)
 
 from check_model import causal_attention, gpt2_loss, read_safetensors
-from twin_torch import expect, fp32_attention, read_batches, read_tokens, sdpa
+from twin_torch import checkpoint_of, expect, fp32_attention, read_batches, read_tokens, sdpa
 from _records import read_config, read_steps  # beside twin_torch's
 
 
@@ -85,9 +85,7 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    folder, _, step = options.run.rpartition("@")
-    expect(folder and step.isdigit(), "RUN@STEP", options.run)
-    folder, step = Path(folder), int(step)
+    folder, step, checkpoint = checkpoint_of(options.run)
     config = read_config(options.ours)
     heads, bf16 = config["model"]["heads"], config["model"]["precision"] == "bf16"
     starts, length, _ = read_batches(options.ours / "batches.bin")
@@ -95,7 +93,7 @@ def main():
     device = torch.device(options.device)
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype("int32"))
     rows = tokens[torch.from_numpy(starts[step].copy())[:, None] + torch.arange(length)].long().to(device)
-    weights = read_safetensors(folder / "checkpoints" / f"step-{step:08}" / "model.safetensors")
+    weights = read_safetensors(checkpoint / "model.safetensors")
 
     exact_loss, exact, exact_layers = passes(weights, heads, rows, causal_attention, torch.float64, False)
     attention = fp32_attention if options.attention == "fp32" else sdpa

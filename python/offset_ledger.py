@@ -22,6 +22,7 @@ FILE gets, for every window of --every steps and every head:
 Exit codes: 0 done, 1 wrong input, 77 no PyTorch.
 """
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -34,7 +35,7 @@ except ImportError as error:
     sys.exit(77)
 
 from check_model import gpt2_loss, read_safetensors
-from twin_torch import batches_of, expect, read_tokens, settings_of
+from twin_torch import batches_of, checkpoint_of, expect, read_tokens, settings_of
 
 
 class Found(Exception):
@@ -42,20 +43,19 @@ class Found(Exception):
 
 
 class Ledger:
-    def __init__(self, weights, moments, config, plan, layer, device):
-        """weights, moments["first" and "second"]: FP32 tensors by name."""
+    def __init__(self, checkpoint, config, plan, layer, device):
         import evenkeel
 
         self.attention, self.plan, self.config, self.layer = evenkeel.attention, plan, config, layer
+        weights, states = (read_safetensors(checkpoint / f"{kind}.safetensors") for kind in ("model", "optimizer"))
         self.names, self.heads = list(weights), config["model"]["heads"]
-        move = lambda tensors: {name: tensor.float().to(device) for name, tensor in tensors.items()}
-        self.weights = {name: tensor.requires_grad_(True) for name, tensor in move(weights).items()}
-        self.first, self.second = move(moments["first"]), move(moments["second"])
+        self.weights = {name: weights[name].float().to(device).requires_grad_(True) for name in self.names}
+        self.first, self.second = ({name: states[f"{kind}.{name}"].float().to(device) for name in self.names} for kind in ("first", "second"))
         self.leaked = {name: torch.zeros_like(tensor) for name, tensor in self.first.items()}  # the leak's part of `first`
-        self.mixed = torch.device(device).type, config["model"]["precision"] == "bf16"
+        self.device = torch.device(device).type
 
     def loss(self, rows, attention):
-        with torch.autocast(self.mixed[0], dtype=torch.bfloat16, enabled=self.mixed[1]):
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.config["model"]["precision"] == "bf16"):
             return gpt2_loss(self.weights, self.heads, rows[:, :-1], rows[:, 1:], attention)
 
     def gradient(self, value, keep=False):
@@ -64,20 +64,20 @@ class Ledger:
 
     def gradient_by(self, rows, step, stabiliser):
         """(loss, gradient) of attention by the plan."""
-        layer = iter(range(1 << 30))
+        layer = itertools.count()
         attention = lambda q, k, v: self.attention(q, k, v, is_causal=True, plan=self.plan, stabiliser=stabiliser, step=step, layer=next(layer))
         loss = self.loss(rows, attention)
         return loss.item(), self.gradient(loss)
 
     def scores(self, rows):
         """Of the layer, of its heads: c with its graph, the largest |row mean|, key_share; (heads) each. rows (B, T + 1)."""
-        found, before = {}, iter(range(1 << 30))
+        found, layer = {}, itertools.count()
 
         def looking(q, k, v):
             s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
             T = s.shape[-1]
             visible = torch.ones(T, T, dtype=torch.bool, device=s.device).tril()
-            if next(before) < self.layer:
+            if next(layer) < self.layer:
                 return (torch.softmax(s.masked_fill(~visible, -math.inf), -1) @ v.float()).to(q.dtype)
             means = (s * visible).sum(-1) / visible.sum(-1)  # (B, H, T)
             keys = k.float().mean((0, 2)).square().sum(-1) / k.float().square().sum(-1).mean((0, 2))
@@ -176,20 +176,14 @@ def parse_options():
 
 def main():
     options = parse_options()
-    folder, _, step = options.run.rpartition("@")
-    expect(folder and step.isdigit(), "RUN@STEP", options.run)
-    folder, begin = Path(folder), int(step)
-    checkpoint = folder / "checkpoints" / f"step-{begin:08}"
-    expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
+    folder, begin, checkpoint = checkpoint_of(options.run)
     expect(options.layer >= 1 and options.every >= 1, "--layer and --every from 1 on", f"{options.layer} and {options.every}")
     config = settings_of(folder)
     starts, length = batches_of(folder / "batches.bin", config["data"]["seed"], options.steps)
     expect(begin < len(starts), f"steps above {begin}", len(starts))
     tokens = torch.from_numpy(read_tokens(options.tokens or Path(config["data"]["train"])).astype("int32")).to(options.device)
     starts = torch.from_numpy(starts.copy()).to(options.device)
-    states = read_safetensors(checkpoint / "optimizer.safetensors")
-    moments = {kind: {name.partition(".")[2]: tensor for name, tensor in states.items() if name.startswith(f"{kind}.")} for kind in ("first", "second")}
-    ledger = Ledger(read_safetensors(checkpoint / "model.safetensors"), moments, config, options.plan, options.layer - 1, options.device)
+    ledger = Ledger(checkpoint, config, options.plan, options.layer - 1, options.device)
     place, rows, windows = torch.arange(length, device=options.device), [], []
     for n in range(begin, len(starts)):
         rows.append(ledger.step(tokens[starts[n][:, None] + place].long(), n))

@@ -39,7 +39,16 @@ PROBED_SEQUENCES = 8
 
 def expect(condition, what, found):
     if not condition:
-        sys.exit(f"twin_torch.py: expected {what}, found {found}")
+        sys.exit(f"{Path(sys.argv[0]).name}: expected {what}, found {found}")
+
+
+def checkpoint_of(text):
+    """RUN@STEP: the run's folder, the step, the checkpoint's folder."""
+    run, _, step = text.rpartition("@")
+    expect(run and step.isdigit(), "RUN@STEP", text)
+    checkpoint = Path(run) / "checkpoints" / f"step-{int(step):08}"
+    expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
+    return Path(run), int(step), checkpoint
 
 
 def read_batches(path):
@@ -232,12 +241,8 @@ def train(model, adam, batches, steps, config, options, record):
 
 def main():
     options = parse_options()
-    folder, _, step = options.run.rpartition("@")
     expect(options.device != "cuda" or torch.cuda.is_available(), "a PyTorch with a GPU (or --device cpu)", "none")
-    expect(folder and step.isdigit(), "RUN@STEP", options.run)
-    folder, step = Path(folder), int(step)
-    checkpoint = folder / "checkpoints" / f"step-{step:08}"
-    expect(checkpoint.is_dir(), "a checkpoint's folder", checkpoint)
+    folder, step, checkpoint = checkpoint_of(options.run)
     config = settings_of(folder)
     starts, length = batches_of(options.batches or folder / "batches.bin", config["data"]["seed"], options.steps)
     steps = len(starts)

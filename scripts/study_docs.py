@@ -272,20 +272,8 @@ class Figures(Harm, Micro, Dates, Ledgers):
             chosen = {"runs": lambda run: True, "drifted": self.study.drift, "failed": self.study.failure}[first]
             count = sum(chosen(run) is not None for run in runs)
             return str(count) if first == "runs" else f"{count} of {len(runs)}"
-        if first == "forecast":
-            return self.forecast_value(*rest)
-        if first == "harm":
-            return self.harm_value(*rest)
-        if first == "leak":
-            return self.leak_value(*rest)
-        if first == "exponent":
-            return self.exponent_value(" ".join(rest))
-        if first == "is_it_us":
-            return self.is_it_us_value(*rest)
-        if first == "ledger":
-            return self.ledger_value(*rest)
-        if first == "keys":
-            return self.keys_value(*rest)
+        if of_kind := getattr(self, f"{first}_value", None):  # `forecast`, `harm`, ...
+            return of_kind(*rest)
         if first == "kept_gap":  # most steps between two records that are kept
             return number(max(b - a for run in self.study.runs.values() for a, b in zip(run.fact_steps, run.fact_steps[1:])))
         if first == "level":  # the largest offset of any run of these sizes that was judged and has not drifted

@@ -221,8 +221,9 @@ class Micro:
             values = [math.log2(passed(one) / passed(other)) / octaves for one, other in pairs]
             yield words, exponent, *(list(dict.fromkeys(pair[n] for pair in pairs)) for n in (0, 1)), values
 
-    def exponent_value(self, words):
+    def exponent_value(self, *words):
         """The median of the pair of settings whose words end so."""
+        words = " ".join(words)
         return next(f"{median(values):.1f}" for found, _, _, _, values in self.exponent_rows() if found.endswith(words))
 
     def noise_exponent_table(self):

@@ -161,9 +161,11 @@ std::unique_ptr<Contestant> window_rival(const AttentionProblem& p, PythonScript
   if (first.contains("error"))
     rival->error = first["error"].get<std::string>();
   else
-    rival->run = [&script, question](Seconds& seconds) {
+    rival->run = [&script, question, &error = rival->error](Seconds& seconds) {
+      if (!error.empty()) return;  // it failed in an earlier round
       const Json answer = script.ask(question);
-      if (answer.contains("error")) return;
+      error = answer.value("error", "");
+      if (!error.empty()) return;
       seconds.forward.push_back(answer.at("forward").get<double>());
       seconds.backward.push_back(answer.at("backward").get<double>());
     };

@@ -57,9 +57,8 @@ std::string whole_text(double offset) {
 
 std::string drift_in_words() {
   return fmt::format(
-      "The offset of a head stays above {:.0f} times its healthy level and doubles. A diagnosis does not "
-      "wait "
-      "for the doubling.",
+      "The offset of a head stays above {:.0f} times its healthy level and doubles. "
+      "A diagnosis does not wait for the doubling.",
       kDriftTimes);
 }
 
