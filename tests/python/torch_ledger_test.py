@@ -7,6 +7,8 @@ import subprocess
 import unittest
 from unittest import mock
 
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core: threads that wait for each other cost ten times as much here
+
 from torch_cases import ROOT, TorchCase, lines_of
 
 import offset_ledger  # noqa: E402  (torch_cases says where it is)
@@ -59,6 +61,9 @@ class OffsetLedger(TorchCase):
                     self.assertEqual(set(head["by_weights"][kind]), {"W_Q", "W_K", "gain", "others"})
                 self.assertGreater(abs(head["leak"]), 0)
                 self.assertTrue(0 < head["key_share"] < 1)
+        for head in range(2):  # momentum hands on all of a leak, a little later
+            leak, push = (sum(one["heads"][head][kind] * steps for one, steps in zip(found["windows"], scale)) for kind, scale in (("leak", [1, 1]), ("push", [19, 20])))
+            self.assertTrue(0.4 < leak / push < 1.6, (leak, push))  # a decay of 0.5 would hand on a fifth
 
     def test_a_kept_sum_leaks_nothing(self):
         run = self.run_of("fp32", steps=2)
